@@ -1,10 +1,37 @@
-"""What was chosen for a group: which worker takes it, for which reason, and what was compared."""
+"""What is compared for a group, and what was chosen: which worker takes it, and for which reason."""
 
 import enum
+import sys
 from typing import NamedTuple
 
 from scheduler_service.core.groups.sequence import SequenceGroup
-from scheduler_service.core.placement.worker import WorkerScheduler
+from scheduler_service.core.placement.worker import Member, WorkerScheduler
+
+LAST = sys.maxsize
+"""An offer's order behind all others."""
+
+
+class Here(enum.Enum):
+    """Whether the worker that asks could take the group itself."""
+
+    HAS_ROOM = enum.auto()
+    IS_FULL = enum.auto()
+    LACKS_LORA = enum.auto()
+    """Only after the group's adapter was brought to it."""
+
+
+class Offer(NamedTuple):
+    """What one worker would make of a group. The offer of the fewest seconds is the best."""
+
+    seconds: float
+    """Until what the group brings were computed there."""
+    order: int
+    """Among equals the worker goes first that has had nothing new for longer."""
+    member: Member
+    cached_tokens: int
+    """Tokens of the group that are cached there, or are being computed."""
+    lacks_lora: bool = False
+    """Whether `seconds` have those that bringing the group's adapter takes."""
 
 
 class PlacementReason(enum.Enum):

@@ -9,6 +9,7 @@ before that.
 
 from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.placement.choice import Placement, PlacementReason
 from scheduler_service.core.planning.queue_view import MOST_LEFT
 from scheduler_service.core.planning.running import RunningPlanner
 from scheduler_service.core.planning.step import SchedulingBudget, Step
@@ -21,6 +22,7 @@ class SuspectTurns:
     """Which suspect has its turn, and what is planned for it."""
 
     def __init__(self, session: Session, running: RunningPlanner, admission: WaitingPlanner) -> None:
+        self._worker = session.worker
         self._waiting = session.waiting
         self._balancer = session.balancer
         self._member = session.member
@@ -63,17 +65,35 @@ class SuspectTurns:
 
     def _leave(self, suspect: SequenceGroup, step: Step) -> bool:
         """Leave a suspect to another worker, if a step there says more; returns whether that was done."""
-        if (placement := self._balancer.place_untried(self._member, suspect)) is not None:
+        if (placement := self._untried(suspect)) is not None:
             # No time limit: after losses on one worker only, request and worker are equally suspect.
+            self._balancer.num_left[placement.reason] += 1
             step.queue.leave(placement)
             return True
         if not self._balancer.has_others(self._member):
             return False
         if self._admission.room_for(suspect) is None:
-            placement = self._balancer.place_elsewhere(self._member, suspect, step.now)
+            placement = self._admission.elsewhere(suspect, step)
         else:
-            placement = self._balancer.place(self._member, suspect, len(self._waiting), step.now)
+            placement = self._admission.here_or_elsewhere(suspect, step)
         return placement is not None and self._admission.leave(placement, step)
+
+    def _untried(self, suspect: SequenceGroup) -> Placement | None:
+        """The worker that a suspect is left to, because it says more there; None when it may as well run here.
+
+        That is one that was not lost with it or, where all were, one that was not the last: so that no single worker is
+        all there is to blame.
+        """
+        suspicion = suspect.suspicion
+        if suspicion is None or not (most := suspicion.reluctance(self._worker)):
+            return None
+        others = [(suspicion.reluctance(other.worker), other) for other in self._balancer.other_workers(self._member)]
+        least = min((reluctance for reluctance, _ in others), default=most)
+        if least >= most:
+            return None
+        better = [other for reluctance, other in others if reluctance == least]
+        to = next((other for other in better if other.room_for(suspect) is not None), better[0])
+        return Placement(suspect, PlacementReason.SUSPECT, to=to, num_overtaken=suspect.placement.num_overtaken)
 
     def _can_start(self, suspect: SequenceGroup, step: Step) -> bool:
         """Whether a waiting suspect would start in a step of its own; else no other group need wait for it."""

@@ -11,14 +11,17 @@ from workloads import random_config, random_request
 
 from scheduler_service.core import (
     FairQueue,
+    Placement,
     PlacementReason,
     PriorityQueue,
     Scheduler,
     SchedulerOutput,
     SequenceStatus,
     WaitingQueue,
+    WorkerScheduler,
 )
 from scheduler_service.core.placement.balancer import MAX_OVERTAKES
+from scheduler_service.core.placement.choice import Here
 from scheduler_service.core.planning.queue_view import MOST_LEFT
 
 
@@ -166,7 +169,13 @@ def test_some_worker_always_takes_a_group_that_there_is_room_for(
             if group.is_suspect or group.placement.num_overtaken >= MAX_OVERTAKES:
                 continue
             able = {scheduler for scheduler in fleet if scheduler.room_for(group) is not None}
-            placed = {scheduler: balancer.place(scheduler.member, group, len(waiting), now) for scheduler in able}
+            placed: dict[WorkerScheduler, Placement] = {}
+            for scheduler in able:
+                member = scheduler.member
+                offers = balancer.offers(member=member, group=group, here=Here.HAS_ROOM, now=now)
+                chosen = balancer.choose(member=member, group=group, offers=offers, now=now, num_waiting=len(waiting))
+                assert chosen is not None
+                placed[scheduler] = chosen
             for placement in placed.values():
                 for _ in able:
                     placement = placed[placement.to] if placement.to is not None else placement
