@@ -242,7 +242,7 @@ class Scheduler:
 
         Returns the number of the worker's blocks that could be found.
         """
-        return self.blocks.reset_prefix_cache()
+        return self.blocks.cache.reset()
 
     def release_all(self, now: float = 0.0, *, blames: bool = True) -> list[SequenceGroup]:
         """The worker is gone: give all its groups back to the head of the queue. Plan no further steps.

@@ -138,7 +138,7 @@ class Balancer:
         """
         match here:
             case Here.HAS_ROOM:
-                own = self._offer(member, group, member.scheduler.blocks.num_shared_tokens(group.live[0]), now)
+                own = self._offer(member, group, member.scheduler.blocks.cache.num_shared_tokens(group.live[0]), now)
                 if self.is_overdue(group, now):
                     return [own]
                 return [own, *self._others(member, group, now, self._next_lightest(member, group))]
@@ -150,7 +150,7 @@ class Balancer:
                 others = self._with_room(member, group, now, self._lora_holders(member, group))
                 if not others:
                     return []
-                own = self._offer(member, group, member.scheduler.blocks.num_shared_tokens(group.live[0]), now)
+                own = self._offer(member, group, member.scheduler.blocks.cache.num_shared_tokens(group.live[0]), now)
                 own = own._replace(seconds=own.seconds + member.lora_seconds, order=LAST, lacks_lora=True)
                 return [own, *others]
 
@@ -255,7 +255,7 @@ class Balancer:
     def _holders(self, member: Member, group: SequenceGroup) -> list[Member]:
         """Others that hold at least as long a prefix as this one."""
         leader = group.live[0]
-        keys = member.scheduler.blocks.keys.findable(leader)
+        keys = member.scheduler.blocks.cache.keys.findable(leader)
         first = max(0, len(member.scheduler.blocks.device.find_run(keys)) - 1)
         bits = self.directory.holders(keys, first, self._is_open & ~member.bit)
         return self._first_members(bits)

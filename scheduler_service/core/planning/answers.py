@@ -42,7 +42,7 @@ class Answers:
                 sequence.num_stored_tokens -= 1
                 sequence.num_computed_tokens -= 1
             if not sequence.is_encoder and (num_tokens > 1 or sequence.num_stored_tokens % block_size == 0):
-                self._blocks.publish(sequence, sequence.num_stored_tokens)
+                self._blocks.cache.publish(sequence, sequence.num_stored_tokens)
             if sequence.is_encoder:
                 continue
             if failed and sequence.id in failed:
@@ -93,7 +93,7 @@ class Answers:
                 continue
             sequence.num_stored_tokens = num_stored = sequence.num_stored_tokens + 1
             if num_stored % block_size == 0:
-                self._blocks.publish(sequence, num_stored)
+                self._blocks.cache.publish(sequence, num_stored)
             sequence.output_token_ids.append(token_id)
             # All of its tokens are stored but this one.
             if token_id in sequence.end_token_ids or num_stored + 1 >= sequence.max_num_tokens:
@@ -125,7 +125,7 @@ class Answers:
         Only logits that are not finite say that what the sequence stored cannot be trusted.
         """
         if not is_barred:
-            self._blocks.withdraw(sequence)
+            self._blocks.cache.withdraw(sequence)
         status = SequenceStatus.FINISHED_BARRED if is_barred else SequenceStatus.FINISHED_FAILED
         if sequence.group.beams is not None:
             self._groups.finish(sequence.group, status)

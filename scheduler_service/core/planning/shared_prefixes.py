@@ -40,14 +40,14 @@ class SharedPrefixes:
         sequence = chunk.sequence
         if chunk.num_tokens > 1 or sequence.is_encoder:
             num_tokens = min(sequence.num_computed_tokens + chunk.num_tokens, sequence.num_tokens)
-            step.filled.update(self._blocks.publish(sequence, num_tokens))
+            step.filled.update(self._blocks.cache.publish(sequence, num_tokens))
         if sequence.num_uncomputed_tokens > 1:
-            self._blocks.expect(sequence)
+            self._blocks.cache.expect(sequence)
 
     def taken_back(self, chunks: list[Chunk]) -> None:
         """Chunks have been taken out of the step that was planned; no other group may be `tied` to theirs."""
         for chunk in chunks:
-            self._blocks.take_back(chunk.sequence)
+            self._blocks.cache.take_back(chunk.sequence)
 
     def is_tied(self, group: SequenceGroup, step: Step) -> bool:
         """Whether a group shares blocks that this step fills with another one, so that neither can leave the step."""
@@ -66,7 +66,7 @@ class SharedPrefixes:
         leader, wait = group.live[0], group.placement.prefix_waits.get(self._worker)
         if step.runs is None:
             step.runs = FoundRuns(self._blocks.device)
-        look = self._blocks.look_up(leader, 0 if wait is None else wait.first, step.runs)
+        look = self._blocks.cache.look_up(leader, 0 if wait is None else wait.first, step.runs)
         step.num_looked_up += look.num_looked_up
         if look.awaited is None:
             return False

@@ -79,7 +79,7 @@ class WaitingPlanner:
             return None
         if self._blocks.can_allocate(group, leave_watermark=bool(groups.running)) is not AllocStatus.OK:
             return None
-        return self._blocks.num_shared_tokens(group.live[0])
+        return self._blocks.cache.num_shared_tokens(group.live[0])
 
     def status(self, group: SequenceGroup, budget: SchedulingBudget) -> AllocStatus:
         """Whether a waiting group fits the worker and what is left of a step."""
@@ -102,7 +102,7 @@ class WaitingPlanner:
 
     def _has_encoder_tokens(self, group: SequenceGroup, budget: SchedulingBudget) -> bool:
         """Whether a step has tokens left for what the group's encoder reads, if that is not cached."""
-        return group.num_encoder_tokens <= budget.num_encoder_tokens or self._blocks.has_encoded(group)
+        return group.num_encoder_tokens <= budget.num_encoder_tokens or self._blocks.cache.has_encoded(group)
 
     def is_time(self, now: float) -> bool:
         """Whether the earliest arrival has waited for long enough that prompts could batch up."""

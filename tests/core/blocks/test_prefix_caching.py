@@ -92,7 +92,7 @@ def test_what_was_built_on_unsound_blocks_is_not_found_either_and_is_published_n
     scheduler.update_from_output(output, ModelOutput(output.step_id, []))
     scheduler.blocks.check()
     # The blocks that "well" computed anew lead to none of those that were built on the unsound ones.
-    assert scheduler.blocks.num_cached_tokens(make_group("longer", 19).live[0]) == 8
+    assert scheduler.blocks.cache.num_cached_tokens(make_group("longer", 19).live[0]) == 8
 
 
 def test_a_preempted_group_finds_what_is_left_of_its_own_blocks() -> None:

@@ -71,7 +71,7 @@ def test_a_prefix_that_was_evicted_attracts_no_group() -> None:
     warm(holder, make_group("first", 100))
     warm(holder, unlike("evicts", 119))
     add(fleet, make_group("again", 110))
-    assert holder.blocks.num_cached_tokens(make_group("like", 110).live[0]) == 0
+    assert holder.blocks.cache.num_cached_tokens(make_group("like", 110).live[0]) == 0
     output = other.schedule()
     assert PlacementReason.AFFINITY not in reasons(output).values()
 
