@@ -62,7 +62,7 @@ class SchedulerOutput:
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of device blocks, copied third."""
     num_draft_tokens: dict[Sequence, int] = field(default_factory=dict)
-    """How many of a sequence's tokens are room for guesses, which the worker makes and verifies."""
+    """How many of a sequence's tokens are room for drafts, which the worker makes and verifies."""
     finished: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     ignored: list[SequenceGroup] = field(default_factory=list)
@@ -75,7 +75,7 @@ class SchedulerOutput:
     ask_again_at: float | None = None
     """When `schedule` should be called again at the latest: a group is left to another worker until then."""
     num_tokens: int = 0
-    """Without room for guesses."""
+    """Without room for drafts."""
     planned_at: float = 0.0
     prompts_began: float | None = None
     """When the step was planned, if it computes prompts in a phase of their own."""
@@ -102,7 +102,7 @@ class TokenLogprobs(NamedTuple):
 class ModelOutput:
     """The worker's answer: one token for each sequence that samples, in the order of `SchedulerOutput.scheduled`.
 
-    `num_tokens`, where there are any, counts what each of them gained: guesses that were right come before the token
+    `num_tokens`, where there are any, counts what each of them gained: accepted draft tokens come before the token
     that was sampled after the last of them. A sequence of which a worker has yet to read what it has written in its
     form gained none, and computes its last token again. `num_draft_tokens`, likewise, are those that were verified, and
     `num_draft_tokens_wanted` those that steps should have room for from now on; without any that is as it was.

@@ -180,8 +180,8 @@ class Scheduler:
         status. Sequences that were finished or preempted by recompute after the step was sent gain nothing. Answers
         come in the order of steps. Raises ValueError when the answer is not to this step.
         """
-        guessing = output.num_draft_tokens
-        if 0 in answer.num_tokens or any(one.num_computed_tokens + 1 >= one.max_num_tokens for one in guessing):
+        drafted = output.num_draft_tokens
+        if 0 in answer.num_tokens or any(one.num_computed_tokens + 1 >= one.max_num_tokens for one in drafted):
             self._steady.forget()  # such a one left the plan, and may have more to compute after all
         seconds = self._in_flight.answer(output, answer, now)
         self.balancer.stepped(self.member, output.num_tokens + sum(answer.num_draft_tokens), seconds)

@@ -143,7 +143,7 @@ class BlockManager:
     def release_behind_window(self, sequence: Sequence) -> None:
         """Let go of the blocks that no token to come attends to; nothing happens without a sliding window."""
         if self.sizes.sliding_window and (table := self.tables.get(sequence.id)):
-            num_certain = sequence.num_computed_tokens - sequence.num_draft_tokens  # guesses may be taken back
+            num_certain = sequence.num_computed_tokens - sequence.num_draft_tokens  # drafts may be rejected
             if sequence.sampling.form:
                 num_certain = sequence.num_stored_tokens  # where it is late, its last token is computed again
             end = max(0, num_certain - self.sizes.sliding_window + 1) // self.block_size

@@ -6,7 +6,7 @@ blocks until then, fork the prompt's blocks from it. A preempted group starts ag
 Steps may be planned before the answers to earlier ones. A sequence's computed tokens count what every step sent so far
 computes; its tokens are those that are known. If all tokens of a sequence are computed, a step in flight samples its
 next token, and the worker, which works in step order, goes on from that token by itself. If steps in flight have room
-for guesses, the number of computed tokens is an upper bound.
+for drafts, the number of computed tokens is an upper bound.
 """
 
 from array import array
@@ -80,8 +80,8 @@ class Sequence:
         self.num_slots = 0  # tokens that its device blocks have room for
         self.forked_from: Sequence | None = None  # whose tokens it begins with, until the worker knows it
         self.num_forked_tokens = 0  # how many of them
-        self.num_draft_tokens = 0  # room for guesses in steps in flight, which count as computed
-        self.num_draft_tokens_wanted = 0  # guesses for which its worker wants room in each further step
+        self.num_draft_tokens = 0  # room for drafts in steps in flight, which count as computed
+        self.num_draft_tokens_wanted = 0  # draft tokens for which its worker wants room in each further step
         self.score = 0.0  # of a beam: the sum of its tokens' log-probabilities
         self.candidates: list[tuple[int, float]] | None = None  # of a beam: likeliest next tokens, once they are known
         self.block_keys: list[bytes] = []  # of its leading full blocks, as far as they were needed

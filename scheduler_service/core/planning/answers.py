@@ -24,7 +24,7 @@ class Answers:
         if self._is_plain(output, answer):
             return self._take_in_decodes(output, answer.token_ids)
         if answer.num_draft_tokens_wanted:
-            self._make_room(output, answer)
+            self._note_drafts_wanted(output, answer)
         searches: dict[SequenceGroup, None] = {}
         gained: list[SequenceOutput] = []
         has_shares = output.num_draft_tokens or answer.num_tokens
@@ -134,8 +134,8 @@ class Answers:
 
     # ---- drafts
 
-    def _make_room(self, output: SchedulerOutput, answer: ModelOutput) -> None:
-        """Note how much room for guesses further steps are to have. Beams go on with several tokens, and have none."""
+    def _note_drafts_wanted(self, output: SchedulerOutput, answer: ModelOutput) -> None:
+        """Note how much room for drafts further steps are to have: none for beams, which have several next tokens."""
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
         for sequence, wanted in zip(sampled, answer.num_draft_tokens_wanted, strict=True):
             if sequence not in output.dropped and sequence.group.beams is None:
@@ -144,8 +144,8 @@ class Answers:
     def _accept_drafts(
         self, output: SchedulerOutput, answer: ModelOutput, gained: list[SequenceOutput]
     ) -> list[int | None]:
-        """Append the guesses that were right, and return what was sampled after the last of each sequence: nothing of
-        one that is late."""
+        """Append the accepted draft tokens, and return what was sampled after the last of each sequence: nothing for a
+        sequence that is late."""
         num_gained = iter(answer.num_tokens or [1] * output.num_samples)
         token_ids = iter(answer.token_ids)
         last: list[int | None] = []
@@ -159,11 +159,12 @@ class Answers:
                 continue
             sequence.num_draft_tokens -= room
             positions = answer.logprobs.get(sequence.id, [])[: len(accepted)]
-            for guess, logprobs in itertools.zip_longest(accepted, positions):
+            for token_id, logprobs in itertools.zip_longest(accepted, positions):
                 if not sequence.status.is_finished:
-                    self._append_token(sequence, guess)
-                    gained.append(SequenceOutput(sequence, guess, logprobs, goes_on=not sequence.status.is_finished))
-            # Keys and values of the guesses that were wrong do not count; the caller adds num_tokens.
+                    self._append_token(sequence, token_id)
+                    goes_on = not sequence.status.is_finished
+                    gained.append(SequenceOutput(sequence, token_id, logprobs, goes_on=goes_on))
+            # Keys and values of rejected draft tokens do not count; the caller adds num_tokens.
             num_unused = room - len(accepted)
             sequence.num_stored_tokens -= num_unused
             sequence.num_computed_tokens -= num_unused

@@ -157,7 +157,7 @@ class DraftRoom:
         self._max_num_batched_tokens = session.config.max_num_batched_tokens
 
     def hand_out(self, step: Step) -> None:
-        """Note in `step.rooms` how many guesses each decoding sequence has room for that its worker wants to guess."""
+        """Note in `step.rooms` how many draft tokens each decoding sequence has room for, of those its worker wants."""
         decoding = [scheduled.sequence for scheduled in step.steady]
         for chunks in step.chunks.values():
             decoding += [c.sequence for c in chunks if c.num_tokens == 1 == c.sequence.num_uncomputed_tokens]
@@ -171,7 +171,7 @@ class DraftRoom:
 
     def _most(self, sequence: Sequence) -> int:
         """Half of what is left of the output at most, so that further steps can be planned before what became of these
-        guesses is known. With those in flight no more than a chunk of a prompt could be, for which there are blocks,
+        drafts is known. With those in flight no more than a chunk of a prompt could be, for which there are blocks,
         also where a window lets go of others."""
         num_left = sequence.max_num_tokens - sequence.num_computed_tokens - 2  # the last token is never computed
         num_in_flight = sequence.num_draft_tokens + 1

@@ -182,8 +182,8 @@ class Step:
         self.num_long = 0  # long chunks
         self.prompts_began: float | None = None
         self.steady: list[ScheduledSequence] = []  # the last step's plan, when it holds again
-        self.needy: list[Sequence] = []  # those whose block tables grew, of it or for guesses
-        self.rooms: dict[Sequence, int] = {}  # for guesses, behind the one token that these compute
+        self.needy: list[Sequence] = []  # those whose block tables grew, of it or for drafts
+        self.rooms: dict[Sequence, int] = {}  # for drafts, behind the one token that these compute
         self.any_last = False  # whether one of it computes its last token but one
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []

@@ -63,7 +63,7 @@ class StepWriter:
         step.any_last = any_last
 
     def _write_rooms(self, step: Step, output: SchedulerOutput) -> list[ScheduledSequence]:
-        """Returns the steady part with room for guesses; `step.steady` itself is a plan for the next step too."""
+        """Returns the steady part with room for drafts; `step.steady` itself is a plan for the next step too."""
         output.num_draft_tokens = step.rooms
         for sequence, room in step.rooms.items():
             sequence.num_draft_tokens += room

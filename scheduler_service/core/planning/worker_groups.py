@@ -59,7 +59,7 @@ class StepsInFlight:
             raise ValueError(f"the worker returned {len(answer.token_ids)} tokens for {output.num_samples} samples")
         for numbers in (answer.num_draft_tokens, answer.num_draft_tokens_wanted):
             if numbers and len(numbers) != output.num_samples:
-                raise ValueError(f"the worker counted guesses of {len(numbers)} samples of {output.num_samples}")
+                raise ValueError(f"the worker counted drafts of {len(numbers)} samples of {output.num_samples}")
         seconds = now - self.began_at
         self.outputs.popleft()
         self.answered_at = now

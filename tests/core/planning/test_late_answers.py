@@ -21,10 +21,10 @@ from scheduler_service.core import ModelOutput, PreemptionMode, SchedulerOutput,
     st.booleans(),
 )
 def test_late_answers_change_nothing_but_the_number_of_steps(
-    random: Random, num_blocks: int, mode: PreemptionMode, max_in_flight: int, window: int, guesses: bool
+    random: Random, num_blocks: int, mode: PreemptionMode, max_in_flight: int, window: int, drafts: bool
 ) -> None:
     scheduler = make_scheduler(
-        num_lookahead_slots=2 * guesses,
+        num_lookahead_slots=2 * drafts,
         num_device_blocks=num_blocks,
         num_host_blocks=8,
         preemption_mode=mode,
@@ -44,7 +44,7 @@ def test_late_answers_change_nothing_but_the_number_of_steps(
         )
         for i in range(4)
     ]
-    worker = FakeWorker(scheduler.config, guessing=random if guesses else None, reading=random)
+    worker = FakeWorker(scheduler.config, drafting=random if drafts else None, reading=random)
     for group in groups:
         scheduler.add_request(group)
     in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
