@@ -22,6 +22,7 @@ from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
 from pagewire_common.start_error import StartError
+from pagewire_common.telemetry.metrics import MOST_CONNECTIONS, MOST_HEAD_BYTES, serve_metrics
 from scheduler_service.core import ModelOutput, PlacementReason
 from scheduler_service.engine.workers.guesses import proposer_of
 from scheduler_service.operations.metrics import SchedulerMetrics

@@ -48,7 +48,9 @@ import psutil
 import structlog
 
 from pagewire_common.forms import MOST_SECONDS
+from pagewire_common.model_files.eos_tokens import eos_token_ids
 from pagewire_common.model_files.generation_config import FILE, GenerationConfig
+from pagewire_common.processes.child_process import start_child
 from worker_service.execution.sampling.form_process import (
     FORK,
     HEAD,
