@@ -1,4 +1,4 @@
-"""What a scheduler must know of its worker and its limits, checked once."""
+"""A scheduler's limits and the sizes of its worker, checked once."""
 
 import enum
 import math
@@ -9,7 +9,7 @@ MAX_BLOCKS = 2**22
 
 
 class PreemptionMode(enum.Enum):
-    """What happens to the blocks of a preempted group.
+    """The fate of a preempted group's blocks.
 
     RECOMPUTE frees its blocks and computes its tokens again; SWAP copies its blocks to host memory and back; AUTO takes
     the cheaper way by the worker's measured speeds. If host memory has no room, every mode recomputes.
@@ -56,7 +56,7 @@ class SchedulerConfig:
     max_held_loras: int = 0
     """Adapters that the worker holds in host memory (0: all adapters)."""
     lora_copy_seconds: float = 0.0
-    """For how long an adapter is copied to the device."""
+    """Seconds that copying an adapter to the device takes."""
     num_lookahead_slots: int = 0
     """Tokens that every sequence has room for past the tokens it computes next."""
     sliding_window: int = 0
@@ -67,11 +67,11 @@ class SchedulerConfig:
     phase_rule: PhaseRule = PhaseRule.CHUNKED
     """Whether prompts and decodes share steps."""
     delay_factor: float = 0.0
-    """With SEPARATE phases admission waits until a request has waited for so many times the last prompt step, so that
+    """Admission with SEPARATE phases waits until a request has waited for so many times the last prompt step, so that
     prompts batch up; 0 admits at once. CHUNKED phases take no delay: prompts share the steps that the decodes take
     anyway, so that waiting would gain them nothing."""
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
-    """With AUTO, copying a group's blocks out and back in is compared with computing its tokens again. Blocks that the
+    """AUTO compares copying a group's blocks out and back in with computing its tokens again. Blocks that the
     other pool already has are not copied; blocks that other groups hold on the device are neither copied back nor
     computed again."""
     block_bytes: int = 0

@@ -1,4 +1,4 @@
-"""What the scheduler decides in a step, what the worker answers, and what that means for each sequence."""
+"""The scheduler's decisions for a step, the worker's answer, and what that means for each sequence."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -75,7 +75,7 @@ class SchedulerOutput:
     ask_again_at: float | None = None
     """When `schedule` should be called again at the latest: a group is left to another worker until then."""
     num_tokens: int = 0
-    """Without room for drafts."""
+    """Tokens of the step, without room for drafts."""
     planned_at: float = 0.0
     prompts_began: float | None = None
     """When the step was planned, if it computes prompts in a phase of their own."""
@@ -95,7 +95,7 @@ class TokenLogprobs(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """Of the token that stands there, 1 for the likeliest."""
+    """The rank of the token that stands there, 1 for the likeliest."""
 
 
 @dataclass(slots=True)
@@ -112,15 +112,15 @@ class ModelOutput:
     token_ids: list[int]
     num_tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """By sequence id, of each token that it gained."""
+    """Log-probabilities of each token that a sequence gained, by sequence id."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed_sequence_ids: frozenset[int] = frozenset()
     barred_sequence_ids: frozenset[int] = frozenset()
-    """Those of the failed ones whose logits were finite: their parameters or their form allow no token."""
+    """The failed sequences whose logits were finite: their parameters or their form allow no token."""
     num_draft_tokens: list[int] = field(default_factory=list)
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
     vectors: dict[int, bytes] = field(default_factory=dict)
-    """By sequence id, what was pooled of its states."""
+    """Vectors that were pooled of a sequence's states, by sequence id."""
 
     @property
     def has_tokens_alone(self) -> bool:
@@ -129,7 +129,7 @@ class ModelOutput:
 
 
 class SequenceOutput(NamedTuple):
-    """What a sequence gained: nothing (`token_id` None) while its prompt is computed, else one token.
+    """The gain of a sequence: nothing (`token_id` None) while its prompt is computed, else one token.
 
     A beam search reports once, when it is over: its outputs are the hypotheses of the sequence's group.
     `prompt_logprobs` belong to the positions from `prompt_start` on. A sequence that is pooled gains no token, but

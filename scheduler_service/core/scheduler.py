@@ -296,7 +296,7 @@ class Scheduler:
 
     @property
     def steps_in_flight(self) -> SequenceOf[SchedulerOutput]:
-        """Those without an answer, the oldest first."""
+        """The steps without an answer, the oldest first."""
         return self._in_flight.outputs
 
     @property
@@ -313,7 +313,7 @@ class Scheduler:
         return self.loras.has_slot(group, without=without)
 
     def seconds_to_copy(self, group: SequenceGroup) -> float:
-        """What the first step with the group's adapter takes longer, because that is not on the device."""
+        """Seconds that the first step with the group's adapter takes longer, if the adapter is not on the device."""
         return 0.0 if self.loras.is_on_device(group.lora_name) else self.config.lora_copy_seconds
 
 

@@ -20,7 +20,7 @@ from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, Se
 
 
 class PrefixLook(NamedTuple):
-    """What a look for a waiting sequence's blocks found."""
+    """The result of a look for a waiting sequence's blocks."""
 
     first: int
     """The number of the first block that is not found."""

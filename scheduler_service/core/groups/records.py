@@ -1,4 +1,4 @@
-"""What is noted of a request while it is served: for the placement of its group, and for its client."""
+"""Notes on a request while it is served: for the placement of its group, and for its client."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,23 +14,23 @@ class PrefixWait(NamedTuple):
 
 @dataclass(slots=True)
 class PlacementRecord:
-    """What bounds how long a group waits for a better worker; times are in seconds of the scheduler's clock."""
+    """Bounds of how long a group waits for a better worker; times are in seconds of the scheduler's clock."""
 
     num_overtaken: int = 0
     """Later groups that were taken before this one while it waited."""
     left_until: float | None = None
-    """Until when a worker may leave the waiting group to a better worker; None if none has left it."""
+    """The time until which a worker may leave the waiting group to a better worker; None if none has left it."""
     prefix_waits: dict[str, PrefixWait] = field(default_factory=dict)
     """Its waits for a prefix, by the worker's name."""
     swapped_at: float = 0.0
-    """When the group was last swapped out."""
+    """The time when the group was last swapped out."""
     num_moves: int = 0
     """How often the group was swapped out and continued on another worker."""
 
 
 @dataclass(slots=True)
 class History:
-    """What happened to a group so far, of which its client is told."""
+    """A group's preemptions and workers so far, of which its client is told."""
 
     num_cached_tokens: int | None = None
     """Tokens of the prompt that were found in the prefix cache at the first admission; None before that."""

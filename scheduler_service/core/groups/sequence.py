@@ -178,7 +178,7 @@ class SequenceGroup:
     lora_name: str
     """The adapter that it needs, empty for the base model."""
     arrived_at: float
-    """In seconds of the clock that `Scheduler.schedule` is told."""
+    """Seconds of the clock that `Scheduler.schedule` is told."""
     rank: tuple[int, int]
     """Its place in its queue, where no two groups have the same."""
     cache_root: bytes
@@ -189,7 +189,7 @@ class SequenceGroup:
     beams: BeamSearch | None
     sequences: list[Sequence]
     encoder: EncoderSequence | None
-    """What the encoder of an encoder-decoder model reads. Keys and values depend on it, so `cache_root` does too."""
+    """The input of an encoder-decoder model's encoder. Keys and values depend on it, so `cache_root` does too."""
     has_unforked: bool
     """Whether followers wait for the leader's prompt."""
     ended: frozenset[int]
@@ -275,7 +275,7 @@ class SequenceGroup:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all outputs together. A beam search that is not over has beams, and no hypotheses yet."""
+        """Tokens of all outputs together. A beam search that is not over has beams, and no hypotheses yet."""
         found = 0 if self.beams is None else sum(len(hypothesis.token_ids) for hypothesis in self.beams.hypotheses)
         return max(found, sum(sequence.num_output_tokens for sequence in self.sequences))
 

@@ -25,15 +25,15 @@ class Suspicion:
     num_clean_tokens: int = 0
     """Tokens that the request gained since the last loss."""
     seconds: float = 0.0
-    """For how long the request was in flight since the first loss, on any worker."""
+    """Seconds that the request was in flight since the first loss, on any worker."""
     seconds_alone: float = 0.0
-    """For how long of that time no other request was in flight."""
+    """Seconds of that time in which no other request was in flight."""
     fleet_losses_before: int = 0
     """Losses that the fleet had at the first loss of the row, this one included."""
     fleet_seconds_before: float = 0.0
-    """For how long the fleet's workers had served at the first loss of the row."""
+    """Seconds that the fleet's workers had served at the first loss of the row."""
     others_at_last: float = 0.0
-    """For how long workers had served without the request since the first loss, as of the last loss alone."""
+    """Seconds that workers had served without the request since the first loss, as of the last loss alone."""
     num_looks: int = 0
     """How often the rule was applied in the request's life, in whatever row."""
 

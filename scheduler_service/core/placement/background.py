@@ -1,4 +1,4 @@
-"""What losses of one request's workers are compared with: those of the whole fleet, and the time that it served."""
+"""Losses and serving time of the whole fleet, with which losses of one request's workers are compared."""
 
 
 class Background:

@@ -14,8 +14,8 @@ adapter the worker does not even hold is passed over as well, and the adapter is
 be done sooner than at those that hold it.
 
 After that the first worker that asks takes it. A suspect is the exception: while there are workers that were not lost
-with it, it waits for one of those. Where nothing is cached and many wait, a worker takes its share of them at once, as
-much as brings it to where all will be when none waits any more, instead of one at a time in turns.
+with it, it waits for one of those. Where nothing is cached and many wait, a worker takes its share of them at once,
+instead of one at a time in turns. Its share brings it to where all will be when none waits any more.
 
 All that a scheduler reports is as of its last step. Everything costs O(log workers) or less; for suspects
 all workers are looked through.
@@ -119,7 +119,7 @@ class Balancer:
         return self._num_open > member.is_open
 
     def other_workers(self, member: Member) -> list[WorkerScheduler]:
-        """Those that take waiting groups, if not now, while they have some swapped out. All are looked through."""
+        """Other workers that admit groups, also while they are full of swapped ones. All workers are asked."""
         return [other.scheduler for other in self._members.values() if other is not member and other.scheduler.admits]
 
     def is_overdue(self, group: SequenceGroup, now: float) -> bool:
@@ -130,8 +130,7 @@ class Balancer:
         )
 
     def offers(self, *, member: Member, group: SequenceGroup, here: Here, now: float) -> list[Offer]:
-        """What workers with room would make of a group, as the worker `member` asks: its own offer, and those of a few
-        others.
+        """Offers of workers with room for a group, as the worker `member` asks: its own, and those of a few others.
 
         The others are the worker with the least to do and those that hold the longest prefix or the group's adapter; if
         the adapter is not here, only those that hold it. Where no other can be better, there are no others.
@@ -276,7 +275,7 @@ class Balancer:
         return seconds + member.scheduler.seconds_to_copy(group) if group.lora_name else seconds
 
     def _seconds_in_flight(self, member: Member, factor: float, now: float) -> float:
-        """What the worker's steps in flight still take; one that is overdue is expected to be so for as long again."""
+        """Seconds that the worker's steps in flight still take; an overdue step is expected to take as long again."""
         steps = member.scheduler.steps_in_flight
         if not steps:
             return 0.0
@@ -316,5 +315,5 @@ class Balancer:
 
 
 def _num_tokens(group: SequenceGroup) -> int:
-    """What a worker has to compute of a waiting group if it finds nothing of it."""
+    """Tokens of a waiting group that a worker computes if none of them is cached there."""
     return group.live[0].num_tokens + group.num_encoder_tokens

@@ -1,4 +1,4 @@
-"""What is compared for a group, and what was chosen: which worker takes it, and for which reason."""
+"""Offers of workers for a group, and the choice among them: which worker takes it, and for which reason."""
 
 import enum
 import sys
@@ -21,10 +21,10 @@ class Here(enum.Enum):
 
 
 class Offer(NamedTuple):
-    """What one worker would make of a group. The offer of the fewest seconds is the best."""
+    """One worker's estimate for a group. The offer of the fewest seconds is the best."""
 
     seconds: float
-    """Until what the group brings were computed there."""
+    """Seconds until the group's tokens would be computed there."""
     order: int
     """Among equals the worker goes first that has had nothing new for longer."""
     member: Member
@@ -40,15 +40,15 @@ class PlacementReason(enum.Enum):
     ALONE = enum.auto()
     """No other worker had room."""
     LOAD = enum.auto()
-    """It is done sooner there, by what the workers have to do and how fast they are."""
+    """The group is done sooner there, by what the workers have to do and how fast they are."""
     AFFINITY = enum.auto()
-    """It is done sooner there, because more of it is cached there, or its adapter is."""
+    """The group is done sooner there, because more of it is cached there, or its adapter is."""
     SHARE = enum.auto()
     """Another worker has less to do, and will find enough that waits."""
     OVERDUE = enum.auto()
-    """It has been left, or overtaken, for long enough."""
+    """The group has been left, or overtaken, for long enough."""
     ROOM = enum.auto()
-    """It was left because another worker has room for it."""
+    """The group was left because another worker has room for it."""
     SUSPECT = enum.auto()
     """Workers may be lost to it, so it went where there is least to lose."""
 

@@ -85,7 +85,7 @@ class Answers:
         )
 
     def _take_in_decodes(self, output: SchedulerOutput, token_ids: SequenceOf[int]) -> list[SequenceOutput]:
-        """What `take_in` does with a plain answer, which most are, in half the time."""
+        """Take in a plain answer, which most are, in half the time of `take_in`."""
         running, block_size, gained = SequenceStatus.RUNNING, self._config.block_size, []
         new = tuple.__new__  # of a named tuple's own constructor, two thirds are Python
         for (sequence, _, _), token_id in zip(output.scheduled, token_ids, strict=True):

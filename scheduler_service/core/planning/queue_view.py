@@ -1,9 +1,14 @@
 """The waiting queue as one step of one worker sees it: which groups it looks past, and which of the others is next.
 
-A group is passed over while a better worker is there for it (`left`), while its adapter has no slot here (`slotless`),
-while that is still to be brought here (`awaiting`), while others compute its prefix (`sharing`), or while it is a
-suspect that must wait (`held`). Later groups may overtake it, within bounds. For an adapter or a prefix no bound is
-needed: it comes no later for those that go ahead.
+A group is passed over
+
+- while a better worker is there for it (`left`),
+- while its adapter has no slot here (`slotless`), or is still to be brought here (`awaiting`),
+- while others compute its prefix (`sharing`),
+- or while it is a suspect that must wait (`held`).
+
+Later groups may overtake it, within bounds. For an adapter or a prefix no bound is needed: it comes no later for those
+that go ahead.
 """
 
 from collections import Counter

@@ -150,7 +150,7 @@ class RunningPlanner:
 
 
 class DraftRoom:
-    """Of one worker's steps: tokens in equal shares, and blocks that are free above the watermark."""
+    """Room for drafts in one worker's steps: tokens in equal shares, and blocks that are free above the watermark."""
 
     def __init__(self, session: Session) -> None:
         self._blocks = session.blocks

@@ -114,7 +114,7 @@ class SchedulingBudget:
 
 
 class Chunk:
-    """What one sequence takes of a step; `is_long` if it takes less than it has to compute, so as to leave room."""
+    """One sequence's part of a step; `is_long` if it takes less than it has to compute, so as to leave room."""
 
     __slots__ = ("copies", "is_long", "num_bytes", "num_tokens", "sequence")
 
@@ -190,11 +190,11 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """What all groups take of the step, as it is planned by now, tokens of encoders included."""
+        """Tokens that all groups take of the step, as it is planned by now, those of encoders included."""
         return self._token_budget - self.budget.num_tokens - self.budget.num_encoder_tokens
 
     def num_tokens_of(self, group: SequenceGroup) -> int:
-        """What a group takes of the step, as it is planned by now, without tokens of its encoder."""
+        """Tokens that a group takes of the step, as it is planned by now, without those of its encoder."""
         num_repeated = sum(sequence.group is group for sequence, _, _ in self.steady)
         return num_repeated + _sizes(self.chunks.get(group, []))["num_tokens"]
 
@@ -233,7 +233,7 @@ class Step:
 
 
 def _sizes(chunks: list[Chunk]) -> dict[str, int]:
-    """What chunks take of a budget."""
+    """Amounts that chunks take of a budget."""
     num_encoder_tokens = sum(chunk.num_tokens for chunk in chunks if chunk.sequence.is_encoder)
     return {
         "num_tokens": sum(chunk.num_tokens for chunk in chunks) - num_encoder_tokens,

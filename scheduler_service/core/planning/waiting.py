@@ -16,19 +16,19 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class Verdict(enum.Enum):
-    """What becomes of the waiting group that is next in a step."""
+    """The fate of the waiting group that is next in a step."""
 
     REJECT = enum.auto()
-    """It ends, because it never fits the worker."""
+    """The group ends, because it never fits the worker."""
     TAKE = enum.auto()
     MAKE_ROOM = enum.auto()
-    """It is taken, once running groups that it outranks have been preempted."""
+    """The group is taken, once running groups that it outranks have been preempted."""
     PASS = enum.auto()
-    """It waits for a prefix or an adapter, and the groups behind it are looked at."""
+    """The group waits for a prefix or an adapter, and the groups behind it are looked at."""
     LEAVE = enum.auto()
-    """It waits for another worker to take it."""
+    """The group waits for another worker to take it."""
     STOP = enum.auto()
-    """It waits, and so do the groups behind it."""
+    """The group waits, and so do the groups behind it."""
 
 
 class Decision(NamedTuple):
@@ -36,7 +36,7 @@ class Decision(NamedTuple):
 
     verdict: Verdict
     placement: Placement | None = None
-    """What the balancer chose, if there was a choice."""
+    """The balancer's choice, if there was one."""
     victims: SequenceOf[SequenceGroup] = ()
     """The running groups that make room."""
 
@@ -166,7 +166,7 @@ class WaitingPlanner:
                     return
 
     def _decide(self, group: SequenceGroup, step: Step, *, is_turn: bool) -> Decision:
-        """What becomes of the group that is next, which in its own turn is a suspect."""
+        """The fate of the group that is next, which in its own turn is a suspect."""
         if not is_turn and (group.is_suspect or self._yields_to_swapped(group, step)):
             return Decision(Verdict.STOP)  # a suspect is admitted in a step of its own
         # A look at a group that waits for a prefix is short.

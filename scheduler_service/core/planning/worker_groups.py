@@ -45,7 +45,7 @@ class StepsInFlight:
         return sum(output.num_tokens for output in self.outputs)
 
     def drop(self, sequences: Iterable[Sequence]) -> None:
-        """These leave the worker: the answers to come are not for them."""
+        """Sequences leave the worker: the answers to come are not for them."""
         for output in self.outputs:
             output.dropped.update(sequences)
 

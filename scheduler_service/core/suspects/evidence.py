@@ -1,4 +1,4 @@
-"""What a worker's answers, and its loss, say about the requests that were in its steps: their `Suspicion` is told."""
+"""Evidence of a worker's answers, and of its loss, about the requests in its steps: their `Suspicion` is told."""
 
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus

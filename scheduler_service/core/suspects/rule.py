@@ -10,8 +10,8 @@ idle or computed others.
     m, s   losses of workers without it, and the seconds that workers served without it
 
 If the request is innocent, workers are lost in both kinds of time at one rate, which is unknown. Then each of the n + m
-losses falls into the request's time with probability x = t / (t + s), and the chance of n or more of them there is a
-tail of the binomial distribution (the exact comparison of two Poisson rates; Przyborowski and Wilenski, 1940):
+losses falls into the request's time with probability x = t / (t + s). The chance of n or more losses there is a tail of
+the binomial distribution (the exact comparison of two Poisson rates; Przyborowski and Wilenski, 1940):
 
     chance(n, t, m, s) = P(Binomial(n + m, x) >= n) = sum over k <= m of C(n + k - 1, k) x^n (1 - x)^k
 

@@ -1,9 +1,9 @@
 """Gives a suspect a step of its own, and decides when it gets one.
 
 A request that brings workers down must not take all other streams with it. A request that was in flight twice in a row
-when a worker was lost is a suspect and is scheduled alone, with nothing else in flight, until it has gained a token, or
-more of them the more workers were lost; when these losses cannot be coincidence it is ended: rule.py has the rule.
-But the worker may be to blame: a suspect goes to another one than it was lost on, if there is any, and is not ended
+when a worker was lost is a suspect. It is scheduled alone, with nothing else in flight, until it has gained a token, or
+more tokens the more workers were lost. When these losses cannot be coincidence it is ended: rule.py has the rule.
+But the worker may be to blame: a suspect goes to another worker than it was lost on, if there is any, and is not ended
 before that.
 """
 
