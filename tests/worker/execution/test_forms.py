@@ -27,7 +27,7 @@ from worker_helpers import mask_of, state, tokens
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.start_error import StartError
-from scheduler_service.frontend.forms.forms import forms as frontend
+from scheduler_service.frontend.forms import forms as frontend
 from worker_service.execution.sampling import forms as forms_module
 from worker_service.execution.sampling.form_process import HEAD, MOST_KEPT, Follower, Work
 from worker_service.execution.sampling.forms import FormMasks, Forms

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.metadata import PART_KEYS, SharedParts
+from kernels.attention.metadata import PART_KEYS, SharedParts
 from kernels.upload import upload
 
 _ITEMS_A_ROW = 2

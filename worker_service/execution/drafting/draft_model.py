@@ -5,8 +5,8 @@ copied, shared and found again as one, and the scheduler need not know. What the
 catches up with when guesses are next worth making, so it costs nothing while they are not.
 
 The target's token is the largest of its logits plus noise that is a function of seed, output, position and token
-(`kernels.noise`). The draft model adds the same noise to its own logits, and so agrees more often than if it drew by
-itself: drafter-invariant speculative decoding (Daliri, Musco and Suresh 2024).
+(`kernels.sampling.noise`). The draft model adds the same noise to its own logits, and so agrees more often than if it
+drew by itself: drafter-invariant speculative decoding (Daliri, Musco and Suresh 2024).
 """
 
 import time
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.metadata import AttentionMetadata
+from kernels.attention.metadata import AttentionMetadata
 from worker_service.execution.cache.cache_engine import CacheEngine
 from worker_service.models.causal_model import CausalModel, LoraPlace
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.narrow_cache import is_narrow, widened
+from kernels.attention.narrow_cache import is_narrow, widened
 from pagewire_common.model_files.generation_config import GenerationConfig
 from pagewire_common.start_error import StartError
 from worker_service.errors import InvalidStepError

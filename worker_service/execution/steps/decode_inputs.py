@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.metadata import AttentionMetadata, SharedParts
+from kernels.attention.metadata import AttentionMetadata, SharedParts
 from kernels.upload import upload
 from worker_service.session.session import PLACEHOLDER, ScheduledChunk
 from worker_service.session.step import TOKENS

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.attention.metadata import AttentionMetadata
 from kernels.backends import ops_for
-from kernels.metadata import AttentionMetadata
 from kernels.ops import Ops
 from kernels.reference import rotary_tables
 from worker_service.models.decoders.decoder_config import DecoderConfig

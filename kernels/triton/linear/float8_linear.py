@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kernels.float8 import FLOAT8_CAPABILITY, Float8Weight, float8_product, product_in_16_bits, round_inputs
 from kernels.ops import Product
-from kernels.triton.grouped_float8 import grouped_float8
-from kernels.triton.linear import pack
-from kernels.triton.round_rows import round_rows
+from kernels.triton.linear.grouped_float8 import grouped_float8
+from kernels.triton.linear.linear import pack
+from kernels.triton.linear.round_rows import round_rows
 
 
 @cache

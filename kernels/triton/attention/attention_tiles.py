@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.narrow_cache import scale_place
+from kernels.triton.attention.narrow_cache import scale_place
 
 _INTERPRETED_PROCESSORS = 8
 HOPPER_SHARED_MEMORY = 227 * 1024

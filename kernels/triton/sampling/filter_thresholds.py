@@ -10,7 +10,7 @@
 K is found between 0 and infinity in at most 16 passes that cut the interval into quarters; a row without top_k and
 top_p takes none. One program holds one row and reads its logits as they are, from cache after the first pass.
 
-Oracle: `kernels.filters.filter_thresholds`. Sums are rounded differently from a sort's, so a token whose
+Oracle: `kernels.sampling.filters.filter_thresholds`. Sums are rounded differently from a sort's, so a token whose
 predecessors make up top_p to the last bit may fall on either side. Sizes that hurt: vocabularies of 1, 123 and 4,097
 tokens, equal logits, fewer finite logits than top_k.
 """
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sampling import Draws
+from kernels.sampling.eager import Draws
 from kernels.triton.launch import OPTIONS, num_warps
 
 _COLUMNS = 4096

@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.metadata import AttentionMetadata
-from kernels.narrow_cache import head_dim_of
+from kernels.attention.metadata import AttentionMetadata
+from kernels.attention.narrow_cache import head_dim_of
+from kernels.triton.attention.narrow_cache import magnitudes, narrowed, scale_bytes_of, scale_place, steps_and_scales
+from kernels.triton.attention.paged_attention import paged_attention
 from kernels.triton.launch import OPTIONS, num_warps
-from kernels.triton.narrow_cache import magnitudes, narrowed, scale_bytes_of, scale_place, steps_and_scales
-from kernels.triton.paged_attention import paged_attention
 
 _TILE = 1024
 """Elements of a program's first half at most: 16 heads of 128."""

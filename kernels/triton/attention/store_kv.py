@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.attention.narrow_cache import scale_bytes_of, store_heads
 from kernels.triton.launch import OPTIONS, num_warps
-from kernels.triton.narrow_cache import scale_bytes_of, store_heads
 
 
 def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -> None:

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops import Product
-from kernels.triton.attention_tiles import HOPPER_SHARED_MEMORY, shared_memory
+from kernels.triton.attention.attention_tiles import HOPPER_SHARED_MEMORY, shared_memory
 from kernels.triton.launch import OPTIONS
 
 _DEPTH = 64

@@ -26,11 +26,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_options import check_attention_options
-from kernels.metadata import PART_KEYS, AttentionMetadata
-from kernels.triton.attention_tiles import attend_tile, columns_of, num_processors, sequence_of_tile, tile_keys_of
+from kernels.attention.metadata import PART_KEYS, AttentionMetadata
+from kernels.attention.options import check_attention_options
+from kernels.triton.attention.attention_tiles import (
+    attend_tile,
+    columns_of,
+    num_processors,
+    sequence_of_tile,
+    tile_keys_of,
+)
+from kernels.triton.attention.merge_parts import finished, merge_part, merge_parts
 from kernels.triton.launch import OPTIONS
-from kernels.triton.merge_parts import finished, merge_part, merge_parts
 
 _NUM_WARPS = 4
 _NUM_STAGES = 3
@@ -50,7 +56,7 @@ def attention_by_position(
     bias: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """As `kernels.triton.paged_attention`."""
+    """As `kernels.triton.attention.paged_attention`."""
     check_attention_options(query, window, soft_cap, bias, causal)
     num_tokens, num_heads, head_dim = query.shape
     num_sequences, num_kv_heads = len(metadata.context_lens), layer_cache.shape[3]

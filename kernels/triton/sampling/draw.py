@@ -4,9 +4,9 @@
     program   one draw and 4,096 columns of its row
     partial   the largest `(logit - largest) / temperature + gumbel` above the threshold and its column, then `pick`
 
-If a filter is used, `filter_thresholds` computes the thresholds in earlier passes. Oracle: `kernels.sampling.draw`; the
-noise has the same bits, while logarithms may differ from torch's in the last bit. Sizes that hurt: one draw,
-vocabularies of 1, 123 and 4,097 tokens, a temperature of 1e-38.
+If a filter is used, `filter_thresholds` computes the thresholds in earlier passes. Oracle:
+`kernels.sampling.eager.draw`; the noise has the same bits, while logarithms may differ from torch's in the last bit.
+Sizes that hurt: one draw, vocabularies of 1, 123 and 4,097 tokens, a temperature of 1e-38.
 """
 
 import torch
@@ -14,17 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sampling import Draws
-from kernels.triton.filter_thresholds import filter_thresholds
+from kernels.sampling.eager import Draws
 from kernels.triton.launch import OPTIONS, num_warps
-from kernels.triton.noise import gumbel_noise
-from kernels.triton.pick import pick
+from kernels.triton.sampling.filter_thresholds import filter_thresholds
+from kernels.triton.sampling.noise import gumbel_noise
+from kernels.triton.sampling.pick import pick
 
 _COLUMNS = 4096
 
 
 def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    """As `kernels.sampling.draw`."""
+    """As `kernels.sampling.eager.draw`."""
     num_draws, vocabulary_size = len(draws.rows), logits.shape[1]
     columns = min(_COLUMNS, triton.next_power_of_2(vocabulary_size))
     parts = triton.cdiv(vocabulary_size, columns)

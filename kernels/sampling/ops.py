@@ -7,17 +7,17 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from kernels import sampling
+from kernels.sampling import eager
 
 
 class SamplingOps(Protocol):
-    """What a backend offers; `kernels.sampling` says what each operation is."""
+    """What a backend offers; `kernels.sampling.eager` says what each operation is."""
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def keep(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None: ...
 
-    def draw(self, logits: Tensor, largest: Tensor, draws: sampling.Draws) -> Tensor: ...
+    def draw(self, logits: Tensor, largest: Tensor, draws: eager.Draws) -> Tensor: ...
 
     def log_probabilities(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -31,4 +31,4 @@ def sampling_ops_for(device: torch.device) -> SamplingOps:
     try:
         return cast(SamplingOps, import_module(_BACKENDS[device.type]))
     except (KeyError, ImportError):
-        return cast(SamplingOps, sampling)
+        return cast(SamplingOps, eager)

@@ -13,8 +13,8 @@ bits. They are multiplied as float16, in which e4m3 is exact: products of e4m3 i
 float32 has. The sums of a group are scaled and added to those before. It was not run on a GPU yet, so its tiles are no
 measured choice. It needs compute capability 8.9, whose instruction turns e4m3 into float16.
 
-Oracle: `kernels.experts.grouped_float8`. Sizes that hurt: experts without rows, one row, 129 rows with one, groups of
-16 and of 48 inputs, 123 inputs in one group, one output.
+Oracle: `kernels.linear.experts.grouped_float8`. Sizes that hurt: experts without rows, one row, 129 rows with one,
+groups of 16 and of 48 inputs, 123 inputs in one group, one output.
 """
 
 from typing import NamedTuple
@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.float8 import Float8Weight, round_inputs
-from kernels.triton.grouped_linear import most_blocks, place_of_block
 from kernels.triton.launch import OPTIONS
-from kernels.triton.round_rows import round_rows
+from kernels.triton.linear.grouped_linear import most_blocks, place_of_block
+from kernels.triton.linear.round_rows import round_rows
 
 _MOST_DEPTH = 128
 
@@ -42,7 +42,7 @@ _TILES = (_Tile(16, 64, 4), _Tile(64, 64, 4), _Tile(128, 128, 8))
 
 
 def grouped_float8(x: Tensor, weight: Float8Weight, ends: Tensor, wide: bool = False) -> Tensor:
-    """As `kernels.experts.grouped_float8`."""
+    """As `kernels.linear.experts.grouped_float8`."""
     num_experts, outputs, inputs = weight.numbers.shape
     groups = weight.scales.shape[2]
     result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)

@@ -7,8 +7,8 @@
 A second kernel joins the parts of a row (Milakov and Gimelshein, 2018). Nothing as wide as the vocabulary is written;
 eager torch writes that much in float32 twice. The likeliest are torch's own topk of the logits themselves.
 
-Oracle: `kernels.log_probabilities`. It ranks by log-probabilities, and rounding may make those of different logits
-equal. Sizes that hurt: vocabularies of 1, 123 and 4,097 tokens, one row, logits of ±1e4 and -inf.
+Oracle: `kernels.sampling.log_probabilities`. It ranks by log-probabilities, and rounding may make those of different
+logits equal. Sizes that hurt: vocabularies of 1, 123 and 4,097 tokens, one row, logits of ±1e4 and -inf.
 """
 
 import torch
@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.log_probabilities import largest_in_order
+from kernels.sampling.log_probabilities import largest_in_order
 from kernels.triton.launch import OPTIONS, num_warps
 
 _COLUMNS = 4096
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kernels.log_probabilities.log_probabilities`."""
+    """As `kernels.sampling.log_probabilities.log_probabilities`."""
     rows, vocabulary_size = logits.shape
     largest, log_sums = torch.empty((2, rows, 1), device=logits.device)
     ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)

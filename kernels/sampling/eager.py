@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.filters import filter_thresholds
-from kernels.log_probabilities import in_small_parts, log_probabilities
-from kernels.noise import gumbel_noise
+from kernels.sampling.filters import filter_thresholds
+from kernels.sampling.log_probabilities import in_small_parts, log_probabilities
+from kernels.sampling.noise import gumbel_noise
 
 __all__ = ["Draws", "draw", "greedy", "keep", "log_probabilities"]
 

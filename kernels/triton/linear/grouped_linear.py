@@ -12,8 +12,8 @@ once: fewer than there are experts. Tiles are the same for any number of rows, b
 other instructions, which may sum up a row in another order. It was not run on a GPU yet, so its tiles are no measured
 choice.
 
-Oracle: `kernels.experts.grouped_linear`. Sizes that hurt: experts without rows, one row, all rows with one expert, 17
-rows with one, 123 inputs, one output, a number of experts that is no power of two.
+Oracle: `kernels.linear.experts.grouped_linear`. Sizes that hurt: experts without rows, one row, all rows with one
+expert, 17 rows with one, 123 inputs, one output, a number of experts that is no power of two.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ _INPUTS = 64
 
 
 def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False) -> Tensor:
-    """As `kernels.experts.grouped_linear`."""
+    """As `kernels.linear.experts.grouped_linear`."""
     num_experts, outputs, inputs = weights.shape
     result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
     if blocks := most_blocks(len(x), num_experts, _ROWS):
@@ -50,7 +50,7 @@ def most_blocks(num_rows: int, num_experts: int, size: int) -> int:
 
 
 def pack_alike(weight: Tensor, wide: bool = False) -> Product:
-    """As `kernels.experts.pack_alike`: the product of a mixture that has one expert."""
+    """As `kernels.linear.experts.pack_alike`: the product of a mixture that has one expert."""
     return partial(_linear, weight[None], wide)
 
 

@@ -13,7 +13,7 @@ There are two launches at most: decodes take tiles of one token, chunks take til
 both grids from shapes and from the maxima in the metadata, so nothing is read back, and a batch of decodes can be
 captured in a CUDA graph. A captured grid serves any contexts up to the captured maximum. A padding row is a sequence of
 one query token and context 0; its result is zero. Decodes that share parts of their contexts are attended to by
-position (`kernels.triton.attention_by_position`).
+position (`kernels.triton.attention.attention_by_position`).
 
 Oracle: `kernels.reference.paged_attention`. Sizes that hurt: one token; one past a block; 7 query heads a key head;
 heads of 10 or 80; a block size of 3; a window that ends within a tile; NaN in every unused slot; a bias of one
@@ -27,10 +27,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_options import check_attention_options
-from kernels.metadata import AttentionMetadata
-from kernels.triton.attention_by_position import attention_by_position
-from kernels.triton.attention_tiles import (
+from kernels.attention.metadata import AttentionMetadata
+from kernels.attention.options import check_attention_options
+from kernels.triton.attention.attention_by_position import attention_by_position
+from kernels.triton.attention.attention_tiles import (
     HOPPER_SHARED_MEMORY,
     attend_tile,
     columns_of,
@@ -39,9 +39,9 @@ from kernels.triton.attention_tiles import (
     shared_memory,
     tile_keys_of,
 )
+from kernels.triton.attention.merge_splits import merge_splits
+from kernels.triton.attention.narrow_cache import scale_bytes_of
 from kernels.triton.launch import OPTIONS
-from kernels.triton.merge_splits import merge_splits
-from kernels.triton.narrow_cache import scale_bytes_of
 
 _MOST_SPLITS = 64
 

@@ -1,4 +1,4 @@
-"""The counter-based random numbers of `kernels.noise` inside a kernel: the same bits for the same key and token.
+"""The counter-based random numbers of `kernels.sampling.noise` inside a kernel: the same key and token, the same bits.
 
 Nothing is stored: 32-bit integer arithmetic makes each number where it is used.
 """

@@ -20,12 +20,13 @@ def is_narrow(dtype: torch.dtype) -> bool:
 
 def stored_size(head_dim: int, dtype: torch.dtype) -> int:
     """Elements that a head of a cache of this type takes."""
-    return head_dim + SCALE_BYTES * is_narrow(dtype)
+    return head_dim + SCALE_BYTES if is_narrow(dtype) else head_dim
 
 
 def head_dim_of(layer_cache: Tensor) -> int:
     """Numbers of a head of the cache, [..., elements of a head]."""
-    return layer_cache.shape[-1] - SCALE_BYTES * is_narrow(layer_cache.dtype)
+    size = layer_cache.shape[-1]
+    return size - SCALE_BYTES if is_narrow(layer_cache.dtype) else size
 
 
 def narrowed(heads: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:

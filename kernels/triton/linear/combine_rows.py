@@ -6,7 +6,7 @@
     result    [tokens, size] float32
     program   one token and 1,024 columns of the result
 
-Oracle: `kernels.experts.combine_rows`. Sizes that hurt: 123 and 1,025 columns, one expert, no token.
+Oracle: `kernels.linear.experts.combine_rows`. Sizes that hurt: 123 and 1,025 columns, one expert, no token.
 """
 
 import torch
@@ -20,7 +20,7 @@ _COLUMNS = 1024
 
 
 def combine_rows(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """As `kernels.experts.combine_rows`."""
+    """As `kernels.linear.experts.combine_rows`."""
     size = rows.shape[1]
     result = torch.empty((len(places), size), dtype=torch.float32, device=rows.device)
     if len(places):

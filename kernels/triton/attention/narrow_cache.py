@@ -1,4 +1,4 @@
-"""Heads in 8 bits, as kernels store and read them. Oracles: `narrowed` and `widened` of `kernels.narrow_cache`.
+"""Heads in 8 bits, as kernels store and read them. Oracle: `kernels.attention.narrow_cache`.
 
 A scale is read as one float32, so heads must have a multiple of 4 numbers. Where heads are 132 bytes apart, a thread
 reads 4 bytes at once; for 16 the cache would need another layout. What that costs has not been measured.
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import narrow_cache
+from kernels.attention import narrow_cache
 
 
 def scale_bytes_of(layer_cache: Tensor) -> int:

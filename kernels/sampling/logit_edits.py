@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.sampling_ops import sampling_ops_for
+from kernels.sampling.ops import sampling_ops_for
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class LogitEdits:
     masked: Tensor
     """Rows of which only the tokens remain that `mask` has."""
     mask: Tensor
-    """[masked rows, bytes] uint8, a bit a token, as `kernels.sampling.keep` takes them."""
+    """[masked rows, bytes] uint8, a bit a token, as `kernels.sampling.eager.keep` takes them."""
     restricted: Tensor
     """Rows of which only the places in `allowed` remain."""
     allowed: Tensor

@@ -4,8 +4,8 @@
     program   one row and 8,192 columns of it: a row alone shall occupy more than one processor
     partial   largest and its column, [rows, parts] float32 and int32, from which `pick` takes the largest
 
-Oracle: `kernels.sampling.greedy`. A row with a NaN, with +inf, or with -inf alone gets a largest logit that is not
-finite. Sizes that hurt: one row, vocabularies of 1, 8,193 and 123 tokens, all logits alike.
+Oracle: `kernels.sampling.eager.greedy`. A row with a NaN, with +inf, or with -inf alone gets a largest logit that is
+not finite. Sizes that hurt: one row, vocabularies of 1, 8,193 and 123 tokens, all logits alike.
 """
 
 import torch
@@ -14,13 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.launch import OPTIONS, num_warps
-from kernels.triton.pick import pick
+from kernels.triton.sampling.pick import pick
 
 _COLUMNS = 8192
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """As `kernels.sampling.greedy`."""
+    """As `kernels.sampling.eager.greedy`."""
     rows, vocabulary_size = logits.shape
     columns = min(_COLUMNS, triton.next_power_of_2(vocabulary_size))
     parts = triton.cdiv(vocabulary_size, columns)
