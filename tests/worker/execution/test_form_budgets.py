@@ -17,6 +17,7 @@ from tiny_model import write_byte_tokenizer
 from tokenizers import Tokenizer
 from worker_helpers import state
 
+from worker_service.execution.sampling import form_progress
 from worker_service.execution.sampling import forms as forms_module
 from worker_service.execution.sampling.forms import Forms
 from worker_service.session.session import ScheduledChunk, SequenceState
@@ -219,7 +220,7 @@ def test_forms_that_come_together_are_compiled_in_several_steps(forms: Forms, to
 def test_what_a_forms_tokens_cost_together_ends_its_own_output(
     forms: Forms, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms_module, "TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(form_progress, "TOKEN_SECONDS", 0.0)
     costly, other, third = (state([5], sequence_id=number, form=LIST) for number in (1, 2, 3))
     for one in (costly, other, third):
         assert until_read(forms, tokenizer, one)[0] == "0123456789"

@@ -29,8 +29,9 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.start_error import StartError
 from scheduler_service.frontend.forms import forms as frontend
 from worker_service.execution.sampling import forms as forms_module
+from worker_service.execution.sampling.form_masks import FormMasks
 from worker_service.execution.sampling.form_process import HEAD, MOST_KEPT, Follower, Work
-from worker_service.execution.sampling.forms import FormMasks, Forms
+from worker_service.execution.sampling.forms import Forms
 from worker_service.execution.sampling.sampler import BARRED, sample
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams

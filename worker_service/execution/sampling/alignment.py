@@ -119,6 +119,8 @@ def first_columns(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     while row_number > 0 and column_number > 0:
         found[row_number - 1] = column_number - 1
         step = steps[row_number + column_number, row_number]
-        row_number -= step != 2
-        column_number -= step != 1
+        if step != 2:
+            row_number -= 1
+        if step != 1:
+            column_number -= 1
     return found

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.sampling import logit_edits as kernel
 from kernels.upload import upload
-from worker_service.execution.sampling.forms import FormMasks
+from worker_service.execution.sampling.form_masks import FormMasks
 from worker_service.execution.sampling.transcripts import edit_transcript
 from worker_service.session.session import SequenceState
 
