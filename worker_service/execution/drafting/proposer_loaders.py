@@ -1,4 +1,4 @@
-"""What a worker guesses with, from its settings to a proposer: n-grams, a draft model, a head, or nothing.
+"""From settings to a proposer of draft tokens: n-grams, a draft model, a head, or none.
 
 A draft model and a head are loaded beside the target, and have a cache of their own under the target's block numbers.
 """
@@ -21,8 +21,8 @@ from worker_service.speculation.drafter import Proposer
 from worker_service.speculation.ngram import Ngrams
 
 
-class Guesser:
-    """Nothing of it is in memory until `load`. This one needs no weights: it is n-grams, or nothing."""
+class ProposerLoader:
+    """Loads a proposer, of which nothing is in memory until `load`. This one needs no weights: n-grams, or none."""
 
     def __init__(self, settings: WorkerSettings, max_model_len: int) -> None:
         self._settings = settings
@@ -51,10 +51,12 @@ class Guesser:
         return Ngrams() if self._settings.speculate == "ngram" else None
 
 
-def open_guesser(settings: WorkerSettings, target: Network, max_model_len: int, sliding_window: int) -> Guesser:
-    """What `--speculate` names. Raises StartError where it cannot guess for the target."""
+def open_proposer_loader(
+    settings: WorkerSettings, target: Network, max_model_len: int, sliding_window: int
+) -> ProposerLoader:
+    """For what `--speculate` names. Raises StartError where it cannot draft for the target."""
     if settings.speculate in ("none", "ngram"):
-        return Guesser(settings, max_model_len)
+        return ProposerLoader(settings, max_model_len)
     flag = f"--speculate {settings.speculate}"
     if target.max_encoder_len:
         raise StartError(f"{flag}: {target.model_id} has an encoder, and a draft model would have none")
@@ -64,15 +66,15 @@ def open_guesser(settings: WorkerSettings, target: Network, max_model_len: int, 
             "model would still need them; use --speculate ngram"
         )
     if settings.draft_model is None or settings.speculate != "draft":
-        return _HeadGuesser(settings, max_model_len, open_head(settings, target))
+        return _HeadLoader(settings, max_model_len, open_head(settings, target))
     draft = Network.open(settings.draft_model, settings, target.device, target.ranks)
     ours, theirs = (vocabulary(network.tokenizer_files) for network in (target, draft))
     if ours != theirs:
         raise StartError(f"--draft-model {settings.draft_model} has another vocabulary than {target.model_id}")
-    return _DraftGuesser(settings, max_model_len, draft, target.config.vocabulary_size)
+    return _DraftModelLoader(settings, max_model_len, draft, target.config.vocabulary_size)
 
 
-class _DraftGuesser(Guesser):
+class _DraftModelLoader(ProposerLoader):
     def __init__(self, settings: WorkerSettings, max_model_len: int, draft: Network, vocabulary_size: int) -> None:
         super().__init__(settings, min(max_model_len, draft.config.max_model_len))
         self._draft = draft
@@ -106,7 +108,7 @@ class _DraftGuesser(Guesser):
         return DraftModel(runner, self._max_model_len, self._settings.max_num_batched_tokens, self._speed)
 
 
-class _HeadGuesser(Guesser):
+class _HeadLoader(ProposerLoader):
     def __init__(self, settings: WorkerSettings, max_model_len: int, files: HeadFiles) -> None:
         super().__init__(settings, min(max_model_len, files.max_model_len))
         self._files = files
