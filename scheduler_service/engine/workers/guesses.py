@@ -22,7 +22,7 @@ class Guesses:
         """An answer has been taken in."""
         if any(answer.num_draft_tokens):
             self.verified.count(filter(None, answer.num_draft_tokens))
-            self.right.count(number - 1 for number in answer.num_tokens)
+            self.right.count(number - 1 for number in answer.num_tokens if number > 1)  # 0 of one that is late
 
 
 def proposer_of(features: Iterable[str]) -> str:

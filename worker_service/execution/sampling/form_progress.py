@@ -25,6 +25,10 @@ class Progress:
     """That its matcher has found."""
     left: float = field(default_factory=lambda: MOST_LEFT)
     """Seconds of a processor that its form may still take."""
+    taken: float = 0.0
+    """Seconds that its answers were waited for, in all processes."""
+    memory: int = 0
+    """Bytes that the process has grown by for it."""
     is_over: bool = False
     """Whether its form took too long."""
     is_alone: bool = False
@@ -38,7 +42,7 @@ class Progress:
 
     def begin(self, reader: Connection) -> None:
         """Read it anew, by a new matcher."""
-        self.reader, self.num_tokens, self.num_masks, self.left = reader, 0, 0, MOST_LEFT
+        self.reader, self.num_tokens, self.num_masks, self.left, self.memory = reader, 0, 0, MOST_LEFT, 0
 
     def charge(self, seconds: float, num_tokens: int) -> None:
         """So many tokens took so long."""

@@ -18,7 +18,15 @@ What a form costs is charged to its own output, and may end that output alone:
 
 So a form keeps other outputs waiting for at most three times `MOST_SECONDS` in a step: for its mask, for the masks
 after drafts, and once more where it fails and is read anew, without drafts; and for `TOKEN_SECONDS` on average.
+Forms that are slow in the same step end at most `MOST_ENDED` processes in it.
 Forms that are new to the process are compiled one or a few in a step, in half of the time at most; others are late.
+
+All that a step does not come to is late: compiling, reading, and masks. So outputs have turns: one of each owner, then
+a second one of each, and what has taken the least time first. Without turns a tenant's new output
+waits for all that others have sent before, and, where the process was killed, every output of its tenant does.
+
+Memory is for all outputs together. Where they take more than `MOST_TOGETHER`, the owner whose outputs take most loses
+its largest. If the process came to its end instead, all would be read anew, come to the same end, and so on for ever.
 """
 
 import contextlib
@@ -32,7 +40,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 import structlog
 
@@ -40,10 +47,11 @@ from pagewire_common.forms import MOST_SECONDS
 from pagewire_common.model_files.eos_tokens import eos_token_ids
 from pagewire_common.model_files.generation_config import FILE, GenerationConfig
 from pagewire_common.processes.child_process import start_child
-from worker_service.execution.sampling import form_progress
+from worker_service.execution.sampling import form_progress, form_turns
 from worker_service.execution.sampling.form_masks import FormMasks, FoundMasks
 from worker_service.execution.sampling.form_process import FORK, HEAD, MOST_REASON, READY, SLICE_SECONDS, Work
 from worker_service.execution.sampling.form_progress import FormedOutput, Progress
+from worker_service.execution.sampling.form_turns import WithRows
 from worker_service.loading.files.json_file import read_json
 from worker_service.loading.tokenizer_files import eos_token_id
 from worker_service.session.session import NO_DRAFTS, ScheduledChunk
@@ -56,6 +64,8 @@ DEAF_SECONDS = 10.0
 START_SECONDS = 60.0
 BAN_SECONDS = 60.0
 MOST_BANS = 1024
+MOST_ENDED = 3
+"""Processes in a step, of which one has ended twice at an output that is at fault."""
 
 
 class Forms:
@@ -134,10 +144,14 @@ class Forms:
         masks = np.zeros((num_rows, -(-self._vocabulary_size // 32) * 4), np.uint8)
         late: set[int] = set()
         ends = itertools.accumulate(item.num_masks for item in items)
-        left = deque((item, masks[end - item.num_masks : end]) for item, end in zip(items, ends, strict=True))
+        every = [(item, masks[end - item.num_masks : end]) for item, end in zip(items, ends, strict=True)]
+        left, num_ended = deque(form_turns.in_turns(every)), 0
         died: set[int] = set()  # what processes were at that have died
         while left := deque(self._followed(left)):
-            again: list[tuple[FormedOutput, npt.NDArray[np.uint8]]] = []
+            if num_ended == MOST_ENDED:  # many forms may be slow, each once
+                late.update(item.sequence_id for item, _ in left if item.samples)
+                break
+            again: list[WithRows] = []
             try:
                 reader = self._living_reader()
             except OSError as error:
@@ -150,13 +164,15 @@ class Forms:
                     item, rows = left[0]
                     number, has_failed = 0, False
                     used, began = _processor_seconds(self._process) if item.drafts else 0.0, time.monotonic()
+                    progress = item.progress
                     for number in range(1 + len(item.drafts)):
                         if number and time.monotonic() - began > MOST_SECONDS:
                             self._check_used(used)
                         answer = self._receive(reader)
-                        seconds, num_read, is_late = HEAD.unpack_from(answer)
+                        seconds, growth, num_read, is_late = HEAD.unpack_from(answer)
+                        progress.memory += growth
                         if number == 0:
-                            item.progress.charge(seconds, num_read)
+                            progress.charge(seconds, num_read)
                         mask = np.frombuffer(answer, np.uint8, offset=HEAD.size)
                         if is_late and item.samples:
                             late.add(item.sequence_id)
@@ -165,17 +181,19 @@ class Forms:
                         elif item.samples and number == 0:
                             has_failed = True
                     left.popleft()  # from here on it is asked for again only if it is among those
-                    if item.progress.left < 0:
+                    progress.taken += time.monotonic() - began
+                    if progress.left < 0:
                         self._end_output(item, f"its tokens take more than {form_progress.TOKEN_SECONDS:g} s each")
                         rows[:] = 0
                         late.discard(item.sequence_id)
-                    elif has_failed and not item.progress.is_fresh:
-                        item.progress.reader, item.progress.is_alone = None, True
+                    elif has_failed and not progress.is_fresh:
+                        progress.reader, progress.is_alone = None, True
                         again.append((item, rows))
                     elif item.samples and item.sequence_id not in late:
-                        item.progress.num_masks += 1
+                        progress.num_masks += 1
             except (OSError, EOFError) as error:  # it takes too long, or has died: of too much memory, perhaps
                 self._end()
+                num_ended += 1
                 item = left[0][0]
                 if isinstance(error, TimeoutError):
                     self._ban(item, number > 0, str(error))
@@ -186,11 +204,13 @@ class Forms:
                         self._end_output(item, "the process that follows it has died twice")
                 died.add(item.progress.key)
             left.extend(again)
+        for item, rows in form_turns.largest(every):
+            self._end_output(item, "outputs of its owner take most of the memory of all forms")
+            rows[:] = 0
+            late.discard(item.sequence_id)
         return FoundMasks(masks, late)
 
-    def _followed(
-        self, items: Iterable[tuple[FormedOutput, npt.NDArray[np.uint8]]]
-    ) -> Iterator[tuple[FormedOutput, npt.NDArray[np.uint8]]]:
+    def _followed(self, items: Iterable[WithRows]) -> Iterator[WithRows]:
         """Those that are not over, without drafts where what would follow these is not looked for."""
         for item, rows in items:
             if not item.progress.is_over and self._is_banned(item.form, item.owner, times=2):
