@@ -34,8 +34,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from bench.drive import BenchError
 from bench.peer_vllm import MODEL, vllm_on_cpu
+from kernels.attention.narrow_cache import narrowed, widened
 from kernels.float8 import FLOAT8
-from kernels.narrow_cache import narrowed, widened
 from pagewire_client import Client, LocalServer, SamplingParams, ServerError
 from pagewire_client.llm import collect
 from pagewire_common.connection.channel import direct_opener

@@ -28,7 +28,8 @@ from worker_service.execution.adapters.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.execution.startup.profiling import measure_prefill
 from worker_service.execution.steps.decode_graphs import DecodeGraphs
-from worker_service.execution.steps.model_runner import ModelRunner, RunningStep
+from worker_service.execution.steps.model_runner import ModelRunner
+from worker_service.execution.steps.running_step import RunningStep
 from worker_service.loading.adapter import Adapter
 from worker_service.loading.dummy_weights import DummyWeights
 from worker_service.models.causal_model import CausalModel

@@ -126,8 +126,8 @@ class WorkerSettings(ServiceSettings):
         return identity
 
     @property
-    def num_guesses(self) -> int:
-        """The most guesses for one sequence in one step; 0 without speculation."""
+    def num_drafts(self) -> int:
+        """The most drafts for one sequence in one step; 0 without speculation."""
         return self.num_speculative_tokens if self.speculate != "none" else 0
 
     @property

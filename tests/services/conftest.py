@@ -98,7 +98,7 @@ def plain(tiny_server: LocalServer) -> Plain:
 @pytest.fixture
 def all_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """All guesses are made and verified, whether or not that is faster."""
-    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda _, mosts, *__, **___: list(mosts))
+    monkeypatch.setattr(drafter, "numbers_of_drafts", lambda _, mosts, *__, **___: list(mosts))
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ async def test_outputs_are_the_same_alone_and_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Twice, so that the second round finds what encoders have read; and every decision can be replayed."""
-    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda _, mosts, *__, **___: list(mosts))
+    monkeypatch.setattr(drafter, "numbers_of_drafts", lambda _, mosts, *__, **___: list(mosts))
     recording = tmp_path / "recording"
     async with serving(model, scheduling | {"record": recording}, **settings) as (one, worker):
         async with Client(one.target) as client:

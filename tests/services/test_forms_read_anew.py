@@ -42,7 +42,7 @@ def be_late(worker: ServedWorker, monkeypatch: pytest.MonkeyPatch, *, begun_only
         begun.clear()
         for item in items:
             is_late = (bool(item.token_ids) or not begun_only) and random.random() < 0.5
-            begun.extend(itertools.repeat(is_late, 1 + len(item.guesses)))
+            begun.extend(itertools.repeat(is_late, 1 + len(item.drafts)))
             num_late[0] += is_late
 
     def received(reader: Connection) -> bytes:
@@ -127,7 +127,7 @@ async def test_a_form_that_takes_too_long_ends_its_request_and_no_other(
         def noted(reader: Connection, items: Sequence[Any]) -> None:
             send(reader, items)
             forms.clear()
-            forms.extend(item.form for item in items for _ in range(1 + len(item.guesses)))
+            forms.extend(item.form for item in items for _ in range(1 + len(item.drafts)))
 
         def received(reader: Connection) -> bytes:
             if "too slow" in forms.popleft():

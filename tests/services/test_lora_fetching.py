@@ -18,8 +18,8 @@ from pagewire_client import Client, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from pagewire_common.calls.errors import RequestError
+from scheduler_service.engine.adapters import adapter_fetcher
 from scheduler_service.engine.adapters import adapters as engine_adapters
-from scheduler_service.engine.adapters.adapters import adapter_fetcher
 from scheduler_service.engine.worker_link.client import WorkerError
 from scheduler_service.recording.replayer import Replayer
 from worker_service.serving import servicer

@@ -55,7 +55,7 @@ async def test_outputs_of_adapters_are_the_same_alone_and_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And every decision can be replayed. All guesses are verified."""
-    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda _, mosts, *__, **___: list(mosts))
+    monkeypatch.setattr(drafter, "numbers_of_drafts", lambda _, mosts, *__, **___: list(mosts))
     if settings.get("speculate") == "draft":
         settings = settings | {"draft_model": str(tiny_model_directory)}
     expected = list(alone.values())

@@ -18,7 +18,7 @@ from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from pagewire_common.calls.errors import RequestError
-from scheduler_service.engine.calls.calls import admission
+from scheduler_service.engine.calls import admission
 from scheduler_service.engine.calls.side_calls import SideCalls
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.servicer import InferenceServicer

@@ -40,7 +40,7 @@ from worker_service.speculation import ngram
 
 @pytest.fixture
 def oracle(all_verified: None, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram, "guess", Oracle(plain.sequences).guess)
+    monkeypatch.setattr(ngram, "draft", Oracle(plain.sequences).guess)
 
 
 @pytest.mark.usefixtures("oracle")

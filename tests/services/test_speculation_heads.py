@@ -50,18 +50,18 @@ class Guessed:
         return sum(same) / len(same)
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        guess = DraftModel.guess
+        propose = DraftModel.propose
 
         def watched(model: DraftModel, beginnings: Sequence[Beginning]) -> list[list[int]]:
             guesses = []
-            for one, found in zip(beginnings, guess(model, beginnings), strict=True):
+            for one, found in zip(beginnings, propose(model, beginnings), strict=True):
                 token_ids, sampling = one.sequence.token_ids[: one.num_tokens], one.sequence.sampling
                 if found and not sampling.temperature and not sampling.edits_logits:
                     self.found.append((token_ids.tolist(), found))
                 guesses.append(self.oracle.guess(np.array(token_ids), len(found)))
             return guesses
 
-        patch.setattr(DraftModel, "guess", watched)
+        patch.setattr(DraftModel, "propose", watched)
 
 
 @pytest.mark.usefixtures("all_verified")

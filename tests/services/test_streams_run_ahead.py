@@ -19,7 +19,8 @@ from worker_in_process import ServedWorker, worker_in_process
 
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
-from worker_service.execution.steps.model_runner import ModelRunner, RunningStep
+from worker_service.execution.steps.model_runner import ModelRunner
+from worker_service.execution.steps.running_step import RunningStep
 from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import SchedulerOutput
 

@@ -25,7 +25,7 @@ class Limits:
     max_num_batched_tokens: int
     max_num_seqs: int
     num_speculative_tokens: int = 0
-    """Guesses for one sequence in one step."""
+    """Drafts for one sequence in one step."""
     max_loras: int = 0
     """Adapters in one step."""
     max_cpu_loras: int = 0
@@ -222,7 +222,7 @@ class SchedulerOutput:
     finished: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     num_draft_tokens: tuple[int, ...] = ()
-    """A further column: how many of the tokens are room for guesses; empty if none is."""
+    """A further column: how many of the tokens are room for drafts; empty if none is."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class ModelOutput:
     num_tokens: list[int] = field(default_factory=list)
     """How many tokens each sequence gained that sampled, if not each gained one."""
     num_draft_tokens: list[int] = field(default_factory=list)
-    """How many guesses were verified of each sequence that sampled, if any were."""
+    """How many drafts were verified of each sequence that sampled, if any were."""
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
     """For how many each of them should have room from now on, if that has changed for any."""
     vectors: list[SequenceVectors] = field(default_factory=list)

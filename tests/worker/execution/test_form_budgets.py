@@ -19,6 +19,7 @@ from tiny_model import write_byte_tokenizer
 from tokenizers import Tokenizer
 from worker_helpers import state
 
+from worker_service.execution.sampling import form_progress, form_turns
 from worker_service.execution.sampling import forms as forms_module
 from worker_service.execution.sampling.forms import Forms
 from worker_service.session.session import ScheduledChunk, SequenceState
@@ -269,7 +270,7 @@ def test_memory_is_taken_from_the_owner_that_has_most_of_it(
     forms: Forms, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process would come to its end by it, and would so again when all is read anew."""
-    monkeypatch.setattr(forms_module, "MOST_TOGETHER", 24 << 20)
+    monkeypatch.setattr(form_turns, "MOST_TOGETHER", 24 << 20)
     large = [written(tokenizer, "1," * 1_200, number, LIST, b"its owner") for number in range(1, 9)]
     others = [written(tokenizer, "1,", number, LIST, b"another") for number in (20, 21)]
     found = followers(forms, tokenizer, [*large, *others])
@@ -285,7 +286,7 @@ def test_memory_is_taken_from_the_owner_that_has_most_of_it(
 def test_what_a_forms_tokens_cost_together_ends_its_own_output(
     forms: Forms, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms_module, "TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(form_progress, "TOKEN_SECONDS", 0.0)
     costly, other, third = (state([5], sequence_id=number, form=LIST) for number in (1, 2, 3))
     for one in (costly, other, third):
         assert until_read(forms, tokenizer, one)[0] == "0123456789"
@@ -299,7 +300,7 @@ def test_what_an_output_may_still_cost_is_no_less_where_it_is_read_anew(
     costs: list[tuple[float, float]], random: Random
 ) -> None:
     """costs: seconds to read each token, and to find the mask behind it."""
-    undisturbed, again = (forms_module._Progress(0, forms_module.deque()) for _ in range(2))
+    undisturbed, again = (form_progress.Progress(0, deque()) for _ in range(2))
     undisturbed.num_masks = 1
     unread, behind = costs[:], 0.0
     for reading, mask in costs:

@@ -30,8 +30,9 @@ from pagewire_common.start_error import StartError
 from scheduler_service.frontend.forms import forms as frontend
 from worker_service.execution.sampling import form_process
 from worker_service.execution.sampling import forms as forms_module
+from worker_service.execution.sampling.form_masks import FormMasks
 from worker_service.execution.sampling.form_process import HEAD, MOST_KEPT, Follower, Work
-from worker_service.execution.sampling.forms import FormMasks, Forms
+from worker_service.execution.sampling.forms import Forms
 from worker_service.execution.sampling.sampler import BARRED, sample
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams
@@ -325,7 +326,7 @@ def test_an_output_ends_by_its_own_tokens_alone(
 
     def noted(reader: Connection, items: Sequence[Any]) -> None:
         send(reader, items)
-        may_fail.extend(not item.progress.is_fresh for item in items for _ in range(1 + len(item.guesses)))
+        may_fail.extend(not item.progress.is_fresh for item in items for _ in range(1 + len(item.drafts)))
 
     def failing(reader: Connection) -> bytes:
         answer = receive(reader)
@@ -456,7 +457,7 @@ def test_what_a_step_has_no_time_for_is_late_and_comes_next(
     form = LLMatcher.grammar_from_regex("[ab]{5}")
     a = next(token_id for token_id in range(VOCABULARY) if may_be_written(follower, form, [token_id, token_id]))
     expected = mask_of(follower, Work(1, form, [], samples=True))
-    work = [Work(key, form, [a], samples=True, guesses=[a]) for key in (2, 3)]
+    work = [Work(key, form, [a], samples=True, drafts=[a]) for key in (2, 3)]
     monkeypatch.setattr(form_process, "MOST_SECONDS", 0.0)
     heads = [HEAD.unpack_from(answer) for answer in follower.do(work)]
     assert [is_late for *_, is_late in heads] == [True] * 4

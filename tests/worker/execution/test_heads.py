@@ -76,7 +76,7 @@ class Guessing:
 
     def guess(self, *asked: tuple[SequenceState, int]) -> list[list[int]]:
         """So many tokens behind those that are known of each sequence: one more than are computed."""
-        return self.proposer.guess([Beginning(one, one.num_computed_tokens + 1, number) for one, number in asked])
+        return self.proposer.propose([Beginning(one, one.num_computed_tokens + 1, number) for one, number in asked])
 
 
 def sequence(token_ids: Sequence[int], blocks: Sequence[int], sequence_id: int = 1, **sampling: Any) -> SequenceState:
@@ -159,7 +159,7 @@ def test_states_that_the_target_has_computed_since_are_read(one: Guessing, slow:
     one.compute((text, 20))
     one.compute((text, 1))
     known = Beginning(text, 21, 1)
-    assert one.proposer.guess([known]) == [slow.greedy(TEXT[:21], 1)]
+    assert one.proposer.propose([known]) == [slow.greedy(TEXT[:21], 1)]
     assert one.guess((text, 3)) == [slow.greedy(TEXT[:22], 3)]
 
 
@@ -208,7 +208,7 @@ def test_a_prompt_that_is_computed_in_chunks_is_caught_up_with(one: Guessing, sl
     one.compute((other, 5))
     for count in (1, 7):
         one.compute((text, count))
-        one.proposer.guess([Beginning(text, text.num_computed_tokens, 0), Beginning(other, 6, 1)])
+        one.proposer.propose([Beginning(text, text.num_computed_tokens, 0), Beginning(other, 6, 1)])
     one.compute((text, 20))
     assert one.guess((text, 3)) == [slow.greedy(TEXT[:29], 3)]
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from kernels.float8 import Float8Weight, quantize_float8
-from kernels.reference import quantize_int4
+from kernels.linear.quantization import quantize_int4
 from pagewire_common.start_error import StartError
 from worker_service.execution.startup.network import Network
 from worker_service.execution.worker import load_worker

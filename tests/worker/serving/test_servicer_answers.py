@@ -14,7 +14,7 @@ from served_worker import PROMPT, Gate, Service, prompt_step
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2
-from worker_service.execution.steps.model_runner import RunningStep
+from worker_service.execution.steps.running_step import RunningStep
 from worker_service.execution.worker import Worker
 from worker_service.serving.server import SERVICE_NAME
 

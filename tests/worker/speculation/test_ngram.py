@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_service.speculation.ngram import FEWEST, MOST, guess
+from worker_service.speculation.ngram import FEWEST, MOST, draft
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -21,15 +21,15 @@ def slow_guess(tokens: list[int], most: int) -> list[int]:
 
 @given(TOKENS, st.integers(1, 12))
 def test_a_guess_is_what_followed_the_longest_and_latest_of_what_is_alike(tokens: list[int], most: int) -> None:
-    assert guess(np.array(tokens, dtype=np.int64), most) == slow_guess(tokens, most)
+    assert draft(np.array(tokens, dtype=np.int64), most) == slow_guess(tokens, most)
 
 
 def test_what_repeats_is_guessed_to_repeat() -> None:
-    assert guess(np.array([9, 1, 2, 3, 1, 2, 3]), 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert draft(np.array([9, 1, 2, 3, 1, 2, 3]), 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_nothing_is_guessed_of_what_is_new() -> None:
-    assert guess(np.arange(50), 4) == []
-    assert guess(np.array([5]), 4) == []
-    assert guess(np.array([], dtype=np.int64), 4) == []
-    assert guess(np.array([1, 2, 1, 2]), 0) == []
+    assert draft(np.arange(50), 4) == []
+    assert draft(np.array([5]), 4) == []
+    assert draft(np.array([], dtype=np.int64), 4) == []
+    assert draft(np.array([1, 2, 1, 2]), 0) == []

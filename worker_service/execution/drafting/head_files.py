@@ -1,4 +1,4 @@
-"""A head that guesses from a target's states, before it is loaded: an EAGLE-3 head in a folder of its own, or the layer
+"""A head that drafts from a target's states, before it is loaded: an EAGLE-3 head in a folder of its own, or the layer
 that a checkpoint has for multi-token prediction.
 
 Everything that can be wrong with its files ends in a StartError.
@@ -170,7 +170,7 @@ class EagleFiles:
 
     def _token_ids(self) -> Tensor | None:
         """The token of each logit; None for all in order. `d2t` has how much further on each is than its logit."""
-        number, size, path = self.config.num_guessable, self.config.layer.vocabulary_size, self.checkpoint.path
+        number, size, path = self.config.draft_vocabulary_size, self.config.layer.vocabulary_size, self.checkpoint.path
         if self.weights is None or not _has(self.weights, "d2t"):
             if number < size and self.weights is not None:
                 raise StartError(f"{path}: draft_vocab_size is {number}, and d2t is missing")

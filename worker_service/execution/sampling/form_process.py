@@ -47,7 +47,7 @@ SLICE_SECONDS = 0.01
 pass takes about as long. In it, 6,000 tokens of JSON are read; 0.25 ms are the most that one of a right-recursive
 list takes before the list reaches the library's limit."""
 FEW_TOKENS = 16
-"""An output with no more tokens to read is not new: it has accepted guesses. It has a slice of its own."""
+"""An output with no more tokens to read is not new: it has accepted drafts. It has a slice of its own."""
 HEAD = struct.Struct("<dqI?")
 """Before each mask: seconds of a processor since the answer before, except to compile the form; by how many bytes the
 process has grown since; how many tokens were read; and whether the answer is late because there are more of them."""
@@ -57,7 +57,7 @@ MOST_REASON = 1000
 
 class Work(NamedTuple):
     """What is to be done for an output: read these tokens, and then, if it `samples`, say what may follow, and what
-    after each of some guesses.
+    after each of some drafts.
 
     An output's first work names its `form` and has all of its tokens; if it is `alone`, its form is compiled for it.
     Work after an answer that is late has none of them again.
@@ -67,7 +67,7 @@ class Work(NamedTuple):
     form: str
     token_ids: Sequence[int]
     samples: bool
-    guesses: Sequence[int] = ()
+    drafts: Sequence[int] = ()
     alone: bool = False
 
 
@@ -114,9 +114,9 @@ class Follower:
         self._outputs.pop(key, None)
 
     def do(self, all_work: Sequence[Work]) -> Iterator[bytes]:
-        """A step's work: for each, an answer, and then one for each of its guesses. Each is a `HEAD` and a mask.
+        """A step's work: for each, an answer, and then one for each of its drafts. Each is a `HEAD` and a mask.
 
-        A mask has a bit for each token that may come next. It is empty where no token may, as beyond a guess that may
+        A mask has a bit for each token that may come next. It is empty where no token may, as beyond a draft that may
         not come, or that ends the output; where the answer is late; and if the work does not sample.
         """
         self._slice = SLICE_SECONDS
@@ -137,7 +137,7 @@ class Follower:
             num_read = 0 if matcher is None else self._read(matcher, output.unread, until)
             is_late = matcher is None or bool(output.unread)
             masks = self._masks(matcher, work) if matcher is not None and work.samples and not is_late else iter(())
-            for _ in range(1 + len(work.guesses)):
+            for _ in range(1 + len(work.drafts)):
                 mask = next(masks, b"")
                 yield HEAD.pack(process_time() - began, self._memory.growth(), num_read, is_late) + mask
                 began, num_read = process_time(), 0
@@ -164,10 +164,10 @@ class Follower:
     def _masks(self, matcher: LLMatcher, work: Work) -> Iterator[bytearray]:
         mask = self._mask(matcher)
         yield mask
-        guessing = matcher.deep_copy() if work.guesses and mask else matcher  # one that has failed would not go back
-        for guess in work.guesses:
-            may_come = bool(mask) and mask[guess // 8] >> guess % 8 & 1 and not guessing.is_stopped()
-            mask = self._mask(guessing) if may_come and guessing.consume_token(guess) else bytearray()
+        ahead = matcher.deep_copy() if work.drafts and mask else matcher  # one that has failed would not go back
+        for draft in work.drafts:
+            may_come = bool(mask) and mask[draft // 8] >> draft % 8 & 1 and not ahead.is_stopped()
+            mask = self._mask(ahead) if may_come and ahead.consume_token(draft) else bytearray()
             yield mask
 
     def _mask(self, matcher: LLMatcher) -> bytearray:
