@@ -1,6 +1,8 @@
 """bench/README.md, `python -m bench` and the modules of bench/ agree on what there is to measure."""
 
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -46,6 +48,13 @@ def test_without_a_name_all_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: p
     main()
     shown = capsys.readouterr().out
     assert all(f"  {name} " in shown and measures in shown for name, (_, measures) in BENCHES.items())
+
+
+def test_the_names_and_the_packing_need_the_standard_library_alone() -> None:
+    """-S leaves out every installed package, as on a machine that has nothing of this project."""
+    for arguments in ([], ["pack", "inventory"]):
+        program = [sys.executable, "-S", "-m", "bench", *arguments]
+        assert subprocess.run(program, cwd=ROOT, env={}, capture_output=True, text=True, check=True).stdout
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
