@@ -83,7 +83,7 @@ class Setting:
 def main() -> None:
     """Measure and print."""
     if not torch.cuda.is_available():
-        sys.exit("bench.kernels_gpu measures kernels on an NVIDIA GPU, and torch finds none on this machine.")
+        sys.exit("bench kernels_gpu measures kernels on an NVIDIA GPU, and torch finds none on this machine.")
     device = torch.device("cuda")
     name = torch.cuda.get_device_name(device)
     bandwidth, rate = copy_bandwidth(device), matmul_rate(device)

@@ -60,7 +60,7 @@ BLOCK_SIZE = 16
 def main() -> None:
     """Measure and print."""
     if not torch.cuda.is_available():
-        sys.exit("bench.steps_gpu measures steps on an NVIDIA GPU, and torch finds none on this machine.")
+        sys.exit("bench steps_gpu measures steps on an NVIDIA GPU, and torch finds none on this machine.")
     device = torch.device("cuda")
     bandwidth = copy_bandwidth(device)
     say(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}: copy {bandwidth / 1e9:.0f} GB/s")

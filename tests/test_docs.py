@@ -2,17 +2,19 @@
 
 import enum
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
+from unittest.mock import patch
 
 import pytest
 from fuzz import parse_arguments as fuzz_arguments
 from persons import persons_in
 
-from bench.gpu.pack import parse_arguments as pack_arguments
-from bench.serve_gpu import parse_arguments as serve_gpu_arguments
+from bench.__main__ import BENCHES
+from bench.__main__ import main as bench
 from pagewire_client.__main__ import parse_arguments as client_arguments
 from pagewire_common.calls.errors import MOST_FIELDS
 from pagewire_common.serving.server import OPTIONS
@@ -37,7 +39,11 @@ from worker_service.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "deploy/README.md", *ROOT.glob("docs/*.md")]
+RESULTS = sorted(ROOT.glob("bench/results/*.md"))
+PAGES = [
+    *(README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "deploy/README.md", ROOT / "bench/README.md"),
+    *(*ROOT.glob("docs/*.md"), *RESULTS),
+]
 SERVICES: tuple[type[ServiceSettings], ...] = (SchedulerSettings, WorkerSettings)
 COMMANDS = {
     "client": [
@@ -51,7 +57,18 @@ COMMANDS = {
     "replay": [(replay_arguments, [])],
     "fit": [(fit_arguments, [])],
 }
-PROGRAMS = [(serve_gpu_arguments, []), (fuzz_arguments, []), *((pack_arguments, [name]) for name in ("make", "join"))]
+
+
+def bench_arguments(arguments: list[str]) -> None:
+    with patch.object(sys, "argv", ["bench", *arguments]):
+        bench()
+
+
+PROGRAMS = [
+    (fuzz_arguments, []),
+    *((bench_arguments, [name]) for name in BENCHES),
+    *((bench_arguments, ["pack", command]) for command in ("make", "join")),
+]
 OTHERS_PROGRAMS = ("curl", "docker", "docker-compose", "git", "grpcurl", "kubectl", "pip")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -141,7 +158,11 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 
 
 def test_the_readme_links_to_every_page() -> None:
-    assert set(PAGES) - {README} <= {file for file, _ in links(README)}
+    assert set(PAGES) - {README, *RESULTS} <= {file for file, _ in links(README)}
+
+
+def test_the_page_of_performance_links_to_every_page_of_results() -> None:
+    assert set(RESULTS) <= {file for file, _ in links(ROOT / "docs/performance.md")}
 
 
 @each_page
@@ -183,6 +204,8 @@ def test_every_command_that_a_page_names_is_there(page: Path) -> None:
     for text in code(page):
         for module in re.findall(r"python -m ([a-z_.]+)", text):
             assert find_spec(module) is not None, text
+        for name in re.findall(r"python -m bench ([a-z]\w*)", text):
+            assert name in BENCHES, text
         for target in re.findall(r"(?:^|[ ;&])make ([a-z-]+)", text):
             assert target in targets, text
 

@@ -169,7 +169,7 @@ class SchedulerConfig:
 
 
 def default_prefill_chunk(max_num_batched_tokens: int) -> int:
-    """A quarter of a step: of the halves down to a sixteenth it held up the fewest, as docs/performance.md has it."""
+    """A quarter of a step: of the halves down to a sixteenth it held up the fewest (bench/results/scheduler.md)."""
     return -(-max_num_batched_tokens // 4)
 
 
