@@ -7,6 +7,7 @@ equal length, parameters within their ranges. Decoded values are safe to index m
 from array import array
 from collections.abc import Collection, Sequence
 from ctypes import c_float
+from typing import Any
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import sequence_group_pb2 as group_pb
@@ -233,7 +234,7 @@ def _sampling(where: str, new: pb.NewSequence, limits: Limits) -> SamplingParams
     message, pooling = new.sampling, None
     if message.HasField("pooling"):
         pooling = _pooling(f"{where}: pooling", message.pooling, limits, new.num_prompt_tokens)
-    numbers = {}
+    numbers: dict[str, Any] = {}
     for name, bounds in _BOUNDS.items():
         if message.HasField(name):
             value = getattr(message, name)
