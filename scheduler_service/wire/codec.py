@@ -3,12 +3,12 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.sequence_group_pb2 import GroupSampling, TokenSequence
-from pagewire_common.sampling import NUMBERS, SamplerParams
+from pagewire_common.sampling import NUMBERS
 from scheduler_service.core import ModelOutput, PoolingParams, SamplingParams, SchedulerOutput, TranscriptParams
 from scheduler_service.core.groups.sequence import EncoderSequence
 from scheduler_service.core.outputs import Fork, NewSequence, TokenLogprobs
@@ -60,8 +60,12 @@ def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
 
 
 def _fill_sampling(message: GroupSampling, sampling: SamplingParams) -> None:
-    """What a worker reads. Without a front end, as in simulations, there are no numbers for its sampler."""
-    numbers = {name: getattr(sampling, name) for name in NUMBERS} if isinstance(sampling, SamplerParams) else {}
+    """What a worker reads, less the numbers that have their default. Simulated requests have no numbers."""
+    numbers: dict[str, Any] = {
+        name: value
+        for name, number in NUMBERS.items()
+        if (value := getattr(sampling, name, number.default)) != number.default
+    }
     message.MergeFrom(
         GroupSampling(
             **numbers,

@@ -214,7 +214,7 @@ def test_a_bit_that_flips_anywhere_is_found(tmp_path: Path) -> None:
         (frame(arrival("a")), "byte 0 begins no header"),
         (
             frame(pb.RecordedEvent(header=pb.RecordingHeader(format="pagewire recording", version=1))),
-            "has version 1 of the format; 2 can be read",
+            "has version 1 of the format; 3 can be read",
         ),
         (frame(header()) + b"\xff\xff\xff\xff\x7f", f"claims 34359738367 bytes; .* {MAX_EVENT_BYTES}"),
         (frame(header()) + b"\xff" * 20, "event 1 at byte .* has no length"),
