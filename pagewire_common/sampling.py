@@ -160,4 +160,4 @@ PARAMETERS: Mapping[str, Parameter] = {
     "early_stopping": Parameter("true or false", "false", _ENGINE),
     "strict": Parameter("true or false", "`--undeclared-keys` decides", _FRONT_END, with_beams=False),
 }
-"""By the names and in the order of the public message."""
+"""By the names of the fields of the public message."""

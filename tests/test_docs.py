@@ -183,7 +183,7 @@ def test_the_page_of_limits_has_the_numbers_of_the_code(number: int) -> None:
 
 def test_the_page_of_sampling_parameters_has_the_rows_of_their_table() -> None:
     """A row that differs is printed as it should be."""
-    assert list(PARAMETERS) == [field.name for field in SamplingParams.DESCRIPTOR.fields]
+    assert set(PARAMETERS) == set(SamplingParams.DESCRIPTOR.fields_by_name)
     expected: dict[str, list[str]] = {"Numbers": [], "Others": []}
     for name, one in PARAMETERS.items():
         cells = [f"`{name}`", f"`{flag(name)}`" if name in SAMPLING else "–", one.values, one.default]
