@@ -57,14 +57,14 @@ async def request(client: Client, draw: random.Random, number: int) -> None:
 
 def sizes(one: InProcess) -> dict[str, int]:
     """The sizes of everything that grows with requests, while there are none."""
-    engine, link, waiting = one.engine, one.link, one.engine.waiting
-    sessions = engine.front_ends.sessions
-    (core,) = engine.serving
+    engine, link, waiting = one.engine, one.link, one.engine.requests.waiting
+    sessions = engine.front_ends.connections
+    (core,) = engine.workers.serving
     found = {
-        "requests": len(engine.requests),
-        "requests being checked": len(engine.admission.being_checked),
-        "bytes held": engine.admission.num_bytes,
-        "calls beside Generate": engine.admission._side_calls._num_calls,
+        "requests": len(engine.requests.in_flight),
+        "requests being checked": len(engine.requests.admission.being_checked),
+        "bytes held": engine.requests.admission.num_bytes,
+        "calls beside Generate": engine.requests.admission._side_calls._num_calls,
         "requests of the front end": len(link.requests),
         "outputs of the front end": len(link._by_output),
         "answers that are awaited": len(link._answers),
@@ -81,7 +81,7 @@ def sizes(one: InProcess) -> dict[str, int]:
         "tables": len(core.blocks.tables) + len(core.blocks.host_tables),
         "blocks held": core.blocks.device.num_blocks - core.blocks.device.num_free,
         "turns": link.turns.num_held + len(link.turns._asking),
-        "sessions": len(engine.serving) + len(waiting.balancer),
+        "sessions": len(engine.workers.serving) + len(waiting.balancer),
         "tasks": len(asyncio.all_tasks()),
         "open files": len(os.listdir("/proc/self/fd")),
         "arrivals": max(0, len(waiting._arrivals) - MOST_STALE),
@@ -127,9 +127,9 @@ async def test_requests_that_are_over_leave_nothing(
         for tenth in range(1, 11):
             last = tenth * num_requests // 10 - 1
             await asyncio.gather(*(send(last) for _ in range(NUM_CLIENTS)))
-            await until(lambda: not one.engine.requests and not one.link.turns.num_held)
-            await until(lambda: not one.engine.admission._side_calls._num_calls)  # of the last call of Abort
-            (core,) = one.engine.serving
+            await until(lambda: not one.engine.requests.in_flight and not one.link.turns.num_held)
+            await until(lambda: not one.engine.requests.admission._side_calls._num_calls)  # of the last call of Abort
+            (core,) = one.engine.workers.serving
             await until(lambda core=core: not core.has_work and not core.steps_in_flight)
             now = sizes(one), resident_bytes()
             if is_long:

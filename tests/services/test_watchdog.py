@@ -34,7 +34,7 @@ from scheduler_service.core.groups.beam_search import Hypothesis
 from scheduler_service.engine.calls.calls import Call
 from scheduler_service.engine.calls.outbox import Outbox
 from scheduler_service.engine.engine import Engine
-from scheduler_service.engine.front_ends.servicer import FrontEnds, Session
+from scheduler_service.engine.front_ends.servicer import FrontEndConnection, FrontEnds
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import RequestState
@@ -253,10 +253,10 @@ async def test_calls_that_come_and_go_together_are_taken_in_in_many_turns(watchd
 
     async def come_and_go() -> None:
         engine = Engine(SchedulerSettings(workers=["gone:1"], model="fake"))
-        await asyncio.create_task(Session(FrontEnds(engine, 1)).read(said()))
-        assert len(engine.finished) == 1000
-        assert not engine.requests
-        await engine.workers[0].client.close()
+        await asyncio.create_task(FrontEndConnection(FrontEnds(engine, 1)).read(said()))
+        assert len(engine.requests.finished) == 1000
+        assert not engine.requests.in_flight
+        await engine.workers.all[0].client.close()
 
     await assert_harmless(watchdog, "calls that come and go", come_and_go)
 

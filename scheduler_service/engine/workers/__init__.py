@@ -1,1 +1,1 @@
-"""The fleet: which workers there are, and the step loop of each."""
+"""What is known of the workers: their status and counts, and for how long none has taken requests."""
