@@ -28,7 +28,7 @@ from scheduler_service.frontend.checking.sampling_validation import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
 )
-from scheduler_service.frontend.link.engine_link import BYTES_PER_TOKEN
+from scheduler_service.frontend.link.message_limits import BYTES_PER_TOKEN
 from scheduler_service.operations.admin_servicer import MAX_WATCHES
 from scheduler_service.replay import parse_arguments as replay_arguments
 from scheduler_service.settings import SchedulerSettings

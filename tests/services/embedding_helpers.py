@@ -102,7 +102,7 @@ def encoder_settings() -> dict[str, Any]:
 async def assert_nothing_is_left(one: Any) -> None:
     await until(lambda: not one.engine.requests.in_flight and not one.engine.requests.admission.being_checked)
     await until(lambda: not one.engine.requests.admission.num_bytes)
-    assert not one.link.requests
+    assert not one.link.requests.by_call
     assert not len(one.engine.requests.waiting)
     for worker in one.engine.workers.all:
         await until(lambda worker=worker: worker.scheduler is None or not worker.scheduler.running)

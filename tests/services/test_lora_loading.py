@@ -200,24 +200,24 @@ async def test_a_scheduler_that_has_lost_a_worker_to_another_leaves_its_adapters
         worker_in_process(tiny_model_directory, max_loras=4) as worker,
         scheduler(worker.address, model=model, lora_dir=tmp_path / "none") as older,
     ):
-        await until(lambda: older.engine.admits)
+        await until(lambda: older.engine.workers.admits)
         async with Client(older.target) as client:
             await collect(client, "a", SamplingParams(max_tokens=1))
         async with scheduler(worker.address, model=model, lora_dir=adapters) as newer, Client(newer.target) as client:
-            await until(lambda: newer.engine.admits)
+            await until(lambda: newer.engine.workers.admits)
             attempts: list[int] = []
-            get_info = older.engine.workers[0].client.get_info
+            get_info = older.engine.workers.all[0].client.get_info
 
             async def counted() -> WorkerInfo:
                 attempts.append(len(attempts))
                 return await get_info()
 
-            monkeypatch.setattr(older.engine.workers[0].client, "get_info", counted)
+            monkeypatch.setattr(older.engine.workers.all[0].client, "get_info", counted)
             for number in range(3):
                 assert (await collect(client, "a", SamplingParams(max_tokens=1), lora_name="one")).outputs
                 await until(lambda number=number: len(attempts) > number)  # type: ignore[misc]
             assert len(worker.worker.adapters.fingerprints) == 3
-            assert newer.engine.workers[0].num_losses == 0
+            assert newer.engine.workers.all[0].num_losses == 0
 
 
 async def test_a_worker_that_cannot_use_what_others_can_is_not_used(tiny_model_directory: Path, tmp_path: Path) -> None:

@@ -83,5 +83,5 @@ async def test_adapters_that_come_and_go_leave_nothing(
             if name in {adapter.name for adapter in one.engine.adapters.catalogue.listed}:
                 await admin.unload_adapter(name)
         await until(lambda: not held.fingerprints)
-        assert not one.engine.adapters.wanted
+        assert not one.engine.adapters.catalogue.wanted
         assert not one.engine.requests.waiting.balancer.lora_directory

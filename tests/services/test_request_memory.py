@@ -21,7 +21,7 @@ from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SamplingParams as CoreSamplingParams
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.frontend.link.engine_call import EngineCall
-from scheduler_service.frontend.link.engine_link import MIN_WAITING, WAITING_SHARE
+from scheduler_service.frontend.link.message_limits import MIN_WAITING, WAITING_SHARE
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_memory import UnreadOutput, request_bytes
 from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
@@ -106,14 +106,14 @@ async def test_a_call_that_ends_before_its_output_is_read_gives_its_bytes_back(o
         await call.admit("a", 0)
         state = await call.submit(request, await one.link.model())
         state.stream.put_token(0, 70, "g", 1)
-        assert one.link.unread.num_bytes
-    assert one.link.unread.num_bytes == 0
+        assert one.link.requests.unread.num_bytes
+    assert one.link.requests.unread.num_bytes == 0
     await until(lambda: not one.engine.requests.in_flight)
 
 
 async def test_calls_that_the_engine_has_not_admitted_are_bounded_too(one: InProcess) -> None:
-    one.link.say = lambda *_, **__: None  # type: ignore[method-assign]  # the engine hears of nothing
-    most = max(MIN_WAITING, one.link.unread.most // WAITING_SHARE)
+    one.link.connection.say = lambda *_, **__: None  # type: ignore[method-assign]  # the engine hears of nothing
+    most = max(MIN_WAITING, one.link.requests.unread.most // WAITING_SHARE)
     with EngineCall(one.link) as first, EngineCall(one.link) as second:
         waiting = asyncio.create_task(first.admit("a", 10 * most))  # the only one may be as large as it likes
         await asyncio.sleep(0)
@@ -121,7 +121,7 @@ async def test_calls_that_the_engine_has_not_admitted_are_bounded_too(one: InPro
             await second.admit("b", 1)
         waiting.cancel()
         await asyncio.wait([waiting])
-    assert one.link._waiting_bytes == 0
+    assert one.link.waiting.num_bytes == 0
 
 
 async def test_what_a_message_hides_counts(one: InProcess) -> None:
@@ -260,7 +260,7 @@ async def test_of_all_requests_the_one_with_the_most_unread_output_ends_when_tog
 
         def note(answer: object) -> object:
             nonlocal most
-            most = max(most, engine.link.unread.num_bytes)
+            most = max(most, engine.link.requests.unread.num_bytes)
             return answer
 
         worker.spoil = note
@@ -270,7 +270,7 @@ async def test_of_all_requests_the_one_with_the_most_unread_output_ends_when_tog
         assert len(await text_of(engine, read)) == 480
         assert len(await text_of(engine, late)) == 480
         assert 0.9 * MIB / 4 < most <= MIB / 4
-        assert engine.link.unread.num_bytes == 0
+        assert engine.link.requests.unread.num_bytes == 0
         with pytest.raises(RequestError, match=r"0\.2 MiB of output that its client has not read, or") as error:
             await anext(unread.stream)
         assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -58,7 +58,7 @@ async def hung_up_without_reading(client: Client, one: InProcess) -> None:
     await until(lambda: "call" in one.engine.requests.in_flight)
     group = one.engine.requests.in_flight["call"].group
     await until(lambda: group.is_finished)  # of all that, no more than the beginning is written
-    await until(lambda: one.link.turns.num_held == 1)
+    await until(lambda: one.link.requests.turns.num_held == 1)
     transport.abort()
 
 
@@ -80,7 +80,7 @@ async def test_a_call_that_is_over_holds_no_turn(
     async with Client(one.target) as client:
         await call(client, one)
         await until(lambda: not one.engine.requests.in_flight)
-    assert one.link.turns.num_held == 0
+    assert one.link.requests.turns.num_held == 0
 
 
 def kept() -> list[str]:

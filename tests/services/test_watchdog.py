@@ -277,8 +277,8 @@ class Wire:
     def __init__(self, state: RequestState, turns: list[float]) -> None:
         self._turns = turns
         self._link = EngineLink("unix:/of-no-engine")
-        self._link.unread.most = 1 << 40
-        self._link.register(1, state)
+        self._link.requests.unread.most = 1 << 40
+        self._link.requests.register(1, state)
         self._call = Call(Outbox(), 1, "a")
         self._call.first_output = state.first_output
         self._call.group = SequenceGroup("a", state.request.prompt_token_ids, state.request.sampling)
@@ -298,8 +298,8 @@ class Wire:
             with timed(self._turns):
                 data = self._call.outbox.take().SerializeToString()
             with timed(self._turns):
-                self._link._take(pb_engine.AttachResponse.FromString(data), 0.0)
-        await self._link.close()
+                self._link.take(pb_engine.AttachResponse.FromString(data), 0.0)
+        await self._link.connection.close()
 
 
 async def prompt_log_probabilities(model: ServedModel, turns: list[float]) -> None:

@@ -231,9 +231,9 @@ async def test_what_would_fail_behind_a_stop_string_never_counts(
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address) as engine:
         await until(lambda: engine.workers.admits)
-        say = engine.link.say
+        say = engine.link.connection.say
         monkeypatch.setattr(
-            engine.link, "say", lambda call, **event: None if "stop_output" in event else say(call, **event)
+            engine.link.connection, "say", lambda call, **event: None if "stop_output" in event else say(call, **event)
         )
 
         def spoil(answer: pb.ModelOutput) -> pb.ModelOutput:

@@ -15,9 +15,8 @@ class Membership:
     def __init__(self, fleet: WorkerFleet, resolve: Resolve) -> None:
         self._fleet = fleet
         self._resolve = resolve
-        self._targets = fleet.settings.workers
         self._found: dict[str, frozenset[str]] = {
-            target: frozenset() if is_name(target) else frozenset((target,)) for target in self._targets
+            target: frozenset() if is_name(target) else frozenset((target,)) for target in fleet.settings.workers
         }
         self._loops: dict[str, WorkerLoop] = {}
         self._start: Callable[[WorkerLoop], object] = lambda loop: None  # noqa: ARG005
