@@ -75,7 +75,7 @@ class ServiceSettings(BaseSettings):
         return mutual_tls
 
     def security(self, identity: str = "") -> Security:
-        """Of this service's ports. Raises StartError when the folder cannot be used."""
+        """TLS of this service's ports. Raises StartError if the folder cannot be used."""
         return Security(TlsFolder(self.tls) if self.tls is not None else None, self.mutual_tls, identity)
 
 

@@ -187,8 +187,8 @@ CHOSEN_BY_REQUESTS: Mapping[str, tuple[Kind, object]] = {
     "num_beams": (_AT_LEAST_1, 1),
     "num_return_sequences": (_AT_LEAST_1, 1),
 }
-"""With the value that says nothing: the decoding method that the model's author prefers, beam search for the most part.
-A request chooses its method itself, because its answer has another shape and another price. As in vLLM, a model is
+"""Keys of the author's preferred decoding method (mostly beam search), with the value that says nothing. A request
+chooses its method itself, because its answer has another shape and another price. As in vLLM, a model is
 served without it; the log says so once.
 """
 
@@ -247,5 +247,5 @@ _OF_SPEECH: Mapping[str, Kind] = {
 
 
 def kinds(keys: Mapping[str, Any]) -> Mapping[str, Kind]:
-    """Of all keys that such a file may have. One that names `no_timestamps_token_id` is of a model that hears."""
+    """The kind of each key that the file may have. A file with `no_timestamps_token_id` belongs to a speech model."""
     return {**_OF_TEXT, **_OF_SPEECH} if "no_timestamps_token_id" in keys else _OF_TEXT

@@ -32,7 +32,7 @@ from pagewire_common.calls.errors import RequestError
 
 MAX_NAME = 64
 MOST_BYTES = 4 << 20
-"""Of a file of keys, which front ends are sent in one message."""
+"""Bytes of a key file, which the engine sends to front ends in one message."""
 _SCHEME = "bearer "
 _START = 8
 
@@ -141,7 +141,7 @@ class Keyring:
         return key
 
     def encode(self) -> pb.Keys:
-        """What front ends know of the keys."""
+        """The message that tells front ends the keys' names and limits."""
         return pb.Keys(
             keys=[
                 pb.Key(

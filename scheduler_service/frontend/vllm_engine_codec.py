@@ -17,7 +17,7 @@ from scheduler_service.frontend.output.request import RequestState
 from scheduler_service.frontend.output.streams import OutputDelta
 
 MOST_BYTES = 4 << 20
-"""Of an output that is sent as one message: gRPC libraries read no larger ones unless told to."""
+"""Bytes of an output that is sent as one message: gRPC libraries read no larger ones unless told to."""
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 9
 POSITION_BYTES = 16

@@ -284,7 +284,7 @@ class _Families:
         return family
 
     def info(self, name: str, text: str, entries: Sequence[dict[str, str]]) -> Metric:
-        """What is said in labels, which have the same names in each entry."""
+        """A gauge of value 1 for each entry of labels. All entries have the same label names."""
         labels = [self._labels | entry for entry in entries]
         family = GaugeMetricFamily(self._prefix + name, text, labels=list(labels[0]) if labels else ())
         for all_of in labels:

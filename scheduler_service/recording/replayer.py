@@ -35,7 +35,7 @@ from scheduler_service.wire.fields import decode_enum, decode_fields
 T = TypeVar("T")
 
 MAX_REPLAYED_BLOCKS = 4 * MAX_BLOCKS
-"""Of all workers at a time, which take 1.1 GB: a file's numbers are not trusted with more of this machine's memory."""
+"""Blocks of all workers together, which take 1.1 GB: the numbers of an untrusted file may not take more memory."""
 
 
 class DifferenceError(Exception):
@@ -67,7 +67,7 @@ class Session:
 
 
 class Moment(NamedTuple):
-    """What one event did."""
+    """Result of one replayed event."""
 
     at: float
     session: Session | None = None

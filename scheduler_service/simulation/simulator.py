@@ -33,7 +33,7 @@ TICK = 1e-6  # seconds; a worker is asked again just after the time until which 
 
 @dataclass(slots=True)
 class RequestTimes:
-    """What happened to one request, in seconds of the virtual clock."""
+    """Times of one request, in seconds of the virtual clock."""
 
     arrival: Arrival
     admitted: float | None = None
@@ -77,7 +77,7 @@ class Result:
     preemptions: dict[PreemptionMode, int] = field(default_factory=dict)
     cached_tokens: int = 0
     service_gap: float = 0.0
-    """In tokens, as `fairness` counts them."""
+    """Tokens, counted as in `fairness`."""
     balancer: Balancer = field(default_factory=Balancer)
 
     @property

@@ -17,7 +17,7 @@ PROTOCOL_VERSION = 3
 
 
 class WorkerInfo(NamedTuple):
-    """What a worker reports about itself."""
+    """A worker's report about itself."""
 
     protocol_version: int
     model_id: str
@@ -156,7 +156,7 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
 
 
 MOST_POSITIONS = 1 << 18
-"""Of one sequence in an answer: more than a step has tokens. Each takes some 200 bytes, and 9 in a message."""
+"""Positions of one sequence in an answer: more than a step has tokens. Each takes some 200 bytes, 9 in a message."""
 
 
 def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:

@@ -10,7 +10,7 @@ from scheduler_service.core import EncoderInput, SamplingParams, SequenceGroup
 from scheduler_service.wire.fields import decode_fields, encode_fields
 
 KEY_BYTES = 32
-"""Of a key of the prefix cache."""
+"""Bytes of a key of the prefix cache."""
 
 
 def pack(numbers: Sequence[int]) -> bytes:

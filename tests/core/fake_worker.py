@@ -160,6 +160,7 @@ class FakeWorker:
             assert num_tokens <= len(self.mirrors[parent_id].tokens)
             tokens = self.mirrors[parent_id].tokens[:num_tokens] + child.token_ids[num_tokens:]
             parent = self.mirrors[parent_id]
+            assert num_computed <= parent.num_computed, "a fork begins behind what its parent has computed"
             mirror = Mirror(tokens, list(table), child.index, num_computed, encoder=parent.encoder, seed=parent.seed)
             self.mirrors[child.id] = mirror
         for update in output.block_table_updates:

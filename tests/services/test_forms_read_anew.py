@@ -29,8 +29,8 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-def be_late(worker: ServedWorker, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Half of what is said of outputs that have begun comes later; returns how many answers did so, in a list."""
+def be_late(worker: ServedWorker, monkeypatch: pytest.MonkeyPatch, *, begun_only: bool = True) -> list[int]:
+    """Half of what is said of outputs, or of those that have begun, comes later; returns how many, in a list."""
     runner = worker.worker.runner
     assert isinstance(runner, ModelRunner)
     assert runner._forms is not None
@@ -41,13 +41,13 @@ def be_late(worker: ServedWorker, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         send(reader, items)
         begun.clear()
         for item in items:
-            is_late = bool(item.token_ids) and random.random() < 0.5
+            is_late = (bool(item.token_ids) or not begun_only) and random.random() < 0.5
             begun.extend(itertools.repeat(is_late, 1 + len(item.guesses)))
             num_late[0] += is_late
 
     def received(reader: Connection) -> bytes:
         answer = receive(reader)
-        return HEAD.pack(0.0, 0, True) if begun.popleft() else answer
+        return HEAD.pack(0.0, 0, 0, True) if begun.popleft() else answer
 
     monkeypatch.setattr(runner._forms, "_send", noted)
     monkeypatch.setattr(runner._forms, "_receive", received)
@@ -79,6 +79,35 @@ async def test_outputs_that_are_read_late_are_the_same(
         assert await ask(one) == expected
         assert num_late[0] > 50
         assert num_preemptions(one) > 0
+
+
+async def test_an_output_is_resumed_beside_one_that_is_late_and_has_no_token(
+    tiny_model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session goes on: in it the last token of the prompt is computed again, which the other output begins with."""
+    sampling = pb.SamplingParams(regex="[ab]{8}", n=2, temperature=1.0, seed=4, max_tokens=9)
+    async with (
+        worker_in_process(tiny_model_directory, forms=True) as worker,
+        scheduler(worker.address, model=str(tiny_model_directory)) as one,
+        grpc.aio.insecure_channel(one.target) as channel,
+    ):
+        await one.engine.model()
+
+        async def tokens(held: Sequence[int]) -> dict[int, list[int]]:
+            resume = pb.ResumeState(outputs=[pb.ResumedOutput(index=1, token_ids=held)], seed=4) if held else None
+            request = pb.GenerateRequest(text="abc", sampling=sampling, resume=resume)
+            call = channel.unary_stream("/pagewire.v1.InferenceService/Generate")(request.SerializeToString())
+            found: dict[int, list[int]] = {0: [], 1: [*held]}
+            async for data in call:
+                message = pb.GenerateResponse.FromString(data)
+                found[message.index] += message.token_ids
+            return found
+
+        whole = await tokens(())
+        be_late(worker, monkeypatch, begun_only=False)
+        for _ in range(6):
+            assert await tokens(whole[1][:3]) == whole
+        assert one.engine.workers.all[0].num_losses == 0
 
 
 async def test_a_form_that_takes_too_long_ends_its_request_and_no_other(

@@ -23,7 +23,7 @@ from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
 from pagewire_common.start_error import StartError
 from pagewire_common.telemetry.metrics import MOST_CONNECTIONS, MOST_HEAD_BYTES, serve_metrics
-from scheduler_service.core import PlacementReason
+from scheduler_service.core import ModelOutput, PlacementReason
 from scheduler_service.engine.workers.guesses import proposer_of
 from scheduler_service.operations.metrics import SchedulerMetrics
 from scheduler_service.statistics.counts import MOST_TENANTS, CountsByTenant, Histogram
@@ -152,6 +152,15 @@ async def test_guesses_are_counted_by_their_position() -> None:
     assert by_position == {"0": 2, "1": 1, "2": 1}
     assert found.by_label("pagewire_spec_decode_info", "proposer") == {"ngram": 1}
     assert worker.proposer == "ngram"
+
+
+async def test_a_sequence_that_is_late_takes_nothing_from_the_guesses_that_were_right() -> None:
+    async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.admin_target) as channel:
+        one.engine.workers.all[0].guesses.take(ModelOutput(1, [5], [0, 0, 1], num_draft_tokens=[0, 2, 1]))
+        found = await scrape(one)
+        (worker,) = (await AdminServiceStub(channel).GetClusterState(pb.GetClusterStateRequest())).state.workers
+    assert (worker.num_guessed_tokens, worker.num_accepted_tokens) == (3, 0)
+    assert found("pagewire_spec_decode_num_accepted_tokens_total") == 0
 
 
 @pytest.mark.parametrize(

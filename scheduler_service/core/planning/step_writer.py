@@ -100,7 +100,8 @@ class StepWriter:
         """Once the prompt is computed, sequences without blocks go on from it, in steps after that one.
 
         A follower that has no output yet computes the last prompt token itself, because what it needs is that
-        token's logits, not its keys and values.
+        token's logits, not its keys and values. So does one whose leader has no output yet: where the leader is late,
+        the worker counts that token as not computed.
         """
         group = leader.group
         if leader.num_computed_tokens < leader.num_prompt_tokens:
@@ -108,7 +109,8 @@ class StepWriter:
         group.has_unforked = False
         for follower in group.live:
             if follower.id not in self._blocks.tables:
-                self._blocks.fork(leader, follower, min(follower.num_prompt_tokens, follower.num_tokens - 1))
+                num_last = min(leader.num_tokens, follower.num_tokens) - 1
+                self._blocks.fork(leader, follower, min(follower.num_prompt_tokens, num_last))
                 follower.num_forked_tokens = follower.num_prompt_tokens
 
     def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:

@@ -34,9 +34,9 @@ LAST_RETRY_SECONDS = 60.0
 
 
 class AdapterFetcher:
-    """Of one session. `in_flight` are the steps that the worker has been sent and has not answered.
+    """The fetcher of one session. `in_flight` are the steps that the worker has been sent and has not answered.
 
-    `fetched` is called when the worker has got an adapter, or has turned out to be unable to: `refused` and `lost`.
+    `fetched` is called when the worker has got an adapter, or when one was `refused` or `lost`.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class AdapterFetcher:
         self._fetched = fetched
         self._delivery = Delivery()
         self.refused: dict[str, str] = {}
-        """Those that the worker cannot use, and why."""
+        """Adapters that the worker cannot use, by fingerprint, and why."""
         self.lost: list[tuple[Adapter, str]] = []
-        """Those whose copies cannot be read any more, and why, until they are given up."""
+        """Adapters whose copies cannot be read any more, and why, until the adapters are given up."""
         self._lacking: Sequence[str] = ()
         self._asked: dict[str, asyncio.Future[bool]] = {}  # by an operator
         self._to_try: dict[str, None] = {}  # because another worker cannot use them
@@ -72,7 +72,7 @@ class AdapterFetcher:
 
     @property
     def fetching(self) -> str:
-        """The adapter that is on its way; empty without one."""
+        """The fingerprint of the adapter that is on its way; empty if none is."""
         return self._delivery.fingerprint
 
     @property

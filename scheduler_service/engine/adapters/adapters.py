@@ -33,8 +33,8 @@ MOST_HELD = 4096
 
 
 class Adapters:
-    """Those of `catalogue`. They are sent to workers beside steps, as far as a worker has places for them; see
-    adapter_fetcher.py.
+    """Loads, unloads and gives up the adapters of `catalogue`. Fetchers send adapters to workers beside steps, as far
+    as a worker has places for them.
     """
 
     def __init__(self, settings: SchedulerSettings, requests: Requests, workers: Workers) -> None:
@@ -42,7 +42,7 @@ class Adapters:
         self.catalogue = Catalogue(settings)
         self.counts = AdapterCounts()
         self.fetchers: list[AdapterFetcher] = []
-        """Of open sessions."""
+        """The fetchers of open sessions."""
         self.when_changed: Callable[[], None] = lambda: None
         """Called after the adapters that requests can name have changed."""
         self._requests = requests
@@ -152,7 +152,7 @@ class Adapters:
     # ---- for the workers' sessions
 
     def begin(self, worker: Worker, scheduler: Scheduler, held: Sequence[str]) -> AdapterFetcher:
-        """A session begins with a worker that holds these adapters. `end` it."""
+        """The fetcher of a session that begins, whose worker holds these adapters. Call `end` after the session."""
         fetcher = AdapterFetcher(
             self.catalogue, worker.client, scheduler, worker.in_flight, worker.fetch_counts, self._fetched
         )

@@ -18,7 +18,7 @@ from scheduler_service.engine.adapters.adapter_files import Adapter, configured_
 from scheduler_service.settings import SchedulerSettings
 
 LONG_FETCH_SECONDS = 5.0
-"""After which a worker is sent an adapter although the adapter is on its way to another worker."""
+"""Seconds of a delivery to one worker after which another worker is sent the same adapter."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class Delivery:
 
 
 class Catalogue:
-    """Call `update` after a change of `named`, `loading` or `leaving`."""
+    """All adapters of a scheduler. Call `update` after a change of `named`, `loading` or `leaving`."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         """Reads the adapters that the settings name. Raises StartError."""
@@ -39,17 +39,17 @@ class Catalogue:
         self.named: dict[str, Adapter] = {}
         """Adapters that requests can name, by name."""
         self.loading: dict[str, Adapter] = {}
-        """By name."""
+        """Adapters that an operator is loading, by name."""
         self.leaving: dict[str, Adapter] = {}
-        """By fingerprint: requests in flight need them, and no name leads to them any more."""
+        """Adapters without a name that requests in flight need, by fingerprint."""
         self.wanted: dict[str, Adapter] = {}
         """The adapters that a worker may be sent, by fingerprint: named, loading or leaving."""
         self.fingerprints: list[str] = []
-        """Of the adapters that requests can name."""
+        """Fingerprints of the adapters that requests can name."""
         self.contested: set[str] = set()
         """Fingerprints that one worker could not use, and others could."""
         self.deliveries: set[Delivery] = set()
-        """Of open sessions."""
+        """Deliveries of open sessions."""
         try:
             for name, folder in configured_folders(settings.lora, self._folder):
                 if name in self.named:
@@ -109,6 +109,7 @@ class Catalogue:
         self.named = {name: other for name, other in self.named.items() if other.fingerprint != adapter.fingerprint}
 
     def update(self) -> None:
+        """Bring `wanted` and what follows from it up to date."""
         named, loading = (
             {adapter.fingerprint: adapter for adapter in adapters.values()} for adapters in (self.named, self.loading)
         )

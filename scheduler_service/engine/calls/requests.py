@@ -30,7 +30,7 @@ _RESUMED = RequestError(grpc.StatusCode.ABORTED, "another call goes on with this
 
 
 class Requests:
-    """Those of all front ends. Create it inside the event loop."""
+    """The requests of all front ends. Create it inside the event loop."""
 
     def __init__(
         self,

@@ -145,7 +145,7 @@ class FrontEnds(EngineServiceServicer):
             await self._changed.wait()
 
     async def counts(self) -> CountsByTenant:
-        """What all of them have counted since the start. One that does not answer in time is counted as it was."""
+        """Counts of all front ends since the start. For one that does not answer in time, its last counts are taken."""
         asked = list(self.connections)
         await asyncio.gather(*(connection.ask_counts(STATISTICS_SECONDS) for connection in asked))
         total = CountsByTenant(self._tenants)

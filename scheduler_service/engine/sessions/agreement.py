@@ -1,4 +1,4 @@
-"""What every worker serves: the model of the first one, whose files and limits front ends have."""
+"""The model that every worker has to serve: the first worker's, whose files and limits front ends have."""
 
 import asyncio
 import contextlib
@@ -11,11 +11,11 @@ from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import PROTOCOL_VERSION, WorkerInfo
 
 LONG_FETCH_SECONDS = 5.0
-"""After which another worker is asked for the model's files."""
+"""Seconds after which another worker is asked for the model's files."""
 
 
 class Agreement:
-    """Create it inside the event loop."""
+    """Accepts workers that serve the same model. Create it inside the event loop."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.model_files: dict[str, bytes] = {}
@@ -25,7 +25,7 @@ class Agreement:
         self._asked: asyncio.Event | None = None  # while a worker is asked for the model's files: to be set in the end
 
     async def wait_for_model(self) -> pb.ModelLimits:
-        """What the served model allows, however long it takes until a worker tells of it."""
+        """The limits of the served model, however long it takes until a worker tells of it."""
         return await asyncio.shield(self._limits)
 
     async def accept(self, client: WorkerClient, info: WorkerInfo) -> None:

@@ -1,4 +1,4 @@
-"""What the loops of all workers share, and what changes when a worker comes, goes or is drained."""
+"""The fleet as the loops of all workers share it, and what changes when a worker comes, goes or is drained."""
 
 import asyncio
 import time

@@ -24,9 +24,9 @@ log = structlog.get_logger()
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
 RETRIES_PER_SECOND = 100
-"""Of all workers together: an attempt costs 0.6 ms, and of thousands of addresses most may be dead."""
+"""Attempts to connect, of all workers together: one costs 0.6 ms, and of thousands of addresses most may be dead."""
 LONG_RETRY_SECONDS = 30.0
-"""Between attempts at a worker that another scheduler has, or that fails in every step while others serve."""
+"""Seconds between attempts at a worker that another scheduler has, or that fails in every step while others serve."""
 FIRST_FAILING_RETRY_SECONDS = 5.0
 MOST_OF_A_REASON = 500
 
@@ -125,7 +125,7 @@ class WorkerLoop:
             await worker.client.reconnect()
 
     async def _prepare(self) -> tuple[WorkerInfo, SchedulerConfig, Sequence[str]]:
-        """What the worker says of itself, how it is scheduled, and the adapters that it holds. Raises WorkerError."""
+        """The worker's description of itself, its scheduler's settings, and its adapters. Raises WorkerError."""
         fleet, client = self._fleet, self.worker.client
         info = await client.get_info()
         await fleet.agreement.accept(client, info)

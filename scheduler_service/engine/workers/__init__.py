@@ -1,1 +1,1 @@
-"""What is known of the workers: their status and counts, and for how long none has taken requests."""
+"""The state of the workers: status and counts of each, and for how long none has taken requests."""

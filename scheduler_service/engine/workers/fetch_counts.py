@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class FetchCounts:
-    """Of one worker."""
+    """Counts of one worker."""
 
     num_adapters: int = 0
     num_bytes: int = 0

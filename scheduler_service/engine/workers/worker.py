@@ -1,4 +1,4 @@
-"""What is known of one worker, over all sessions with it, and its scheduler while one is open."""
+"""The state of one worker, over all sessions with it, and its scheduler while one is open."""
 
 import asyncio
 import enum
@@ -19,7 +19,7 @@ class WorkerStatus(enum.StrEnum):
     """No session is open, and the loop tries again and again to open one; `last_error` says why there is none."""
     SERVING = enum.auto()
     DRAINING = enum.auto()
-    """It finishes its requests and is given no more."""
+    """The worker finishes its requests and is given no more."""
     DRAINED = enum.auto()
     """An operator drained it, and it has nothing left; no session is open."""
     SUPERSEDED = enum.auto()

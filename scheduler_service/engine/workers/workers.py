@@ -16,7 +16,7 @@ log = structlog.get_logger()
 MOST_WORKERS = 3
 """Whose reasons an error has."""
 UNSERVED_SECONDS = 2.5
-"""Without a worker, after which a shutdown waits no longer: attempts to connect are two seconds apart at most."""
+"""Seconds without a worker after which a shutdown waits no longer: attempts to connect are at most 2 s apart."""
 
 
 @dataclass(slots=True)
@@ -34,18 +34,18 @@ class Departed:
 
 
 class Workers:
-    """By their addresses. `targets` is where they are looked for, `patience` the seconds that requests wait for one."""
+    """Knows workers by address. `targets` is where they are looked for; requests wait `patience` seconds for one."""
 
     def __init__(self, targets: Sequence[str], patience: float) -> None:
         self._targets = targets
         self._by_address: dict[str, Worker] = {}
         self.serving: dict[WorkerScheduler, Worker] = {}
-        """By the schedulers of open sessions."""
+        """Workers with an open session, by its scheduler."""
         self.departed = Departed()
         self.outage = Outage(patience)
-        """While no worker takes requests."""
+        """On while no worker takes requests."""
         self.absence = Outage(UNSERVED_SECONDS)
-        """While no worker has a session."""
+        """On while no worker has a session."""
 
     @property
     def all(self) -> list[Worker]:
@@ -90,7 +90,7 @@ class Workers:
 
     @property
     def schedulers(self) -> list[Scheduler]:
-        """Of open sessions."""
+        """The schedulers of open sessions."""
         return [worker.scheduler for worker in self._by_address.values() if worker.scheduler is not None]
 
     def wake(self) -> None:

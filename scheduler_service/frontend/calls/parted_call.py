@@ -32,9 +32,9 @@ class PartedCall:
 
     model: ServedModel
     event = ""
-    """Of the line that is logged when it ends."""
+    """Event of the log line that is written when the call ends."""
     operation = ""
-    """What traces call it."""
+    """The call's name in traces."""
 
     def __init__(self, link: EngineLink, request: Request, context: Context, num_bytes: int) -> None:
         """num_bytes: memory that it takes without its parts."""
@@ -115,5 +115,5 @@ class PartedCall:
         return {"request_id": self._id, "prompt_tokens": self.num_tokens, **self._figures()}
 
     def _figures(self) -> dict[str, Any]:
-        """Of its parts, for that line."""
+        """Figures of its parts for that line."""
         return {}

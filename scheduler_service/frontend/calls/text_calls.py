@@ -31,7 +31,7 @@ IN_FLIGHT = 256
 the next step are there while one is computed. With 128 MiniLM gave 176 of them a second on two cores, with 256 225.
 """
 IN_FLIGHT_BYTES = 32 << 20
-"""Of memory that a call holds for these, if there are several: with a vector for each token one may take more."""
+"""Bytes of memory for several texts in flight of one call. One text with a vector for each token may take more."""
 
 Take = Callable[[int, RequestState], Awaitable[None]]
 """Takes what comes of the text of this number."""
@@ -96,7 +96,7 @@ class TextCall(PartedCall):
 
 
 def _bytes_of(num_tokens: int, pooling: PoolingParams) -> int:
-    """Of a text's memory, with its vectors."""
+    """Bytes of memory of a text and its vectors."""
     num_vectors = num_tokens if pooling.type is PoolingType.ALL else 1
     return text_bytes(num_tokens, num_vectors * pooling.vector_bytes)
 

@@ -36,12 +36,12 @@ from scheduler_service.frontend.speech.words import Word, timed_words
 LEAST_STEP = SAMPLE_RATE
 """Samples from one window to the next: a text that ends sooner, before another that does not end, has been made up."""
 SAMPLES_PER_TOKEN = round(SAMPLE_RATE * SECONDS_PER_TIMESTAMP)
-"""Of what the encoder makes of a sound."""
+"""Samples for each token of the encoder's output."""
 MAX_SECONDS = 3600.0
-"""Of a sound."""
+"""Seconds of a sound."""
 MAX_PROMPT_CHARACTERS = 1 << 16
 PREVIOUS = "<|startofprev|>"
-"""What tokens of the time before begin with."""
+"""The token in front of the text of earlier windows."""
 NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
 """The token for a window in which nothing is said, by its names in newer and in older models."""
 
@@ -161,7 +161,7 @@ class _SpeechCall(PartedCall):
             invalid(f"words is set, and {self.model.name} has no tokenizer to tell words apart with")
 
     async def _tokens_before(self) -> Sequence[int]:
-        """Those of the request's prompt, of which the last ones count."""
+        """The last tokens of the request's prompt, as many as the model takes."""
         text, tokenizer = self._speech.prompt.strip(), self.model.tokenizer
         if not text:
             return ()

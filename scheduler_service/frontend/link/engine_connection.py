@@ -25,7 +25,7 @@ OPTIONS = (
     ("grpc.http2.lookahead_bytes", 64 << 10),
 )
 MOST_BYTES = 1 << 20
-"""Of one message to the engine, if it is not a single event: 1 ms to parse."""
+"""Bytes of a message with several events to the engine: 1 ms to parse."""
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 GONE = RequestError(grpc.StatusCode.UNAVAILABLE, "the engine is gone; resume the request when the server is back")
 
@@ -42,7 +42,7 @@ class EngineConnection:
         self.heard_at = time.monotonic()
         """When the engine said something last; it asks for statistics every few seconds."""
         self.end: RequestError | None = None
-        """What calls end with, once the connection is over."""
+        """The error that calls end with, once the connection is over."""
 
     def new_number(self) -> int:
         """The number of a call that begins."""
@@ -77,7 +77,7 @@ class EngineConnection:
             future.set_result(answer)
 
     async def messages(self) -> AsyncGenerator[pb.AttachResponse, None]:
-        """What the engine tells, until it is gone or the reader leaves."""
+        """Messages of the engine, until it is gone or the reader leaves."""
         call = EngineServiceStub(self._channel).Attach(self._said())
         try:
             async for message in call:

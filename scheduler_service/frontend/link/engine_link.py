@@ -1,4 +1,4 @@
-"""What a front end has of the engine: the connection, the requests that are there, the model, and what it was told."""
+"""A front end's link to the engine: the connection, the requests that are there, the model, and settings."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ class EngineLink:
         self.waiting = WaitingCalls()
         self.welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
         self.tracer = tracer
-        """For spans of requests; None where there are none."""
+        """Makes spans of requests; None where there are none."""
         self.keyring: Keyring | None = None
         """The API keys that calls need; None where they need none."""
         self.lora_names: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class EngineLink:
 
     @property
     def request_limits(self) -> RequestLimits:
-        """Of a request's message."""
+        """Limits of a request's message."""
         return request_limits(self.loading.model)
 
     def count_waiting(self, num_bytes: int) -> contextlib.AbstractContextManager[None]:
@@ -114,7 +114,7 @@ class EngineLink:
         self.requests.cut_largest()
 
     def _take(self, event: pb.EngineEvent) -> None:
-        """What is about no call."""
+        """Take in an event that is about no call."""
         match event.WhichOneof("event"):
             case "welcome":
                 self.requests.unread.most = event.welcome.unread_bytes

@@ -11,8 +11,8 @@ from scheduler_service.frontend.model import ServedModel
 MIN_REQUEST_BYTES = 1 << 20
 MOST_SOUND_BYTES = 16 << 20
 BYTES_PER_TOKEN = 12
-"""Of the largest prompt. A token id takes at most 3 bytes of a message, a token of text 4 or 5, and of code up to 10. A
-MiB takes 3 to 7 ms to parse.
+"""Bytes of a message for each token of the largest prompt. A token id takes at most 3 of them, a token of text 4 or 5,
+and of code up to 10. A MiB takes 3 to 7 ms to parse.
 """
 
 WAITING_SHARE = 4
@@ -24,7 +24,7 @@ answers in milliseconds."""
 
 
 def request_limits(model: ServedModel | None) -> RequestLimits:
-    """Of a request's message: room for the model's longest prompts and no more, as parsing blocks the loop."""
+    """Limits of a request's message: room for the model's longest prompts and no more, as parsing blocks the loop."""
     if model is None:
         return RequestLimits(MIN_REQUEST_BYTES, will_grow="until the served model is known; try again later")
     longest = (model.context_length + model.max_encoder_len) * BYTES_PER_TOKEN
@@ -32,7 +32,7 @@ def request_limits(model: ServedModel | None) -> RequestLimits:
 
 
 def max_sound_bytes(model: ServedModel | None) -> int:
-    """What a message may have besides, of a sound, which is not parsed."""
+    """Further bytes of a message, for a sound, which is not parsed."""
     return MOST_SOUND_BYTES if model is not None and model.feature_bytes else 0
 
 

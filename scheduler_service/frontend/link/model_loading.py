@@ -28,7 +28,7 @@ class ModelLoading:
         return self._model.result() if self._model.done() and self._model.exception() is None else None
 
     async def wait(self) -> ServedModel:
-        """However long it takes. Raises what loading it raised."""
+        """The model, however long it takes. Raises what loading it raised."""
         return await asyncio.shield(self._model)
 
     def add(self, part: pb.ModelFile) -> None:
@@ -59,7 +59,7 @@ class ModelLoading:
 
 
 def _reason(error: Exception) -> str:
-    """Of an error in loading, in one line, without the folder that the files were in."""
+    """The reason of an error in loading, in one line, without the folder that the files were in."""
     text = re.sub(r"[^\s'\"]*/pagewire-[^/\s'\"]*/?", "", str(error))
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split()) or type(error).__name__
     return line if len(line) <= MOST_REASON else f"{line[:MOST_REASON]}…"

@@ -18,11 +18,11 @@ log = structlog.get_logger()
 
 
 class RequestRegistry:
-    """Those that were submitted and whose calls are not over. Create it inside the event loop."""
+    """Knows the requests that were submitted and whose calls are not over. Create it inside the event loop."""
 
     def __init__(self, connection: EngineConnection) -> None:
         self.by_call: dict[int, RequestState] = {}
-        """By the numbers of their calls."""
+        """Requests by the numbers of their calls."""
         self.counts = CountsByTenant()
         self.turns = Turns()
         self.unread = UnreadOutput(0)
@@ -59,7 +59,7 @@ class RequestRegistry:
                 self._fail(state, error)
 
     def take(self, event: pb.EngineEvent, now: float) -> None:
-        """What the engine tells of one request; an error costs this request alone its stream."""
+        """Take in what the engine tells of one request; an error costs this request alone its stream."""
         if (state := self.by_call.get(event.call)) is None:
             return
         try:

@@ -18,7 +18,15 @@ What a form costs is charged to its own output, and may end that output alone:
 
 So a form keeps other outputs waiting for at most three times `MOST_SECONDS` in a step: for its mask, for the masks
 after guesses, and once more where it fails and is read anew, without guesses; and for `TOKEN_SECONDS` on average.
+Forms that are slow in the same step end at most `MOST_ENDED` processes in it.
 Forms that are new to the process are compiled one or a few in a step, in half of the time at most; others are late.
+
+All that a step does not come to is late: compiling, reading, and masks. So outputs have turns: one of each owner, then
+a second one of each, and what has taken the least time first. Without turns a tenant's new output
+waits for all that others have sent before, and, where the process was killed, every output of its tenant does.
+
+Memory is for all outputs together. Where they take more than `MOST_TOGETHER`, the owner whose outputs take most loses
+its largest. If the process came to its end instead, all would be read anew, come to the same end, and so on for ever.
 """
 
 import contextlib
@@ -26,7 +34,7 @@ import itertools
 import socket
 import time
 from array import array
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -43,7 +51,15 @@ from pagewire_common.forms import MOST_SECONDS
 from pagewire_common.model_files.eos_tokens import eos_token_ids
 from pagewire_common.model_files.generation_config import FILE, GenerationConfig
 from pagewire_common.processes.child_process import start_child
-from worker_service.execution.sampling.form_process import FORK, HEAD, MOST_REASON, READY, SLICE_SECONDS, Work
+from worker_service.execution.sampling.form_process import (
+    FORK,
+    HEAD,
+    MOST_MEMORY,
+    MOST_REASON,
+    READY,
+    SLICE_SECONDS,
+    Work,
+)
 from worker_service.loading.files.json_file import read_json
 from worker_service.loading.tokenizer_files import eos_token_id
 from worker_service.session.session import NO_DRAFTS, ScheduledChunk, SequenceState
@@ -58,8 +74,12 @@ MOST_LEFT = 3.0
 """Seconds of a processor that an output's form may take before its tokens have paid for more."""
 TOKEN_SECONDS = 0.01
 """Three times what any of 420 forms took for a token: see `MOST_SECONDS`."""
+MOST_TOGETHER = 5 * MOST_MEMORY // 8
+"""Bytes of memory that outputs may take together: addresses were up to 1.3 times as many."""
 BAN_SECONDS = 60.0
 MOST_BANS = 1024
+MOST_ENDED = 3
+"""Processes in a step, of which one has ended twice at an output that is at fault."""
 
 
 class _Found(NamedTuple):
@@ -101,6 +121,10 @@ class _Progress:
     """That its matcher has found."""
     left: float = field(default_factory=lambda: MOST_LEFT)
     """Seconds of a processor that its form may still take."""
+    taken: float = 0.0
+    """Seconds that its answers were waited for, in all processes."""
+    memory: int = 0
+    """Bytes that the process has grown by for it."""
     is_over: bool = False
     """Whether its form took too long."""
     is_alone: bool = False
@@ -114,7 +138,7 @@ class _Progress:
 
     def begin(self, reader: Connection) -> None:
         """Read it anew, by a new matcher."""
-        self.reader, self.num_tokens, self.num_masks, self.left = reader, 0, 0, MOST_LEFT
+        self.reader, self.num_tokens, self.num_masks, self.left, self.memory = reader, 0, 0, MOST_LEFT, 0
 
     def charge(self, seconds: float, num_tokens: int) -> None:
         """So many tokens took so long."""
@@ -211,11 +235,15 @@ class Forms:
         masks = np.zeros((num_rows, -(-self._vocabulary_size // 32) * 4), np.uint8)
         late: set[int] = set()
         ends = itertools.accumulate(item.samples + len(item.guesses) for item in items)
-        left = deque(
+        every = [
             (item, masks[end - item.samples - len(item.guesses) : end]) for item, end in zip(items, ends, strict=True)
-        )
+        ]
+        left, num_ended = deque(_in_turns(every)), 0
         died: set[int] = set()  # what processes were at that have died
         while left := deque(self._followed(left)):
+            if num_ended == MOST_ENDED:  # many forms may be slow, each once
+                late.update(item.sequence_id for item, _ in left if item.samples)
+                break
             again: list[tuple[_Item, npt.NDArray[np.uint8]]] = []
             try:
                 reader = self._living_reader()
@@ -229,13 +257,15 @@ class Forms:
                     item, rows = left[0]
                     number, has_failed = 0, False
                     used, began = _processor_seconds(self._process) if item.guesses else 0.0, time.monotonic()
+                    progress = item.progress
                     for number in range(1 + len(item.guesses)):
                         if number and time.monotonic() - began > MOST_SECONDS:
                             self._check_used(used)
                         answer = self._receive(reader)
-                        seconds, num_read, is_late = HEAD.unpack_from(answer)
+                        seconds, growth, num_read, is_late = HEAD.unpack_from(answer)
+                        progress.memory += growth
                         if number == 0:
-                            item.progress.charge(seconds, num_read)
+                            progress.charge(seconds, num_read)
                         mask = np.frombuffer(answer, np.uint8, offset=HEAD.size)
                         if is_late and item.samples:
                             late.add(item.sequence_id)
@@ -244,17 +274,19 @@ class Forms:
                         elif item.samples and number == 0:
                             has_failed = True
                     left.popleft()  # from here on it is asked for again only if it is among those
-                    if item.progress.left < 0:
+                    progress.taken += time.monotonic() - began
+                    if progress.left < 0:
                         self._end_output(item, f"its tokens take more than {TOKEN_SECONDS:g} s each")
                         rows[:] = 0
                         late.discard(item.sequence_id)
-                    elif has_failed and not item.progress.is_fresh:
-                        item.progress.reader, item.progress.is_alone = None, True
+                    elif has_failed and not progress.is_fresh:
+                        progress.reader, progress.is_alone = None, True
                         again.append((item, rows))
                     elif item.samples and item.sequence_id not in late:
-                        item.progress.num_masks += 1
+                        progress.num_masks += 1
             except (OSError, EOFError) as error:  # it takes too long, or has died: of too much memory, perhaps
                 self._end()
+                num_ended += 1
                 item = left[0][0]
                 if isinstance(error, TimeoutError):
                     self._ban(item, number > 0, str(error))
@@ -265,7 +297,27 @@ class Forms:
                         self._end_output(item, "the process that follows it has died twice")
                 died.add(item.progress.key)
             left.extend(again)
+        for item, rows in self._largest(every):
+            self._end_output(item, "outputs of its owner take most of the memory of all forms")
+            rows[:] = 0
+            late.discard(item.sequence_id)
         return _Found(masks, late)
+
+    @staticmethod
+    def _largest(
+        items: Iterable[tuple[_Item, npt.NDArray[np.uint8]]],
+    ) -> Iterator[tuple[_Item, npt.NDArray[np.uint8]]]:
+        """Those without which the others take no more than `MOST_TOGETHER`."""
+        alive = [one for one in items if not one[0].progress.is_over]
+        by_owner: Counter[bytes] = Counter()
+        for item, _ in alive:
+            by_owner[item.owner] += item.progress.memory
+        while sum(by_owner.values()) > MOST_TOGETHER:
+            ((owner, _),) = by_owner.most_common(1)
+            largest = max((one for one in alive if one[0].owner == owner), key=lambda one: one[0].progress.memory)
+            alive.remove(largest)
+            by_owner[owner] -= largest[0].progress.memory
+            yield largest
 
     def _followed(
         self, items: Iterable[tuple[_Item, npt.NDArray[np.uint8]]]
@@ -363,6 +415,22 @@ class Forms:
             self._process = psutil.Process(reader.recv())
         self._reader = reader
         return reader
+
+
+def _in_turns(
+    items: Iterable[tuple[_Item, npt.NDArray[np.uint8]]],
+) -> list[tuple[_Item, npt.NDArray[np.uint8]]]:
+    """One of each owner, then a second one of each, and so on. Owners whose outputs have taken less time are first, and
+    so are such outputs of an owner."""
+    of_owner: defaultdict[bytes, float] = defaultdict(float)
+    turns: list[tuple[int, tuple[_Item, npt.NDArray[np.uint8]]]] = []
+    number: Counter[bytes] = Counter()
+    for one in sorted(items, key=lambda one: one[0].progress.taken):
+        of_owner[one[0].owner] += one[0].progress.taken
+        turns.append((number[one[0].owner], one))
+        number[one[0].owner] += 1
+    turns.sort(key=lambda turn: (turn[0], of_owner[turn[1][0].owner]))
+    return [one for _, one in turns]
 
 
 def _processor_seconds(process: psutil.Process) -> float:
