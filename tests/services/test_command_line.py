@@ -28,11 +28,11 @@ async def test_a_drain_that_waits_returns_when_the_worker_has_nothing_left(
     monkeypatch.setattr(command_line, "DRAIN_LOOK_SECONDS", 0.1)
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, scheduler(address) as one:
-        (loop,) = one.engine.workers
+        (loop,) = one.engine.workers.all
         await until(lambda: loop.admits)
         worker.runs.clear()
         state = await submit(one.engine, "a", [5])
-        await until(lambda: not one.engine.waiting)
+        await until(lambda: not one.engine.requests.waiting)
         draining = asyncio.create_task(command_line.drain(arguments("drain", "--wait", address), one.admin_target))
         said = ""
         while "1 running and 0 swapped out there" not in said:
@@ -68,7 +68,7 @@ async def test_a_drain_that_waits_says_why_there_is_no_session(
 ) -> None:
     monkeypatch.setattr(command_line, "DRAIN_LOOK_SECONDS", 0.1)
     async with scheduler("127.0.0.1:1") as one:
-        (loop,) = one.engine.workers
+        (loop,) = one.engine.workers.all
         await until(lambda: loop.last_error != "")
         await command_line.drain(arguments("drain", "--wait", "127.0.0.1:1"), one.admin_target)
         assert "127.0.0.1:1 has no request of this scheduler" in (out := capsys.readouterr().out)

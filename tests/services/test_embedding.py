@@ -63,7 +63,7 @@ async def test_an_encoder_gives_the_vectors_of_transformers(encoder: Path, slow:
                 expected = [slow.vectors(text, pooling, dimensions or None, normalize=normalize) for text in TEXTS]
                 assert_close(found, expected)
         assert [one.usage.prompt_tokens for one in found] == [len(slow.states(text)) for text in TEXTS]
-        (worker,) = one.engine.workers
+        (worker,) = one.engine.workers.all
         assert worker.scheduler is not None
         assert worker.scheduler.blocks.device.num_blocks == 0
 
@@ -152,7 +152,7 @@ async def test_vectors_and_streams_do_not_change_each_other(
     async with serving(tiny_model_directory, settings, num_device_blocks=24) as (one, _), Client(one.target) as client:
         embeds = [client.embed(TEXTS * 6, pooling=pooling) for pooling in POOLINGS]
         tokens, *found = await asyncio.gather(outputs(client, prompts), *embeds)
-        (worker,) = one.engine.workers
+        (worker,) = one.engine.workers.all
         assert worker.scheduler is not None
         assert sum(worker.scheduler.num_preemptions.values()) > 0
         assert tokens == expected
@@ -197,7 +197,7 @@ async def test_a_call_keeps_the_adapter_that_it_named(tiny_model_directory: Path
     ):
         slow_down(worker, 0.005)
         call = asyncio.create_task(client.embed(["abc"] * 600, lora_name="same"))
-        await until(lambda: len(one.engine.requests) > 0)
+        await until(lambda: len(one.engine.requests.in_flight) > 0)
         (folder / "same").rename(tmp_path / "old")
         write_adapter(folder / "same", 2)
         async with Admin(one.admin_target) as admin:
@@ -224,8 +224,8 @@ async def test_a_lost_worker_is_not_seen(
         scheduler(first.address, second.address, model=str(model), **chunks) as one,
     ):
         await one.engine.model()
-        await until(lambda: len(one.engine.serving) == 2)
-        (lost,) = [worker for worker in one.engine.workers if worker.client.address == first.address]
+        await until(lambda: len(one.engine.workers.serving) == 2)
+        (lost,) = [worker for worker in one.engine.workers.all if worker.client.address == first.address]
         for worker in (first, second):
             slow_down(worker, 0.005)
         async with Client(one.target) as client:
@@ -314,7 +314,7 @@ async def test_an_encoder_that_cannot_be_served_says_why(encoder: Path) -> None:
         worker_in_process(encoder, **encoder_settings()) as worker,
         scheduler(worker.address, model=str(encoder), **settings) as one,
     ):
-        await until(lambda: "an encoder computes a text whole" in str(one.engine.workers[0].last_error))
+        await until(lambda: "an encoder computes a text whole" in str(one.engine.workers.all[0].last_error))
 
 
 async def test_a_model_without_a_tokenizer_takes_token_ids(encoder: Path, slow: SlowEncoder, tmp_path: Path) -> None:

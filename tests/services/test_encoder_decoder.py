@@ -108,7 +108,7 @@ async def test_outputs_are_the_same_alone_and_together(
     recording = tmp_path / "recording"
     async with serving(model, scheduling | {"record": recording}, **settings) as (one, worker):
         async with Client(one.target) as client:
-            async with held_until(worker, lambda: len(one.engine.requests) == len(ASKED)):
+            async with held_until(worker, lambda: len(one.engine.requests.in_flight) == len(ASKED)):
                 assert await all_together(client) == alone
             assert await all_together(client) == alone
         await assert_nothing_is_left(one)
@@ -138,7 +138,7 @@ async def test_outputs_are_the_same_where_urgent_requests_take_the_blocks_of_oth
 
     scheduling = {"policy": "priority", "preemption_mode": mode}
     async with serving(model, scheduling, num_device_blocks=20) as (one, worker), Client(one.target) as client:
-        async with held_until(worker, lambda: len(one.engine.requests) == len(ASKED)):
+        async with held_until(worker, lambda: len(one.engine.requests.in_flight) == len(ASKED)):
             found = await asyncio.gather(*(tokens(client, number) for number in range(len(ASKED))))
         assert found == [[token_ids for token_ids, _, _ in outputs] for outputs in alone]
         assert_preempted(one, mode)
@@ -154,14 +154,17 @@ async def test_with_a_cache_in_8_bits_outputs_are_the_same_through_swaps_recompu
     for mode in ("swap", "recompute"):
         scheduling = {"preemption_mode": mode}
         async with serving(model, scheduling, num_device_blocks=20, **narrow) as (one, worker):
-            async with Client(one.target) as client, held_until(worker, lambda: len(one.engine.requests) == len(ASKED)):
+            async with (
+                Client(one.target) as client,
+                held_until(worker, lambda: len(one.engine.requests.in_flight) == len(ASKED)),
+            ):
                 assert await all_together(client) == alone
             assert_preempted(one, mode)
     assert await said_through_a_loss(model, all_together, **narrow) == alone
 
 
 def assert_preempted(one: InProcess, mode: str) -> None:
-    (worker,) = one.engine.workers
+    (worker,) = one.engine.workers.all
     assert worker.scheduler is not None
     assert worker.scheduler.num_preemptions[PreemptionMode(mode)] > 0
 

@@ -13,8 +13,9 @@ from fake_worker_service import FakeWorkerService, serving
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SamplingParams
-from scheduler_service.engine import engine as engine_module
+from scheduler_service.engine.calls import requests as requests_module
 from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.sessions.worker_loop import WorkerLoop
 from scheduler_service.engine.worker_link.client import WorkerError
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.output.request import GenerationRequest
@@ -35,8 +36,8 @@ async def test_a_poison_request_ends_with_an_error_and_its_neighbours_finish(byt
             await poison
         assert error.value.code is grpc.StatusCode.INTERNAL
         assert [await neighbour for neighbour in neighbours] == ["g" * 10] * 3
-        assert not engine.requests
-        (loop,) = engine.workers
+        assert not engine.requests.in_flight
+        (loop,) = engine.workers.all
         await until(lambda: loop.admits)
         assert worker.num_sessions >= 5  # four losses at least: see suspects/rule.py
         assert loop.scheduler is not None
@@ -50,8 +51,8 @@ async def test_a_step_smaller_than_the_workers_blocks_is_refused_with_both_sizes
         engine = Engine(SchedulerSettings(workers=[address], model="fake", max_num_batched_tokens=4))
         reason = r"it cannot be scheduled: max_num_batched_tokens is 4; it must be at least block_size \(8\)"
         with pytest.raises(WorkerError, match=reason):
-            await engine.workers[0]._serve()
-        await engine.workers[0].client.close()
+            await WorkerLoop(engine.fleet, engine.workers.all[0])._serve()
+        await engine.workers.all[0].client.close()
 
 
 async def test_a_worker_with_less_room_than_was_promised_is_refused(byte_tokenizer_directory: Path) -> None:
@@ -59,10 +60,10 @@ async def test_a_worker_with_less_room_than_was_promised_is_refused(byte_tokeniz
     small = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=63)
     async with serving(large) as address, running(address) as engine:
         await engine.model()
-        client = engine.workers[0].client
-        await engine.accept(client, decode_worker_info(large.info))
+        client = engine.workers.all[0].client
+        await engine.fleet.agreement.accept(client, decode_worker_info(large.info))
         with pytest.raises(WorkerError, match="longest sequence is 504; requests were promised 512"):
-            await engine.accept(client, decode_worker_info(small.info))
+            await engine.fleet.agreement.accept(client, decode_worker_info(small.info))
 
 
 async def test_a_worker_with_a_somewhat_smaller_cache_than_the_first_ones_is_welcome(
@@ -72,12 +73,12 @@ async def test_a_worker_with_a_somewhat_smaller_cache_than_the_first_ones_is_wel
     first = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=200)
     async with serving(first) as address, running(address) as engine:
         await engine.model()
-        client = engine.workers[0].client
+        client = engine.workers.all[0].client
         first.info.num_device_blocks = 100
-        await engine.accept(client, decode_worker_info(first.info))
+        await engine.fleet.agreement.accept(client, decode_worker_info(first.info))
         first.info.num_device_blocks = 99
         with pytest.raises(WorkerError, match="pool is 792; requests were promised 800"):
-            await engine.accept(client, decode_worker_info(first.info))
+            await engine.fleet.agreement.accept(client, decode_worker_info(first.info))
 
 
 async def test_two_workers_share_one_queue_and_a_request_does_not_care_which(byte_tokenizer_directory: Path) -> None:
@@ -85,7 +86,7 @@ async def test_two_workers_share_one_queue_and_a_request_does_not_care_which(byt
     async with serving(workers[0]) as first, serving(workers[1]) as second, running(first, second) as engine:
         states = [await submit(engine, str(number), [5] * 100, max_tokens=50) for number in range(40)]
         assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["g" * 50] * 40
-        while not all(loop.num_steps for loop in engine.workers):
+        while not all(loop.num_steps for loop in engine.workers.all):
             await asyncio.gather(text_of(engine, await submit(engine, "one", [5])))
 
 
@@ -124,7 +125,7 @@ async def test_one_requests_broken_text_does_not_cost_the_others_their_tokens(
 ) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address) as engine:
-        await until(lambda: engine.admits)
+        await until(lambda: engine.workers.admits)
         worker.runs.clear()
         broken = await submit(engine, "broken", [5])
         monkeypatch.setattr(broken, method, lambda *_: 1 / 0)
@@ -134,7 +135,7 @@ async def test_one_requests_broken_text_does_not_cost_the_others_their_tokens(
             await text_of(engine, broken)
         assert error.value.code is grpc.StatusCode.INTERNAL
         assert await text_of(engine, well) == "ggggg"
-        assert engine.workers[0].num_preemptions == 0
+        assert engine.workers.all[0].num_preemptions == 0
 
 
 async def test_a_request_that_cannot_be_queued_costs_no_other_its_stream(
@@ -145,14 +146,14 @@ async def test_a_request_that_cannot_be_queued_costs_no_other_its_stream(
         worker.runs.clear()
         well = await submit(engine, "well", [5])
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "decode_group", lambda *_: 1 / 0)
+            patch.setattr(requests_module, "decode_group", lambda *_: 1 / 0)
             with pytest.raises(RequestError, match="internal error") as error:
                 await submit(engine, "broken", [5])
         assert error.value.code is grpc.StatusCode.INTERNAL
         worker.runs.set()
         assert await text_of(engine, well) == "ggggg"
-        await until(lambda: not engine.requests and not engine.admission.being_checked)
-        assert engine.admission.num_bytes == 0
+        await until(lambda: not engine.requests.in_flight and not engine.requests.admission.being_checked)
+        assert engine.requests.admission.num_bytes == 0
 
 
 async def test_a_worker_with_more_blocks_than_a_scheduler_can_manage_is_refused(
@@ -163,7 +164,7 @@ async def test_a_worker_with_more_blocks_than_a_scheduler_can_manage_is_refused(
         await engine.model()
         worker.info.num_host_blocks = 2**31 - 1
         with pytest.raises(WorkerError, match=r"has 2147483711 blocks; this scheduler manages at most"):
-            await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
+            await engine.fleet.agreement.accept(engine.workers.all[0].client, decode_worker_info(worker.info))
 
 
 @pytest.mark.parametrize(("setting", "chunk"), [(0, 5), (7, 7)])
@@ -176,8 +177,8 @@ async def test_a_prompt_takes_a_quarter_of_a_step_unless_told_otherwise_while_ot
         running(address, max_num_batched_tokens=18, max_prefill_chunk=setting) as engine,
     ):
         await engine.model()
-        await until(lambda: engine.serving)
-        ((scheduler, _),) = engine.serving.items()
+        await until(lambda: engine.workers.serving)
+        ((scheduler, _),) = engine.workers.serving.items()
         assert scheduler.config.max_prefill_chunk == chunk
 
 
@@ -186,13 +187,13 @@ async def test_the_most_sequences_are_promised_as_a_step_has_tokens_for_them(byt
     worker.info.max_num_batched_tokens = 10
     async with serving(worker) as address, running(address, max_num_batched_tokens=12) as engine:
         assert (await engine.model()).max_num_seqs == 10
-        await until(lambda: engine.admits)
-        scheduler = engine.workers[0].scheduler
+        await until(lambda: engine.workers.admits)
+        scheduler = engine.workers.all[0].scheduler
         assert scheduler is not None
         assert scheduler.config.max_num_seqs == 10
         worker.info.max_num_batched_tokens = 9
         with pytest.raises(WorkerError, match="largest step is 9; requests were promised 10"):
-            await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
+            await engine.fleet.agreement.accept(engine.workers.all[0].client, decode_worker_info(worker.info))
 
 
 async def test_a_request_has_one_timer_while_there_is_no_worker_and_none_after_it_is_closed(
@@ -200,22 +201,22 @@ async def test_a_request_has_one_timer_while_there_is_no_worker_and_none_after_i
 ) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address, no_worker_timeout=1000) as engine:
-        (loop,) = engine.workers
+        (loop,) = engine.workers.all
         await until(lambda: loop.admits)
         worker.runs.clear()
         state = await submit(engine, "a", [5])
-        call = engine.requests["a"]
+        call = engine.requests.in_flight["a"]
         assert call.expiry is None
         for _ in range(3):
-            loop.drain()
+            engine.fleet.drain(loop)
             first = call.expiry
             assert first is not None
-            engine.workers_changed()
+            engine.fleet.note_change()
             assert call.expiry is first
-            loop.undrain()
+            engine.fleet.undrain(loop)
             assert call.expiry is None
             assert first.cancelled()
-        loop.drain()
+        engine.fleet.drain(loop)
         await engine.close(state)
         assert call.expiry is not None
         assert call.expiry.cancelled()
@@ -227,12 +228,12 @@ async def test_no_scheduler_is_asked_for_a_request_that_ended_by_itself(
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as engine:
         state = await submit(engine, "a", [5])
         assert "".join([delta.text async for delta in state.stream]) == "ggggg"
-        call = engine.requests["a"]
+        call = engine.requests.in_flight["a"]
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "workers", property(lambda _: 1 / 0))
+            patch.setattr(engine.workers, "finish", lambda *_: 1 / 0)
             engine.engine.close(call)
         await engine.close(state)
-        assert not engine.requests
+        assert not engine.requests.in_flight
 
 
 async def test_calls_that_wait_for_the_first_worker_count_as_requests() -> None:
@@ -240,7 +241,7 @@ async def test_calls_that_wait_for_the_first_worker_count_as_requests() -> None:
         servicer = InferenceServicer(engine.link)
         context: Any = SimpleNamespace(invocation_metadata=tuple)
         first = asyncio.create_task(servicer.Generate(pb.GenerateRequest(), context))
-        await until(lambda: engine.admission.being_checked)
+        await until(lambda: engine.requests.admission.being_checked)
         with pytest.raises(RequestError) as error:
             await servicer.Generate(pb.GenerateRequest(), context)
         assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -107,7 +107,7 @@ async def test_an_output_is_resumed_beside_one_that_is_late_and_has_no_token(
         be_late(worker, monkeypatch, begun_only=False)
         for _ in range(6):
             assert await tokens(whole[1][:3]) == whole
-        assert one.engine.workers[0].num_losses == 0
+        assert one.engine.workers.all[0].num_losses == 0
 
 
 async def test_a_form_that_takes_too_long_ends_its_request_and_no_other(

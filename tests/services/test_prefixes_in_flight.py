@@ -30,7 +30,7 @@ async def test_a_prefix_is_computed_once_and_changes_no_token(tiny_model_directo
         ) as one,
         Client(one.target) as client,
     ):
-        await until(lambda: one.engine.admits)
+        await until(lambda: one.engine.workers.admits)
         other = client.generate("Others run", SamplingParams(max_tokens=300, ignore_eos=True))
         await anext(other)
         together = await asyncio.gather(*(ask(client, number) for number in range(NUM_TOGETHER)))

@@ -116,7 +116,7 @@ async def test_a_worker_whose_guesses_are_lies_costs_time_alone(
     async with serving(worker) as address, scheduler(address) as one, Client(one.target) as client:
         sampling = SamplingParams(max_tokens=30, ignore_eos=True)
         completions = await asyncio.gather(*(collect(client, "a" * number, sampling) for number in range(1, 6)))
-        (state,) = one.engine.workers
+        (state,) = one.engine.workers.all
     assert [completion.outputs[0].token_ids for completion in completions] == [[TOKEN] * 30] * 5
     assert state.num_losses == 0
 
@@ -132,7 +132,7 @@ async def answers_of(worker: FakeWorkerService) -> tuple[list[tuple[object, ...]
         completions = await asyncio.gather(
             *(collect(client, [5], SamplingParams(**{"ignore_eos": True} | way)) for way in ways)
         )
-        (state,) = one.engine.workers
+        (state,) = one.engine.workers.all
         found = [
             (output.token_ids, output.text, output.finish_reason, output.stop_reason)
             for completion in completions
@@ -196,5 +196,5 @@ async def test_a_worker_without_room_for_its_own_guesses_decides_nothing(byte_to
     worker = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=4)
     worker.info.num_speculative_tokens = 64
     async with serving(worker) as address, scheduler(address) as one:
-        await until(lambda: "it cannot be scheduled: num_lookahead_slots" in one.engine.workers[0].last_error)
-        assert not one.engine._limits.done()
+        await until(lambda: "it cannot be scheduled: num_lookahead_slots" in one.engine.workers.all[0].last_error)
+        assert not one.engine.fleet.agreement._limits.done()

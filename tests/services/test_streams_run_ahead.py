@@ -49,7 +49,7 @@ async def all_outputs(worker: ServedWorker, model: Path, **settings: object) -> 
         scheduler(worker.address, model=str(model), check_invariants=True, **settings) as one,
         Client(one.target) as client,
     ):
-        await until(lambda: one.engine.admits)
+        await until(lambda: one.engine.workers.admits)
         room = asyncio.Semaphore(IN_FLIGHT)
         found = await asyncio.gather(*(outputs(client, number, room) for number in range(COUNT)))
         await assert_nothing_is_left(one)

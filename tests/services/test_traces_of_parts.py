@@ -46,7 +46,7 @@ async def traced(encoder: Path) -> AsyncIterator[tuple[InProcess, Memory]]:
         memory = Memory()
         one.link.tracer = memory.tracer
         yield one, memory
-        await until(lambda: not one.engine.traced)
+        await until(lambda: not one.engine.requests.traced)
 
 
 def attributes(span: ReadableSpan) -> dict[str, Any]:
@@ -122,7 +122,7 @@ async def test_a_transcription_has_the_spans_of_its_windows(tmp_path: Path) -> N
                 async for _ in InferenceServiceStub(channel).Transcribe(request, metadata=caller()):
                     pass
             await until(lambda: memory.names[-1:] == ["transcription whisper"])
-        await until(lambda: not one.engine.traced)
+        await until(lambda: not one.engine.requests.traced)
     *phases, whole = memory.spans
     assert {span.name for span in phases} == {"queue", "prefill", "decode"}
     assert f"{whole.context.trace_id:032x}" == TRACE

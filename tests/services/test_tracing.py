@@ -114,7 +114,7 @@ def test_an_empty_endpoint_is_none() -> None:
 
 
 async def closed(one: InProcess) -> None:
-    await until(lambda: not one.engine.requests and not one.engine.traced)
+    await until(lambda: not one.engine.requests.in_flight and not one.engine.requests.traced)
 
 
 async def test_a_request_whose_worker_is_lost_has_moved(byte_tokenizer_directory: Path, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ async def test_a_request_whose_worker_is_lost_has_moved(byte_tokenizer_directory
     ):
         one.link.tracer = memory.tracer
         await one.engine.model()
-        await until(lambda: len(one.engine.serving) == 2)
+        await until(lambda: len(one.engine.workers.serving) == 2)
         async with Client(one.target) as client:
             stream = client.generate([5] * 20, SamplingParams(max_tokens=60, ignore_eos=True))
             await anext(stream)
@@ -179,7 +179,7 @@ async def test_the_log_has_the_trace_that_the_caller_names(has_tracer: bool, byt
                     pb.GenerateRequest(text="a", sampling=sampling), metadata=caller(sampled=False)
                 )
                 async for _ in call:
-                    assert not one.engine.traced
+                    assert not one.engine.requests.traced
                 await until(lambda: any(log["event"] == "request closed" for log in logs))
         (line,) = [log for log in logs if log["event"] == "request closed"]
     assert line["trace_id"] == TRACE

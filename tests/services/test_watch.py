@@ -178,9 +178,9 @@ async def test_a_worker_is_drained_and_undrained_from_a_shell(byte_tokenizer_dir
             return result.returncode, result.stderr
 
         assert await run("drain", address) == (0, "")
-        assert one.engine.workers[0].draining
+        assert one.engine.workers.all[0].draining
         assert await run("undrain", address) == (0, "")
-        assert not one.engine.workers[0].draining
+        assert not one.engine.workers.all[0].draining
         status, sentence = await run("drain", "nowhere:1")
         assert status == 1
         assert sentence.startswith("pagewire_client: NOT_FOUND: ")

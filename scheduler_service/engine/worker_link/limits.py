@@ -1,4 +1,4 @@
-"""What the served model and its workers allow: the first worker decides, and every later one must offer as much."""
+"""Limits of the served model and its workers: the first worker decides, and every later one must offer as much."""
 
 import os
 import re
@@ -51,7 +51,7 @@ def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
 
 
 def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
-    """What requests are promised, by what the first worker has."""
+    """Limits that requests are promised, by what the first worker has."""
     context_length = max_sequence_tokens(info)
     return ModelLimits(
         name=info.model_id,
@@ -125,7 +125,7 @@ def step_timeout(settings: SchedulerSettings, config: SchedulerConfig) -> float:
 
 
 def scheduler_config(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:
-    """What the core is told of a worker. Raises ValueError for a worker that it cannot schedule."""
+    """The core's settings for a worker. Raises ValueError for a worker that it cannot schedule."""
     if info.max_encoder_len and max_sequence_tokens(info) < 2:
         raise ValueError(
             f"the worker has {info.num_device_blocks} blocks; what its encoder reads of one request takes them all"
