@@ -142,7 +142,7 @@ bench-forms: setup
 bench-speculation: setup
 	$(BIN)/python -m bench.speculation $(SEQUENCES:%=--sequences %) $(ROUNDS:%=--rounds %) $(MODEL:%=--model %) \
 	  $(PEER:%=--peer %) \
-	  $(DRAFT:%=--speculate ngram,draft --code --draft-model %) $(HEAD:%=--speculate ngram,eagle --draft-model %)
+	  $(DRAFT:%=--methods ngram,draft_model --code --draft-model %) $(HEAD:%=--methods ngram,eagle3 --draft-model %)
 
 # SEQUENCES, ADAPTERS: numbers, separated by commas. PEER: as `make bench` has it.
 bench-adapters: setup

@@ -140,8 +140,8 @@ class Client:
         """Stream a prompt's continuation. Leaving the loop early, by whatever way, frees it on the server.
 
         `lora_name`: a low-rank adapter; the base model without one. `priority`: lower runs first; for servers with
-        --policy priority. `cache_salt`: cached prefixes are shared only with requests of the same salt. `timeout`
-        seconds are a deadline for all of it; `retry_for` is the client's unless given.
+        --scheduling-policy priority. `cache_salt`: cached prefixes are shared only with requests of the same salt.
+        `timeout` seconds are a deadline for all of it; `retry_for` is the client's unless given.
         """
         request = pb.GenerateRequest(
             request_id=request_id or uuid.uuid4().hex,

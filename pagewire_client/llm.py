@@ -52,7 +52,7 @@ class LLM:
 
     Its own server holds `model`, loads when the LLM is made and stops with `close`, with the `with` block, or when
     the LLM is collected. `worker_arguments` and `scheduler_arguments` are further flags of its two services, as
-    ["--policy", "priority"]. Raises ServerError when it does not start.
+    ["--scheduling-policy", "priority"]. Raises ServerError when it does not start.
 
     `api_key` and `tls` are for a `target`, as `Client` has them. Raises ValueError for what is said of a server of its
     own where there is a target, or the other way round.

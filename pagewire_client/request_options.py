@@ -84,7 +84,7 @@ def request_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser
         "--priority",
         type=integer_of(pb.GenerateRequest, "priority"),
         default=0,
-        help="lower runs first; for a server with --policy priority (default 0)",
+        help="lower runs first; for a server with --scheduling-policy priority (default 0)",
     )
     parser.add_argument(
         "--cache-salt",

@@ -23,6 +23,7 @@ from pagewire_common.connection.tls import TlsFolder
 from scheduler_service.access.keys import Keyring
 from scheduler_service.core import (
     Scheduler,
+    SchedulerConfig,
     SchedulerOutput,
     SequenceGroup,
     SequenceOutput,
@@ -37,7 +38,13 @@ from scheduler_service.engine.calls.admission import Admission
 from scheduler_service.engine.calls.calls import Call
 from scheduler_service.engine.calls.outbox import Outbox
 from scheduler_service.engine.worker_link.client import WorkerClient, WorkerError
-from scheduler_service.engine.worker_link.limits import check_limits, model_limits, model_name, scheduler_config
+from scheduler_service.engine.worker_link.limits import (
+    check_limits,
+    model_limits,
+    model_name,
+    scheduler_config,
+    settings_above,
+)
 from scheduler_service.engine.workers.discovery import Resolve, resolve_by_dns
 from scheduler_service.engine.workers.membership import Departed, Membership
 from scheduler_service.engine.workers.outage import Outage, why_unserved
@@ -74,7 +81,7 @@ class Engine:
         self.keyring = keyring
         """The API keys that calls need; None where they need none."""
         self._weights = _tenant_weights(settings, keyring)
-        self.waiting = waiting_queue(settings.policy, settings.overtakes, self._weights)
+        self.waiting = waiting_queue(settings.scheduling_policy, settings.priority_aging, self._weights)
         self.requests: dict[str, Call] = {}  # those that were submitted, by their keys
         self.traced: set[Call] = set()  # those of them that are traced
         self.serving: dict[WorkerScheduler, WorkerLoop] = {}  # by the schedulers of open sessions
@@ -87,7 +94,9 @@ class Engine:
         self.adapters = Adapters(settings, self)
         self._worker_tls = TlsFolder(settings.worker_tls) if settings.worker_tls is not None else None
         self._members = Membership(self, resolve)
-        self._model_name = model_name(settings.model)
+        self._model_name = (
+            model_name(settings.model) if settings.model is not None else ""
+        )  # "": the first worker decides
         self.recorder = _recorder(settings, self._weights)
         self._limits: asyncio.Future[pb.ModelLimits] = asyncio.get_running_loop().create_future()
         self._asked: asyncio.Event | None = None  # while a worker is asked for the model's files: to be set in the end
@@ -352,15 +361,21 @@ class Engine:
             if placement.to is not None:
                 self.serving[placement.to].wake()
 
+    @property
+    def model_name(self) -> str:
+        """The model's name towards clients; empty until the first worker has told it."""
+        return self.settings.served_model_name or self._model_name
+
     def connect(self, address: str) -> WorkerClient:
         """A channel to a worker, as the settings have it."""
         return WorkerClient(address, self._worker_tls, self.settings.worker_identity or "")
 
-    async def accept(self, client: WorkerClient, info: WorkerInfo) -> None:
-        """Check that a worker serves what the others serve; the first one decides. Raises WorkerError."""
+    async def accept(self, client: WorkerClient, info: WorkerInfo) -> SchedulerConfig:
+        """Check that a worker serves what the others serve; the first one decides. Returns what the core is told of it.
+        Raises WorkerError."""
         if info.protocol_version != PROTOCOL_VERSION:
             raise WorkerError(f"the worker speaks protocol {info.protocol_version}, this scheduler {PROTOCOL_VERSION}")
-        if info.model_id != self._model_name:
+        if self._model_name not in ("", info.model_id):
             raise WorkerError(f"the worker serves the model {info.model_id!r}, this scheduler {self._model_name!r}")
         if (num_blocks := info.num_device_blocks + info.num_host_blocks) > MAX_BLOCKS:
             raise WorkerError(f"the worker has {num_blocks} blocks; this scheduler manages at most {MAX_BLOCKS}")
@@ -368,11 +383,14 @@ class Engine:
             scheduler_config(self.settings, info)
         except ValueError as error:
             raise WorkerError(f"it cannot be scheduled: {error}") from None
+        for flag, (ours, theirs) in settings_above(self.settings, info).items():
+            log.warning("a flag is above the worker's limit, which counts", flag=flag, value=ours, limit=theirs)
         await self._learn_model(client, info)
         try:
-            check_limits(self._limits.result(), self.settings, info)
+            check_limits(limits := self._limits.result(), self.settings, info)
         except ValueError as error:
             raise WorkerError(str(error)) from None
+        return scheduler_config(self.settings, info, limits)
 
     async def _learn_model(self, client: WorkerClient, info: WorkerInfo) -> None:
         """Have the model's files and limits from this worker, unless another one has told of them.
@@ -390,6 +408,7 @@ class Engine:
             if not self._limits.done():
                 self.model_files = files
                 self._limits.set_result(model_limits(self.settings, info))
+                self._model_name = info.model_id
         finally:
             asked.set()
             if self._asked is asked:
@@ -526,7 +545,7 @@ def _recorder(settings: SchedulerSettings, tenant_weights: Mapping[str, float]) 
         return NoRecorder()
     return Recorder(
         FileWriter(settings.record),
-        policy=settings.policy,
-        overtakes=settings.overtakes,
+        policy=settings.scheduling_policy,
+        overtakes=settings.priority_aging,
         tenant_weights=tenant_weights,
     )

@@ -51,7 +51,7 @@ def server(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
     with LocalServer(
         str(tiny_model_directory),
         worker_arguments=[
-            *("--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0"),
+            *("--num-gpu-blocks-override", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0"),
             *("--max-loras", "2"),
         ],
         scheduler_arguments=[

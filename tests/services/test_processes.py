@@ -23,7 +23,7 @@ from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
 
 Start = Callable[..., tuple[ServiceProcess, str]]
-WORKER_SIZES = ("--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0")
+WORKER_SIZES = ("--num-gpu-blocks-override", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0")
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_lock_of_the_environment_that_is_empty_does_not_open_the_service(servi
     ("flag", "value", "bound"),
     [
         ("--watermark", "1", "less than 1"),
-        ("--policy", "lottery", "'fcfs', 'priority' or 'fair'"),
+        ("--scheduling-policy", "lottery", "'fcfs', 'priority' or 'fair'"),
         ("--max-num-batched-tokens", "0", "greater than or equal to 1"),
         ("--max-in-flight-steps", "0", "greater than or equal to 1"),
         ("--delay-factor", "inf", "a finite number"),

@@ -178,7 +178,10 @@ def test_each_prompt_of_a_batch_may_have_its_own_salt_priority_and_adapter(tiny_
     ("said", "sentence"),
     [
         ({"target": "t:1", "model": "m"}, "model is said of a server of the LLM's own"),
-        ({"target": "t:1", "scheduler_arguments": ["--policy", "fair"]}, "scheduler_arguments is said of a server"),
+        (
+            {"target": "t:1", "scheduler_arguments": ["--scheduling-policy", "fair"]},
+            "scheduler_arguments is said of a server",
+        ),
         ({"target": "t:1", "worker_arguments": ["--threads", "1"]}, "worker_arguments is said of a server"),
         ({"api_key": "k"}, "api_key is for a target, and none is named"),
     ],

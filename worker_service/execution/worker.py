@@ -130,11 +130,13 @@ def load_worker(settings: WorkerSettings) -> Worker:
         if target.max_encoder_len
         else ModelRunner(model, caches[0], graphs, forms, adapters)
     )
+    speculation = settings.speculation
+    num_guesses = speculation.num_speculative_tokens if speculation is not None else 0
     drafter = None
     if proposer is not None:
         drafter = Drafter(
             proposer,
-            settings.num_speculative_tokens,
+            num_guesses,
             config.vocabulary_size,
             speed,
             runs_ahead=runner.runs_ahead,
@@ -149,7 +151,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
             features=(
                 *("swap",) * bool(num_host_blocks),
                 *("forms",) * bool(forms),
-                *(f"speculate:{settings.speculate}",) * (settings.speculate != "none"),
+                *((f"speculate:{speculation.method}",) if speculation is not None else ()),
             ),
             sliding_window=sliding_window,
             swap_bytes_per_second=_slowest(caches[0].measure_swap_bandwidth(), block_bytes, ranks),
@@ -167,7 +169,7 @@ def load_worker(settings: WorkerSettings) -> Worker:
             max_model_len=max_model_len,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
-            num_speculative_tokens=settings.num_guesses,
+            num_speculative_tokens=num_guesses,
             max_loras=settings.max_loras,
             max_cpu_loras=settings.max_cpu_loras,
             embedding_size=0 if target.max_encoder_len else config.hidden_size,
@@ -186,9 +188,9 @@ def load_worker(settings: WorkerSettings) -> Worker:
 def _load_encoder(settings: WorkerSettings, target: Network, kernels: str) -> Worker:
     """The same for an encoder, which has neither a cache nor anything that is for sampling. Raises StartError."""
     for name, is_set in (
-        ("--speculate", settings.speculate != "none"),
+        ("--speculative-config", settings.speculative_config is not None),
         ("--max-loras", settings.max_loras > 0),
-        ("--num-device-blocks", settings.num_device_blocks is not None),
+        ("--num-gpu-blocks-override", settings.num_gpu_blocks_override is not None),
         ("--kv-cache-dtype", settings.kv_cache_dtype != "auto"),
     ):
         if is_set:
@@ -269,7 +271,7 @@ def _choose_max_model_len(settings: WorkerSettings, most: int) -> int:
 
 def _within_the_cache(target: Network, settings: WorkerSettings, max_model_len: int, num_tokens: int) -> int:
     """The default of the longest text, where positions are scaled for longer ones than a cache of so many tokens."""
-    if settings.max_model_len is not None or settings.num_device_blocks is not None:
+    if settings.max_model_len is not None or settings.num_gpu_blocks_override is not None:
         return max_model_len
     found = min(max_model_len, max(target.unscaled_len, num_tokens))
     if found < max_model_len:

@@ -100,7 +100,7 @@ class Adapters:
         self._contested: set[str] = set()  # fingerprints that one worker could not use, and others could
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by name
         try:
-            for name, folder in configured_folders(settings.lora, self._folder):
+            for name, folder in configured_folders(settings.lora_modules, self._folder):
                 if name in self._named:
                     raise ValueError(f"two adapters are named {name}")
                 self._named[name] = read_adapter(name, folder, self._place()).kept()

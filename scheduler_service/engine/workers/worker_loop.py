@@ -23,6 +23,7 @@ from pagewire_common.epochs import next_epoch
 from scheduler_service.core import (
     PreemptionMode,
     Scheduler,
+    SchedulerConfig,
     SchedulerOutput,
     SequenceGroup,
     SequenceOutput,
@@ -39,7 +40,7 @@ from scheduler_service.engine.worker_link.client import (
     WorkerClient,
     WorkerError,
 )
-from scheduler_service.engine.worker_link.limits import scheduler_config, step_timeout
+from scheduler_service.engine.worker_link.limits import step_timeout
 from scheduler_service.engine.worker_link.step_split import StepSplit
 from scheduler_service.engine.worker_link.watch import watch_health, watch_leaving, watch_steps
 from scheduler_service.engine.workers.answer_check import check_answer
@@ -105,7 +106,7 @@ class Fleet(Protocol):
     def connect(self, address: str) -> WorkerClient:
         """A channel to a worker."""
 
-    async def accept(self, client: WorkerClient, info: WorkerInfo) -> None:
+    async def accept(self, client: WorkerClient, info: WorkerInfo) -> SchedulerConfig:
         """Check that a worker serves what the others serve. Raises WorkerError."""
 
     def admitted(self, output: SchedulerOutput) -> None:
@@ -278,9 +279,7 @@ class WorkerLoop:
     async def _serve(self) -> None:
         try:
             info = await self.client.get_info()
-            await self._fleet.accept(self.client, info)
-            settings = self._fleet.settings
-            config = scheduler_config(settings, info)
+            config = await self._fleet.accept(self.client, info)
             if not await self.client.is_serving(timeout=5):
                 raise UnreachableError("the worker is not serving: it is starting or shutting down")
             self._check_is_available(info)
@@ -308,6 +307,7 @@ class WorkerLoop:
         fetcher.begin(held_adapters)
         self._fleet.serving[scheduler] = self
         log.info("worker connected", worker=self.client.address, epoch=self.epoch, blocks=info.num_device_blocks)
+        settings = self._fleet.settings
         if settings.prefix_caching and config.sliding_window:
             log.warning(
                 "this model's prompts share no prefixes: each of its layers lets go of the blocks behind its window",
