@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client.client import RETRY_SECONDS, Client, Prompt, Text
+from pagewire_client.client import RETRY_SECONDS, Client
 from pagewire_client.embedding import Embedding
 from pagewire_client.local import LocalServer
+from pagewire_client.prompts import Prompt, Text
 
 MAX_IN_FLIGHT = 512
 

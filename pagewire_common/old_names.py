@@ -59,5 +59,19 @@ def translated(
     return [*rest, *(f"{flag(new)}={value}" for new, value in translate(parts | given).items())], lines
 
 
+def renamed(arguments: Sequence[str], old_names: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """The arguments of a command that reads no variables, with each flag under its new name, and lines for stderr."""
+    flags = {flag(old): flag(new) for old, new in old_names.items()}
+    words = [word.partition("=") for word in arguments]
+    used = dict.fromkeys(name for name, _, _ in words if name in flags)
+    for old in used:
+        if any(name == flags[old] for name, _, _ in words):
+            raise ValueError(f"{old} is the old name of {flags[old]}; give the new one alone")
+    return (
+        [flags.get(name, name) + separator + value for name, separator, value in words],
+        [_line(old, flags[old]) for old in used],
+    )
+
+
 def _line(old: str, new: str) -> str:
     return f"{old} is now {new}; the old name goes with the next release"

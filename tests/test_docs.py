@@ -13,7 +13,7 @@ from persons import persons_in
 
 from bench.gpu.pack import parse_arguments as pack_arguments
 from bench.serve_gpu import parse_arguments as serve_gpu_arguments
-from pagewire_client.__main__ import parse_arguments as client_arguments
+from pagewire_client.cli.parser import parse_arguments as client_arguments
 from pagewire_common.calls.errors import MOST_FIELDS
 from pagewire_common.serving.server import OPTIONS
 from pagewire_common.settings import ServiceSettings
@@ -165,7 +165,8 @@ def test_every_variable_that_a_page_names_is_a_setting(page: Path) -> None:
     known = {name.upper() for settings in SERVICES for name in settings.model_fields}
     if page.name == "flags.md":
         known |= {old.upper() for settings in SERVICES for old in settings.old_names}
-    known |= {"TARGET", "ADMIN_TARGET", "HTTP_LISTEN", "HTTP_TLS", "HTTP_MUTUAL_TLS"}
+    known |= {"TARGET", "ADMIN_TARGET", "HTTP_LISTEN", "HTTP_HOST", "HTTP_PORT", "HTTP_TLS", "HTTP_MUTUAL_TLS"}
+    known |= {"CLIENT_TLS", "CLIENT_API_KEY"}
     assert set(re.findall(r"\bPAGEWIRE_([A-Z_]+)", page.read_text())) <= known
 
 

@@ -170,8 +170,8 @@ class Keyring:
 
 
 _NO_KEY = (
-    "an API key is needed: pagewire's commands take it from the environment, as PAGEWIRE_API_KEY; other clients send "
-    "authorization: Bearer KEY"
+    "an API key is needed: pagewire's commands take it from the environment, as PAGEWIRE_CLIENT_API_KEY; other clients "
+    "send authorization: Bearer KEY"
 )
 
 

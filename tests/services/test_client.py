@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from pagewire_client import LLM, Client, LocalServer, SamplingParams, ServerError
-from pagewire_client.__main__ import parse_arguments
+from pagewire_client.cli.parser import parse_arguments
 from pagewire_client.llm import collect
 
 

@@ -64,7 +64,7 @@ def server(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def url(server: LocalServer) -> Iterator[str]:
-    with serve_command(server.target, "--receive-timeout", "3", PAGEWIRE_API_KEY="all") as serving:
+    with serve_command(server.target, "--receive-timeout", "3", PAGEWIRE_CLIENT_API_KEY="all") as serving:
         yield f"http://{serving.address}"
 
 

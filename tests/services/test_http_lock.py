@@ -75,7 +75,7 @@ def served(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
         scheduler_arguments=["--tls", str(folder), "--api-keys", str(keys), "--check-invariants"],
     ) as scheduler:
         options = ("--tls", str(folder), "--http-tls", str(folder))
-        with serve_command(scheduler.target, *options, PAGEWIRE_API_KEY=KEYS["admin"]) as serving:
+        with serve_command(scheduler.target, *options, PAGEWIRE_CLIENT_API_KEY=KEYS["admin"]) as serving:
             yield Served(serving.address, scheduler, folder, keys, serving.process)
 
 

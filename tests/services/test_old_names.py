@@ -11,6 +11,7 @@ from pagewire_client import Client
 from pagewire_client.local import LocalServer, ServerError, ServiceProcess
 from pagewire_common.settings import load_settings
 from scheduler_service.settings import SchedulerSettings
+from scheduler_service.simulate import parse_arguments
 
 
 def load(*arguments: str) -> SchedulerSettings:
@@ -74,6 +75,19 @@ def test_each_old_name_writes_one_line_to_the_log(
         "--speculate is now --speculative-config",
         "PAGEWIRE_OVERTAKES is now PAGEWIRE_PRIORITY_AGING",
     ]
+
+
+def test_the_simulator_knows_the_old_names_too(capsys: pytest.CaptureFixture[str]) -> None:
+    old = ["--policy", "fcfs", "--policy=fair", "--max-prefill-chunk", "7"]
+    found = parse_arguments(["--trace", "a.csv", *old])
+    assert (found.scheduling_policy, found.long_prefill_token_threshold) == (["fcfs", "fair"], 7)
+    assert capsys.readouterr().err.splitlines() == [
+        "--policy is now --scheduling-policy; the old name goes with the next release",
+        "--max-prefill-chunk is now --long-prefill-token-threshold; the old name goes with the next release",
+    ]
+    with pytest.raises(SystemExit):
+        parse_arguments(["--trace", "a.csv", "--scheduling-policy", "fair", *old])
+    assert "--policy is the old name of --scheduling-policy" in capsys.readouterr().err
 
 
 # ---- host and port

@@ -12,8 +12,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client.cli.flag_values import integer_of
 from pagewire_client.files import read_text
-from pagewire_client.flag_values import integer_of
 
 MAX_TOKENS = 512
 
