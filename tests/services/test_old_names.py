@@ -8,7 +8,7 @@ from fake_worker_service import FakeWorkerService, serving
 from scheduler_in_process import scheduler
 
 from pagewire_client import Client
-from pagewire_client.local import LocalServer, ServerError, ServiceProcess
+from pagewire_client.local import LocalServer, ServiceProcess
 from pagewire_common.settings import load_settings
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.simulate import parse_arguments
@@ -181,14 +181,3 @@ def test_a_second_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load("--served-model-name", "mine", "also-mine")
     assert "unrecognized arguments: also-mine" in capsys.readouterr().err
-
-
-def test_a_model_that_is_named_is_the_only_one(tiny_model_directory: Path) -> None:
-    arguments = ["--model", "another", "--no-worker-timeout", "1"]
-    with pytest.raises(ServerError, match="serves the model 'tiny-llama', this scheduler 'another'"):
-        LocalServer(
-            str(tiny_model_directory),
-            scheduler_arguments=arguments,
-            worker_arguments=["--num-gpu-blocks-override", "64", "--threads", "1"],
-            timeout=15,
-        )

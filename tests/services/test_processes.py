@@ -158,7 +158,7 @@ async def test_a_scheduler_without_a_worker_is_not_serving_and_requests_end_unav
 
 async def test_a_worker_of_another_model_is_refused_with_both_names(start: Start, tiny_model_directory: Path) -> None:
     _, address = start("worker_service", "--model", str(tiny_model_directory), *WORKER_SIZES)
-    scheduler, _ = start("scheduler_service", "--workers", address)
+    scheduler, _ = start("scheduler_service", "--workers", address, "--model", "default")
     while "serves the model" not in (reason := str(scheduler.wait_for("worker unavailable", 60)["reason"])):
         pass
     assert "'tiny-llama'" in reason
