@@ -24,7 +24,6 @@ from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.front_ends.port import PATIENCE_SECONDS, reserved
 from scheduler_service.engine.front_ends.processes import FrontEndProcesses
 from scheduler_service.engine.front_ends.servicer import FrontEnds
-from scheduler_service.engine.worker_link.limits import model_name
 from scheduler_service.operations.admin_servicer import AdminServicer
 from scheduler_service.operations.metrics import SchedulerMetrics
 from scheduler_service.settings import SchedulerSettings
@@ -81,7 +80,9 @@ async def serve(settings: SchedulerSettings) -> None:
     processes = FrontEndProcesses(settings.frontends)
     front_ends = FrontEnds(engine, settings.frontends, processes.kill)
     admin = AdminServicer(front_ends)
-    metrics = SchedulerMetrics(front_ends, model_name(settings.model), vllm_names=settings.vllm_metric_names)
+    metrics = SchedulerMetrics(
+        front_ends, lambda: engine.fleet.agreement.model_name, vllm_names=settings.vllm_metric_names
+    )
     security = settings.security()
 
     def may_read_metrics(authorization: str) -> bool:

@@ -49,7 +49,7 @@ class Engine:
         self._weights = _tenant_weights(settings, keyring)
         self._recorder = _recorder(settings, self._weights)
         self.workers = Workers(settings.workers, settings.no_worker_timeout)
-        waiting = waiting_queue(settings.policy, settings.overtakes, self._weights)
+        waiting = waiting_queue(settings.scheduling_policy, settings.priority_aging, self._weights)
         self.requests = Requests(settings, waiting, self.workers, self._recorder, keyring)
         self.adapters = Adapters(settings, self.requests, self.workers)
         self.fleet = WorkerFleet(settings, self.workers, self.requests, self.adapters, self._recorder)
@@ -152,7 +152,7 @@ def _recorder(settings: SchedulerSettings, tenant_weights: Mapping[str, float]) 
         return NoRecorder()
     return Recorder(
         FileWriter(settings.record),
-        policy=settings.policy,
-        overtakes=settings.overtakes,
+        policy=settings.scheduling_policy,
+        overtakes=settings.priority_aging,
         tenant_weights=tenant_weights,
     )

@@ -6,7 +6,7 @@ metrics are written a second time under vLLM's own names, for dashboards and gat
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -28,7 +28,7 @@ REASONS = ("stop", "length", "abort", "error")
 class SchedulerMetrics:
     """Makes the families of one scrape, on the event loop of the engine: sums over all front ends."""
 
-    def __init__(self, front_ends: FrontEnds, model_name: str, *, vllm_names: bool) -> None:
+    def __init__(self, front_ends: FrontEnds, model_name: Callable[[], str], *, vllm_names: bool) -> None:
         self._front_ends = front_ends
         self._model_name = model_name
         self._vllm_names = vllm_names
@@ -52,7 +52,7 @@ class SchedulerMetrics:
         labels: Mapping[str, str],
         histograms: Sequence[tuple[dict[str, str], RequestCounts]],
     ) -> Iterator[Metric]:
-        family = _Families(prefix, {"model_name": self._model_name, **labels})
+        family = _Families(prefix, {"model_name": self._model_name(), **labels})
         num_running = sum(worker.num_running for worker in state.workers)
         num_swapped = sum(worker.num_swapped for worker in state.workers)
         yield family.gauge("num_requests_running", "Requests that workers are computing.", num_running)
@@ -143,7 +143,7 @@ class SchedulerMetrics:
             yield _adapters_in_use(prefix, self._front_ends.engine)
 
     def _own(self, state: pb.ClusterState, counts: CountsByTenant) -> Iterator[Metric]:
-        family = _Families("pagewire_", {"model_name": self._model_name})
+        family = _Families("pagewire_", {"model_name": self._model_name()})
         num_serving = sum(worker.status == pb.WORKER_STATUS_SERVING for worker in state.workers)
         statuses = Counter(_status(worker) for worker in state.workers)
         yield family.gauge(

@@ -75,7 +75,7 @@ def tiny_server(tiny_model_directory: Path) -> Iterator[LocalServer]:
     with LocalServer(
         str(tiny_model_directory),
         worker_arguments=[
-            *("--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0", "--forms"),
+            *("--num-gpu-blocks-override", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0", "--forms"),
         ],
         scheduler_arguments=["--check-invariants"],
     ) as server:

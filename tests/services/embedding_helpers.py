@@ -96,7 +96,7 @@ async def said_through_a_loss(model: Path, say: Callable[[Client], Awaitable[T]]
 
 def encoder_settings() -> dict[str, Any]:
     """For workers that hold no cache."""
-    return {"num_device_blocks": None, "swap_space": 0, "max_num_batched_tokens": 128}
+    return {"num_gpu_blocks_override": None, "swap_space": 0, "max_num_batched_tokens": 128}
 
 
 async def assert_nothing_is_left(one: Any) -> None:

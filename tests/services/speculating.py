@@ -80,7 +80,7 @@ class Oracle:
 async def speculating(model: Path, recording: Path | None = None, **settings: Any) -> AsyncIterator[InProcess]:
     """Such a worker, and a scheduler."""
     async with (
-        worker_in_process(model, **{"speculate": "ngram", "forms": True} | settings) as worker,
+        worker_in_process(model, **{"speculative_config": {"method": "ngram"}, "forms": True} | settings) as worker,
         scheduler(worker.address, model=str(model), preemption_mode="swap", record=recording) as one,
     ):
         await one.engine.model()

@@ -82,7 +82,7 @@ async def test_every_family_is_served(family: str, tmp_path: Path) -> None:
 
 async def test_a_model_that_generates_gives_vectors_too(tiny_model_directory: Path, slow_llama: SlowEncoder) -> None:
     """In chunks, of any pooling; where nothing is said, the last token's, 1 long."""
-    settings = {"max_prefill_chunk": 9, "max_num_batched_tokens": 16}
+    settings = {"long_prefill_token_threshold": 9, "max_num_batched_tokens": 16}
     async with serving(tiny_model_directory, settings) as (one, _), Client(one.target) as client:
         assert list((await client.get_model()).tasks) == ["generate", "embed", "score"]
         assert_close(await client.embed(TEXTS), [slow_llama.vectors(text, POOLING_LAST) for text in TEXTS])
@@ -146,10 +146,13 @@ async def test_vectors_and_streams_do_not_change_each_other(
     """Through preemption and swapping, and every decision can be replayed."""
     prompts = [f"{text} {number}" for text in TEXTS for number in range(4)]
     recording = tmp_path / "recording"
-    settings: dict[str, Any] = {"preemption_mode": mode, "record": recording, "max_prefill_chunk": 8}
-    async with serving(tiny_model_directory, num_device_blocks=512) as (one, _), Client(one.target) as client:
+    settings: dict[str, Any] = {"preemption_mode": mode, "record": recording, "long_prefill_token_threshold": 8}
+    async with serving(tiny_model_directory, num_gpu_blocks_override=512) as (one, _), Client(one.target) as client:
         expected = await outputs(client, prompts)
-    async with serving(tiny_model_directory, settings, num_device_blocks=24) as (one, _), Client(one.target) as client:
+    async with (
+        serving(tiny_model_directory, settings, num_gpu_blocks_override=24) as (one, _),
+        Client(one.target) as client,
+    ):
         embeds = [client.embed(TEXTS * 6, pooling=pooling) for pooling in POOLINGS]
         tokens, *found = await asyncio.gather(outputs(client, prompts), *embeds)
         (worker,) = one.engine.workers.all
@@ -262,7 +265,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too many dimensions": ({"dimensions": 49}, "dimensions is 49; this model's vectors have 48"),
     "an unknown pooling": ({"pooling": 9}, "pooling is 9, which is none of"),
     "an unknown type": ({"number_type": 9}, "number_type is 9, which is none of"),
-    "a priority": ({"priority": 1}, "does not run with --policy priority"),
+    "a priority": ({"priority": 1}, "does not run with --scheduling-policy priority"),
     "a long tenant": ({"tenant": "t" * 257}, "tenant has 257 characters"),
     "a long salt": ({"cache_salt": "t" * 257}, "cache_salt has 257 characters"),
     "an adapter": ({"lora_name": "one"}, "there is no adapter 'one'"),
@@ -300,9 +303,9 @@ async def test_an_encoder_that_cannot_be_served_says_why(encoder: Path) -> None:
 
     for change, sentence in (
         ({"max_num_batched_tokens": 65}, "an encoder computes a text whole, and .* reads up to 66 tokens"),
-        ({"speculate": "ngram"}, "--speculate is for models that generate text"),
+        ({"speculative_config": {"method": "ngram"}}, "--speculative-config is for models that generate text"),
         ({"max_loras": 1}, "--max-loras is for models that generate text"),
-        ({"num_device_blocks": 8}, "--num-device-blocks is for models that generate text"),
+        ({"num_gpu_blocks_override": 8}, "--num-gpu-blocks-override is for models that generate text"),
         ({"quantization": "int8"}, "--quantization int8 is for the families that run natively"),
         ({"max_model_len": 67}, "--max-model-len is 67; the model's limit is 66"),
     ):

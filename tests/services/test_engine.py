@@ -9,6 +9,7 @@ import grpc
 import pytest
 from engines import running, submit, text_of, until
 from fake_worker_service import FakeWorkerService, serving
+from structlog.testing import capture_logs
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
@@ -93,7 +94,10 @@ async def test_two_workers_share_one_queue_and_a_request_does_not_care_which(byt
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 async def test_every_policy_serves_every_request(byte_tokenizer_directory: Path, policy: str) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=16)
-    async with serving(worker) as address, running(address, policy=policy, tenant_weights={"0": 2.0}) as engine:
+    async with (
+        serving(worker) as address,
+        running(address, scheduling_policy=policy, tenant_weights={"0": 2.0}) as engine,
+    ):
         states = []
         for number in range(30):
             request = GenerationRequest(
@@ -167,14 +171,14 @@ async def test_a_worker_with_more_blocks_than_a_scheduler_can_manage_is_refused(
             await engine.fleet.agreement.accept(engine.workers.all[0].client, decode_worker_info(worker.info))
 
 
-@pytest.mark.parametrize(("setting", "chunk"), [(0, 5), (7, 7)])
+@pytest.mark.parametrize(("setting", "chunk"), [(None, 5), (7, 7), (0, 0)])
 async def test_a_prompt_takes_a_quarter_of_a_step_unless_told_otherwise_while_others_want_the_rest(
-    byte_tokenizer_directory: Path, setting: int, chunk: int
+    byte_tokenizer_directory: Path, setting: int | None, chunk: int
 ) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with (
         serving(worker) as address,
-        running(address, max_num_batched_tokens=18, max_prefill_chunk=setting) as engine,
+        running(address, max_num_batched_tokens=18, long_prefill_token_threshold=setting) as engine,
     ):
         await engine.model()
         await until(lambda: engine.workers.serving)
@@ -194,6 +198,60 @@ async def test_the_most_sequences_are_promised_as_a_step_has_tokens_for_them(byt
         worker.info.max_num_batched_tokens = 9
         with pytest.raises(WorkerError, match="largest step is 9; requests were promised 10"):
             await engine.fleet.agreement.accept(engine.workers.all[0].client, decode_worker_info(worker.info))
+
+
+async def test_the_first_worker_decides_what_is_served_unless_a_model_is_named(byte_tokenizer_directory: Path) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address, model=None) as engine:
+        assert engine.fleet.agreement.model_name == ""
+        assert (await engine.model()).name == "fake"
+        assert engine.fleet.agreement.model_name == "fake"
+        worker.info.model_id = "other"
+        with pytest.raises(WorkerError, match="serves the model 'other', this scheduler 'fake'"):
+            await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
+
+
+async def test_limits_of_a_worker_are_lowered_and_not_raised(
+    byte_tokenizer_directory: Path,
+) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)  # 128 tokens of 16 sequences
+    for settings, found in (
+        ({}, (128, 16)),
+        ({"max_num_batched_tokens": 100, "max_num_seqs": 9}, (100, 9)),
+        ({"max_num_batched_tokens": 200, "max_num_seqs": 17}, (128, 16)),
+    ):
+        with capture_logs() as logs:
+            async with serving(worker) as address, running(address, **settings) as engine:
+                await until(lambda engine=engine: engine.serving)
+                ((scheduler, _),) = engine.serving.items()
+                assert (scheduler.config.max_num_batched_tokens, scheduler.config.max_num_seqs) == found
+        said = {(line["flag"], line["value"], line["limit"]) for line in logs if "above the worker's" in line["event"]}
+        above = {("--max-num-batched-tokens", 200, 128), ("--max-num-seqs", 17, 16)}
+        assert said == (above if settings.get("max_num_seqs") == 17 else set())
+
+
+async def test_steps_of_later_workers_are_no_larger_than_the_first_ones(byte_tokenizer_directory: Path) -> None:
+    """Sizes of requests are checked against the first worker's."""
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address) as engine:
+        await engine.model()
+        worker.info.max_num_seqs, worker.info.max_num_batched_tokens = 99, 999
+        config = await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
+        assert (config.max_num_batched_tokens, config.max_num_seqs) == (128, 16)
+
+
+async def test_a_later_worker_needs_room_for_the_largest_request_and_not_for_the_first_ones_step(
+    byte_tokenizer_directory: Path,
+) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    worker.info.max_num_seqs = worker.info.max_num_batched_tokens = 512
+    async with serving(worker) as address, running(address) as engine:
+        await engine.model()
+        worker.info.max_num_seqs = 128
+        assert (await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))).max_num_seqs == 128
+        worker.info.max_num_seqs = 127
+        with pytest.raises(WorkerError, match="largest step is 127; requests were promised 128"):
+            await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
 
 
 async def test_a_request_has_one_timer_while_there_is_no_worker_and_none_after_it_is_closed(

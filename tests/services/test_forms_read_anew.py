@@ -60,9 +60,9 @@ async def ask(one: InProcess) -> list[Any]:
         return await asyncio.gather(*(outputs(client, "abcabcabc" * 4, **sampling) for sampling in ASKED * 2))
 
 
-@pytest.mark.parametrize("speculate", ["none", "ngram"])
+@pytest.mark.parametrize("speculative_config", [None, {"method": "ngram"}], ids=["plain", "ngram"])
 async def test_outputs_that_are_read_late_are_the_same(
-    tiny_model_directory: Path, speculate: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model_directory: Path, speculative_config: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With log-probabilities and guesses, and where blocks run out meanwhile."""
     async with (
@@ -70,7 +70,7 @@ async def test_outputs_that_are_read_late_are_the_same(
         scheduler(worker.address, model=str(tiny_model_directory)) as one,
     ):
         expected = await ask(one)
-    settings = {"forms": True, "num_device_blocks": 24, "speculate": speculate}
+    settings = {"forms": True, "num_gpu_blocks_override": 24, "speculative_config": speculative_config}
     async with (
         worker_in_process(tiny_model_directory, **settings) as worker,
         scheduler(worker.address, model=str(tiny_model_directory), preemption_mode="swap") as one,

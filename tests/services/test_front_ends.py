@@ -49,7 +49,16 @@ def server(tiny_model_directory: Path) -> Iterator[LocalServer]:
     """Two front ends, and an engine that admits four requests."""
     with LocalServer(
         str(tiny_model_directory),
-        worker_arguments=["--num-device-blocks", "256", "--block-size", "8", "--threads", "1", "--swap-space", "0"],
+        worker_arguments=[
+            "--num-gpu-blocks-override",
+            "256",
+            "--block-size",
+            "8",
+            "--threads",
+            "1",
+            "--swap-space",
+            "0",
+        ],
         scheduler_arguments=["--frontends", "2", "--max-num-requests", "4", "--check-invariants"],
     ) as server:
         yield server

@@ -215,7 +215,7 @@ async def test_a_keys_weight_is_its_tenants_share_and_a_changed_file_changes_it(
     worker.info.max_num_seqs = 2
     async with (
         serving(worker) as address,
-        scheduler(address, policy="fair", keyring=keys.keyring, prefix_caching="off") as one,
+        scheduler(address, scheduling_policy="fair", keyring=keys.keyring, prefix_caching="off") as one,
         Client(one.target, api_key="gold") as gold,
         Client(one.target, api_key="iron") as iron,
     ):

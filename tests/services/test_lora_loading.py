@@ -153,8 +153,8 @@ async def test_a_worker_without_room_for_adapters_is_not_used_beside_them(
 
 async def test_an_adapter_that_is_not_there_is_said_at_start(tiny_model_directory: Path, tmp_path: Path) -> None:
     settings: list[tuple[dict[str, Any], str]] = [
-        ({"lora": ["a=/nowhere"]}, "adapter a: cannot read"),
-        ({"lora": ["a"]}, "it must be NAME=FOLDER"),
+        ({"lora_modules": ["a=/nowhere"]}, "adapter a: cannot read"),
+        ({"lora_modules": ["a"]}, "it must be NAME=FOLDER"),
         ({"lora_dir": tmp_path / "typo"}, "--lora-dir: there is no folder"),
     ]
     for named, sentence in settings:

@@ -39,10 +39,10 @@ def alone(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory) 
     "settings",
     [
         {},
-        {"num_device_blocks": 48},
+        {"num_gpu_blocks_override": 48},
         {"max_loras": 1},
-        {"speculate": "ngram"},
-        {"speculate": "draft"},
+        {"speculative_config": {"method": "ngram"}},
+        {"speculative_config": {"method": "draft_model"}},
     ],
     ids=["together", "swapped", "one slot", "n-grams", "draft model"],
 )
@@ -56,8 +56,8 @@ async def test_outputs_of_adapters_are_the_same_alone_and_together(
 ) -> None:
     """And every decision can be replayed. All guesses are verified."""
     monkeypatch.setattr(drafter, "numbers_of_drafts", lambda _, mosts, *__, **___: list(mosts))
-    if settings.get("speculate") == "draft":
-        settings = settings | {"draft_model": str(tiny_model_directory)}
+    if settings.get("speculative_config") == {"method": "draft_model"}:
+        settings = {"speculative_config": settings["speculative_config"] | {"model": str(tiny_model_directory)}}
     expected = list(alone.values())
     assert len({str(alone[str((PROMPTS[0], name, KINDS["greedy"]))]) for name in NAMES}) == 4
     recording = tmp_path / "recording"
@@ -71,8 +71,8 @@ async def test_outputs_of_adapters_are_the_same_alone_and_together(
         assert counts.num_output_tokens["one"] == len(PROMPTS) * 16 * (4 + 3 + 2)
         (worker,) = one.engine.workers.all
         assert worker.scheduler is not None
-        assert sum(worker.scheduler.num_preemptions.values()) > 0 or "num_device_blocks" not in settings
-        assert worker.guesses.verified.num_tokens > 0 or "speculate" not in settings
+        assert sum(worker.scheduler.num_preemptions.values()) > 0 or "num_gpu_blocks_override" not in settings
+        assert worker.guesses.verified.num_tokens > 0 or "speculative_config" not in settings
     assert sum(1 for _ in Replayer().run(recording)) > 100
 
 

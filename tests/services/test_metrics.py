@@ -67,7 +67,7 @@ class Scrape:
 
 
 async def scrape(one: InProcess, *, vllm_names: bool = False) -> Scrape:
-    metrics = SchedulerMetrics(one.engine.front_ends, "the-model", vllm_names=vllm_names)
+    metrics = SchedulerMetrics(one.engine.front_ends, lambda: "the-model", vllm_names=vllm_names)
     async with serve_metrics("127.0.0.1:0", metrics.families) as address:
         assert address is not None
         return Scrape(await get(address))
@@ -279,7 +279,7 @@ def promtools_complaints(family: Metric) -> list[str]:
 async def test_names_are_as_promtool_wants_them(byte_tokenizer_directory: Path) -> None:
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, scheduler(address) as one:
         await one.engine.model()
-        ours = await SchedulerMetrics(one.engine.front_ends, "the-model", vllm_names=False).families()
+        ours = await SchedulerMetrics(one.engine.front_ends, lambda: "the-model", vllm_names=False).families()
     sizes = {"num_sequences": 0, "num_device_blocks": 1, "num_host_blocks": 1, "draining": False}
     found = [*ours, *worker_families(WorkerStatistics(), **sizes)]
     assert len(found) > 50

@@ -380,7 +380,7 @@ async def test_a_service_with_workers_that_fail_is_replayed_from_its_recording(
     async with (
         serving(workers[0]) as first,
         serving(workers[1]) as second,
-        running(first, second, record=path, policy="fair") as engine,
+        running(first, second, record=path, scheduling_policy="fair") as engine,
     ):
         states = [await submit(engine, str(number), [5] * 20, max_tokens=30, n=1 + number % 2) for number in range(20)]
         states.append(await submit(engine, "poison", [5, 99]))

@@ -178,7 +178,7 @@ async def test_a_request_that_waits_for_room_says_so_and_how_often_it_was_preemp
     tiny_model_directory: Path,
 ) -> None:
     """Six of 100 tokens in a pool of 144, of which some always wait: whenever they come, later ones make room."""
-    arguments = ["--num-device-blocks", "18", "--block-size", "8", "--threads", "1", "--swap-space", "0"]
+    arguments = ["--num-gpu-blocks-override", "18", "--block-size", "8", "--threads", "1", "--swap-space", "0"]
     with LocalServer(str(tiny_model_directory), worker_arguments=arguments) as server:
         async with Client(server.target) as client, Admin(server.admin_target) as admin:
             prompts = [[token_id] * 30 for token_id in range(5, 11)]

@@ -112,7 +112,7 @@ async def test_requests_that_are_over_leave_nothing(
     worker.info.max_num_batched_tokens = 2048
     async with (
         serving(worker) as address,
-        scheduler(address, time_limit=1800, policy=policy, check_invariants=False) as one,
+        scheduler(address, time_limit=1800, scheduling_policy=policy, check_invariants=False) as one,
         Client(one.target, retry_for=0) as client,
     ):
         numbers = iter(range(num_requests))

@@ -215,7 +215,7 @@ def traced(tiny_model_directory: Path) -> Iterator[tuple[LocalServer, Collector]
     with pytest.MonkeyPatch.context() as patch, collector() as found:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
         endpoint = ["--otlp-traces-endpoint", found.endpoint]
-        blocks = ["--num-device-blocks", "40", "--block-size", "8", "--threads", "1", "--swap-space", "0.01"]
+        blocks = ["--num-gpu-blocks-override", "40", "--block-size", "8", "--threads", "1", "--swap-space", "0.01"]
         modes = ["--preemption-mode", "swap", "--check-invariants"]
         with LocalServer(
             str(tiny_model_directory),
@@ -323,7 +323,7 @@ async def test_a_beam_search_has_one_span_on_a_worker_however_many_beams_come_an
 
 async def test_without_the_collector_requests_are_served_and_services_end_in_time(tiny_model_directory: Path) -> None:
     endpoint = ["--otlp-traces-endpoint", f"http://{free_address()}"]
-    arguments = ["--num-device-blocks", "40", "--block-size", "8", "--threads", "1", *endpoint]
+    arguments = ["--num-gpu-blocks-override", "40", "--block-size", "8", "--threads", "1", *endpoint]
     server = LocalServer(str(tiny_model_directory), worker_arguments=arguments, scheduler_arguments=endpoint)
     try:
         async with Client(server.target) as client:

@@ -39,7 +39,7 @@ from scheduler_service.frontend.checking.sound_features import read_window
 from scheduler_service.frontend.speech.log_mel import log_mel
 from scheduler_service.frontend.speech.transcript import Transcript
 
-BLOCKS: dict[str, Any] = {"block_size": 16, "num_device_blocks": 400}
+BLOCKS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 400}
 """What an encoder reads takes 94 of them."""
 
 
@@ -227,7 +227,7 @@ async def test_transcripts_are_the_same_alone_and_together_swapped_and_through_t
 ) -> None:
     async with serving(model, {"prefix_caching": False}, **BLOCKS) as (one, _), Client(one.target) as client:
         alone = [await heard(client, number) for number in range(len(SOUNDS))]
-    small = BLOCKS | {"num_device_blocks": 197, "swap_space": 0.1}  # two, and a little
+    small = BLOCKS | {"num_gpu_blocks_override": 197, "swap_space": 0.1}  # two, and a little
     async with serving(model, {"preemption_mode": "swap"}, **small) as (one, _), Client(one.target) as client:
         assert await all_heard(client) == alone
         assert await all_heard(client) == alone

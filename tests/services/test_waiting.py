@@ -16,9 +16,9 @@ from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import Client
 from pagewire_client import retry as module
 from pagewire_client.admin import Admin
+from pagewire_client.cli.watch import View
 from pagewire_client.llm import collect
 from pagewire_client.retry import PATIENCE_HEADER, Backoff
-from pagewire_client.watch import View
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.engine.worker_link.client import WorkerClient
 from scheduler_service.engine.workers.worker import Worker

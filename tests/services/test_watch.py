@@ -20,7 +20,7 @@ from test_client import command_line
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire_client import LocalServer
 from pagewire_client.admin import Admin, Lost, Sample
-from pagewire_client.watch import Rates, View
+from pagewire_client.cli.watch import Rates, View
 
 WORKER = pb.WorkerState(
     address="10.0.0.7:50052",

@@ -51,7 +51,7 @@ class Catalogue:
         self.deliveries: set[Delivery] = set()
         """Deliveries of open sessions."""
         try:
-            for name, folder in configured_folders(settings.lora, self._folder):
+            for name, folder in configured_folders(settings.lora_modules, self._folder):
                 if name in self.named:
                     raise ValueError(f"two adapters are named {name}")
                 self.named[name] = self.read(name, folder).kept()

@@ -14,7 +14,6 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.engine.sessions.worker_fleet import WorkerFleet
 from scheduler_service.engine.sessions.worker_session import WorkerSession
 from scheduler_service.engine.worker_link.client import DrainedError, SupersededError, UnreachableError, WorkerError
-from scheduler_service.engine.worker_link.limits import scheduler_config
 from scheduler_service.engine.workers.guesses import proposer_of
 from scheduler_service.engine.workers.worker import Worker
 from scheduler_service.wire.codec import WorkerInfo
@@ -128,8 +127,7 @@ class WorkerLoop:
         """The worker's description of itself, its scheduler's settings, and its adapters. Raises WorkerError."""
         fleet, client = self._fleet, self.worker.client
         info = await client.get_info()
-        await fleet.agreement.accept(client, info)
-        config = scheduler_config(fleet.settings, info)
+        config = await fleet.agreement.accept(client, info)
         if not await client.is_serving(timeout=5):
             raise UnreachableError("the worker is not serving: it is starting or shutting down")
         self._check_is_available(info)

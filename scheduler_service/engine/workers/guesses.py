@@ -28,7 +28,7 @@ class Guesses:
 def proposer_of(features: Iterable[str]) -> str:
     """The proposer that a worker with these features guesses with; empty if it does not guess."""
     named = (feature.removeprefix(_FEATURE) for feature in features if feature.startswith(_FEATURE))
-    return next((name[:MAX_NAME] for name in named if name.isalnum()), "")
+    return next((name[:MAX_NAME] for name in named if name.replace("_", "").isalnum()), "")
 
 
 class Lengths:
