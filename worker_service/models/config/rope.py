@@ -171,7 +171,7 @@ def _original(kind: str, parameters: ReadKeys, json: ReadKeys, default: int | No
 def scaled_length(kind: str, parameters: Mapping[str, Any], length: int, *, is_scaled: bool = False) -> int:
     """The longest sequence for positions of this type, where max_position_embeddings is `length`.
 
-        yarn, linear   original length × factor; the frequencies are the same for every text
+        yarn, linear   original length * factor; the frequencies are the same for every text
         dynamic        `length`: for longer texts the frequencies would change, and cached keys cannot follow
         longrope       the original length, for the same reason
         llama3         `length`, which is the scaled length

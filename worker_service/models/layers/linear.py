@@ -61,6 +61,8 @@ class Linear:
         quantisable  `pack` may quantise the weight
         device       of the weight, if the weight is still on the meta device
         ops          the kernels; by default the device's fastest
+
+    Until `pack` or `pack_parts` is called, products use the unpacked weight.
     """
 
     def __init__(
