@@ -41,7 +41,7 @@ _REFUSED = {
     "arrow_config": "a choice between adapters for each token (Arrow)",
     "velora_config": "compressed inputs (VeLoRA)",
 }
-"""Key of a configuration → unsupported feature that the key requests."""
+"""Keys of unsupported features, with the meaning of each."""
 _WITHOUT_EFFECT = frozenset({
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
@@ -58,7 +58,7 @@ class AdapterError(Exception):
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in host memory. halves: projection → A [rank, inputs] and scaled B [outputs, rank]."""
+    """An adapter in host memory. halves: A [rank, inputs] and scaled B [outputs, rank] of each projection, by name."""
 
     halves: Mapping[str, tuple[Tensor, Tensor]]
 

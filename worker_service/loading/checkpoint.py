@@ -40,7 +40,7 @@ class Weights(Protocol):
     def own(self, tied: Mapping[str, str]) -> frozenset[str]:
         """Names of the tied tensors that have values of their own. Raises StartError if reading fails.
 
-        tied: tensor → tensor to which config.json ties it.
+        tied: names of tensors, each with the name of the tensor to which config.json ties it.
         """
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:

@@ -15,7 +15,7 @@ from worker_service.loading.files.json_file import read_any_json, read_json
 from worker_service.wording import shown
 
 _MODES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
-"""Pooling mode in sentence-transformers → name of a `PoolingType`."""
+"""Names of `PoolingType`, by sentence-transformers' names."""
 _FLAGS = {
     "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_lasttoken": "lasttoken",
@@ -52,8 +52,12 @@ _TEXT_METHODS = tuple({"method": "forward", "method_output_name": output} for ou
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """How vectors are made where a request does not say. `pooling` is the name of a `PoolingType`; `max_length` is in
-    tokens, None where nothing is said.
+    """Defaults for requests that leave these settings out.
+
+        pooling      name of a `PoolingType`
+        max_length   tokens; None if the folder sets no limit
+
+    With `normalizes`, vectors are scaled to length 1.
     """
 
     pooling: str

@@ -62,7 +62,7 @@ class ModelConfig(Protocol):
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Tied tensors: name in the checkpoint → name of the tensor that replaces it if the checkpoint lacks it."""
+        """Tied tensors by name, each with the name of the tensor that replaces it if a checkpoint lacks it."""
 
     def untied(self, own: frozenset[str]) -> Self:
         """The same config for a checkpoint in which the `tied` tensors in `own` have values of their own."""
@@ -76,7 +76,7 @@ class Loadable(Protocol):
     """A network whose weights lie on a device."""
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Name in the checkpoint → place to fill, for all tensors that a checkpoint must hold."""
+        """Places to fill, by the names of all tensors that a checkpoint must hold."""
 
     def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
         """Prepare the weights for use: quantised as requested, or taken from `quantized`.

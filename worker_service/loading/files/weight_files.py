@@ -65,7 +65,7 @@ class WeightFiles:
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
-        """Tensor name → type, in the format's notation."""
+        """Types by tensor name, in the format's notation."""
         return {name: tensor.dtype for name, tensor in self._tensors.items()}
 
     def shape(self, name: str) -> Sequence[int]:

@@ -99,7 +99,7 @@ _TYPES: dict[str, tuple[int, int, int, Callable[[Tensor], _Parts]]] = {
     "Q5_K": (176, 256, 5, _q5_k),
     "Q6_K": (210, 256, 6, _q6_k),
 }
-"""Block type → bytes and inputs of a block, bits of a number, and the function that reads blocks."""
+"""Block types: bytes and inputs of a block, bits of a number, and the function that reads blocks."""
 TYPES = frozenset(_TYPES)
 
 

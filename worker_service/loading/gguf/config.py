@@ -169,8 +169,11 @@ def _windows(keys: GgufKeys, base: Json, window: int, period: int) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class _Network:
-    """A family of config.json. `biases`: its keys for biases → names of tensors in the file that may have a bias.
-    `read`: reads the remaining keys."""
+    """A family of config.json.
+
+    biases: keys of config.json for biases, each with the names of the file's tensors that may have a bias. read: reads
+    the remaining keys.
+    """
 
     model_type: str
     class_name: str
@@ -193,4 +196,4 @@ ARCHITECTURES = {
     "qwen3moe": _Network("qwen3_moe", "Qwen3MoeForCausalLM", _ATTENTION, _qwen3_moe),
     "smollm3": _Network("smollm3", "SmolLM3ForCausalLM", _ALL, _smollm3),
 }
-"""general.architecture → network. Mistral, Mixtral and SmolLM2 are "llama" there. qwen2 always has biases."""
+"""Networks by general.architecture. Mistral, Mixtral and SmolLM2 are "llama" there. qwen2 always has biases."""

@@ -23,7 +23,7 @@ _OF_A_PART = ("split.no", "split.count", "split.tensors.count")
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The values of all keys but those that say how the model is split, and all tensors, by name."""
+    """All keys with their values, except the keys about parts, and all tensors, by name."""
 
     path: Path
     metadata: Mapping[str, Value]

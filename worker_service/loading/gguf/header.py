@@ -22,7 +22,7 @@ from worker_service.wording import named, shown
 
 VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-"""Numbers of value types → `struct`'s notation."""
+"""Types of values by number, in `struct`'s notation."""
 _BOOLEAN, _STRING, _ARRAY = 7, 8, 9
 _SMALLEST_PAIR = 8 + 4 + 1
 _SMALLEST_TENSOR = 8 + 4 + 4 + 8
@@ -184,7 +184,7 @@ def _place(file: Path, name: str, info: _TensorInfo, alignment: int, data_begin:
     if info.offset % alignment:
         raise UnsoundFileError(f"tensor {named(name)} is at {info.offset}, which is no multiple of {alignment}")
     begin = data_begin + info.offset
-    end = begin + math.prod(info.shape) // kind.block_size * kind.block_bytes  # at most four sizes: the product stays small
+    end = begin + math.prod(info.shape) // kind.block_size * kind.block_bytes  # four sizes at most: it stays small
     if end > file_bytes:
         raise UnsoundFileError(
             f"tensor {named(name)}, {kind.name} {shown(list(info.shape))}, ends at byte {end}, "
@@ -211,7 +211,7 @@ class _TensorType(NamedTuple):
 
 @cache
 def _tensor_types() -> dict[int, _TensorType]:
-    """Types of tensors by number. The table comes from the gguf package, which also dequantises the tensors."""
+    """Tensor types by number. The table is from the gguf package, which also dequantises the tensors."""
     from gguf.constants import GGML_QUANT_SIZES
 
     return {int(number): _TensorType(number.name, *sizes) for number, sizes in GGML_QUANT_SIZES.items()}

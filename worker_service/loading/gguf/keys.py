@@ -22,7 +22,7 @@ LEFT_OUT = {
     r"tokenizer\.ggml\.(fim_(pre|suf|mid)|prefix|suffix|middle)_token_id": "for infilling, which is no call here",
     r"tokenizer\.huggingface\.json": "the tokenizer once more, for other programs",
 }
-"""Patterns of whole keys → the reason why no code takes them."""
+"""Patterns of whole keys, each with the reason why no code takes them."""
 _RESERVED = ("general", "tokenizer", "split", "quantize")
 """First parts of keys that the format defines, besides the architecture."""
 
@@ -47,7 +47,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
 }
-"""Keys of an architecture → values with which they change nothing for the networks here."""
+"""Keys of an architecture, with the values that change nothing for the networks here."""
 _NEUTRAL_OF_TOKENIZERS: dict[str, tuple[object, ...]] = {
     "tokenizer.ggml.add_sep_token": (False,),
     "tokenizer.ggml.remove_extra_whitespaces": (False,),
@@ -57,7 +57,7 @@ _MOST_SHOWN = 8
 
 
 class GgufKeys:
-    """Key → value. Methods raise ValueError with the second half of a sentence."""
+    """The values of a file by key. Methods raise ValueError with the second half of a sentence."""
 
     def __init__(self, metadata: Mapping[str, Value]) -> None:
         self._metadata = metadata

@@ -12,7 +12,7 @@ _FIELDS: dict[str, tuple[str, Kind[float]]] = {
     "min_p": ("min_p", Kind(float, "a number from 0 to 1", 0, 1)),
     "penalty_repeat": ("repetition_penalty", Kind(float, "a number from 0.01 to 10", 0.01, 10)),
 }
-"""Key → field, with the same limits as in requests."""
+"""The field for each key, with the same limits as in requests."""
 _TOP_K = Kind(int, f"a whole number of at most {2**31 - 1}", most=2**31 - 1)
 _NEUTRAL: dict[str, tuple[Kind[Any], float]] = {
     "xtc_probability": (NUMBER, 0.0),

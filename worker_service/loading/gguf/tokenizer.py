@@ -127,8 +127,10 @@ class _Vocabulary:
 
 
 def _special_ids(keys: GgufKeys, ids: dict[str, int], first: int | None) -> dict[str, int | None]:
-    """Name in tokenizer_config.json → token id. Without a key, llama.cpp's defaults hold: `first`, `first` + 1, `first`
-    - 1."""
+    """Token ids by their names in tokenizer_config.json.
+
+    Without a key, llama.cpp's defaults hold: bos is `first`, eos `first` + 1, unk `first` - 1.
+    """
     defaults = {} if first is None else {"bos": first, "eos": first + 1, "unk": first - 1}
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
     names |= {"mask": "mask", "cls": "cls"}
@@ -160,7 +162,7 @@ def _ends(keys: GgufKeys, ids: dict[str, int], special: dict[str, int | None], c
 
 def _sentence_piece(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tuple[Tokenizer, bool]:
     """A tokenizer that merges neighbours into the token of the highest score until no merge is left."""
-    keys.leave("tokenizer.ggml.merges", "tokenizer.ggml.pre")  # merges follow from scores; pre is for byte-level tokenizers
+    keys.leave("tokenizer.ggml.merges", "tokenizer.ggml.pre")  # made from scores; for byte-level ones
     scores = keys.numbers("tokenizer.ggml.scores", NUMBER)
     if len(scores) != len(vocab.tokens):
         raise ValueError(f"its tokenizer.ggml.scores has {len(scores)} entries for {len(vocab.tokens)} tokens")

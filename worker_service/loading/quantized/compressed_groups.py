@@ -42,7 +42,7 @@ _NOTES_OF_SPARSITY = ("global_sparsity", "ignore", "registry_requires_subclass",
 
 @dataclass(frozen=True)
 class Group:
-    """How weights are stored, and what their inputs are multiplied as."""
+    """Storage of a group's weights, and rounding of their inputs."""
 
     bits: int
     is_float: bool

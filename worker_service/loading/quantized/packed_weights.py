@@ -26,7 +26,7 @@ from worker_service.wording import named, shown
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Position in a word of each of eight neighbouring outputs, in AWQ."""
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""Bits of a number → word in which every number is 1."""
+"""Words in which every number is 1, by the bits of a number."""
 
 
 _INPUT_SCALES = ("input_scale", "activation_scale")
@@ -72,7 +72,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
     @property
     def stores_input_scales(self) -> bool:
-        """Whether inputs of some layers in fp8 are rounded with scales that are stored."""
+        """Whether some fp8 layers have stored scales with which their inputs are rounded."""
         in_files = any(name.rpartition(".")[2] in _INPUT_SCALES for name in self._files.dtypes)
         return "fp8" in self.schemes and (in_files or self.config.stores_input_scales)
 

@@ -25,13 +25,13 @@ _REPEATED = {
     "activation_function": "hidden_act", "layer_norm_eps": "norm_eps", "layer_norm_epsilon": "norm_epsilon",
     "n_ctx": "max_position_embeddings", "norm_eps": "layer_norm_eps", "use_embedding_sharing": "tie_word_embeddings",
 }  # fmt: skip
-"""Key of older code → newer key that must have the same value."""
+"""Keys of older code, each with the newer key that must have the same value."""
 _REPEATED_OF_ROPE = {
     "partial_rotary_factor": "partial_rotary_factor", "rope_pct": "partial_rotary_factor", "rope_theta": "rope_theta",
     "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor",
 }  # fmt: skip
-"""Key at the top → key in the parameters of positions that must have the same value: transformers may prefer the
-latter."""
+"""Keys at the top of a file, each with the key in the parameters of positions that must have the same value:
+transformers may prefer the latter."""
 _FULL_LAYERS = {"_sliding_window_pattern": 1, "global_attn_every_n_layers": 0, "layer_switch": 1,
                 "sliding_window_pattern": 1}  # fmt: skip
 """Keys with a value n: every n-th layer has full attention. Value: the layer from which to count."""
@@ -49,7 +49,7 @@ _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     "starcoder2": {"activation_function": "gelu", "mlp_type": "default", "norm_type": "layer_norm", **_IN_FLOAT32},
     "stablelm": {"rotary_scaling_factor": 1},
 }  # fmt: skip
-"""Family → values in published files for keys that transformers' code does not read. Its code always computes like
+"""Values in published files, by family, for keys that transformers' code does not read. Its code always computes like
 this."""
 
 

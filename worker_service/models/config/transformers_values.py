@@ -14,8 +14,8 @@ from worker_service.models.config.config_keys import HARMLESS
 from worker_service.wording import named, shown
 
 _COUNTED: Mapping[str, int] = {"layer": 512, "block": 512, "expert": 4_096, "head": 1_024, "label": 1 << 16}
-"""Word in a key → maximum count. transformers creates these objects one after another before it looks at any tensor: 10
-to 20 ms a layer. The deepest published network has 126 layers."""
+"""Maximum number of objects, by a word in the key. transformers creates these objects one after another before it looks
+at any tensor: 10 to 20 ms a layer. The deepest published network has 126 layers."""
 _MOST_HEADS = 1 << 15
 """Heads of all layers together. StableLM's code creates two objects for each; the published maximum is 16,128."""
 _NO_COUNT = re.compile("dim|epsilon|eps|index|length|size|token|window")

@@ -93,7 +93,7 @@ class DecoderLayer:
         return [(self._qkv, qkv), (self._out, {"self_attn.o_proj": config.hidden_size})]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Name in the checkpoint, within the layer → place to fill."""
+        """Places to fill, by the tensors' names within the layer in a checkpoint."""
         tensors = {"input_layernorm.weight": self._attention_norm}
         for linear, names in self.projections:
             tensors |= linear.parts(names)

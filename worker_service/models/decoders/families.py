@@ -196,7 +196,7 @@ FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = {
     "qwen3_moe": _qwen3_moe,
     "smollm3": _smollm3,
 }
-"""`model_type` of config.json → reader."""
+"""Readers by the `model_type` of config.json."""
 
 
 def read_decoder(json: Mapping[str, Any]) -> DecoderConfig:

@@ -17,7 +17,7 @@ from worker_service.models.layers.expert_linear import ExpertLinear
 from worker_service.models.layers.linear import Linear
 
 Projection = tuple[Linear, dict[str, int]]
-"""A product of fused projections: checkpoint name → number of outputs."""
+"""A product of fused projections, with each projection's name in a checkpoint and number of outputs."""
 
 
 class Mlp(Protocol):

@@ -18,7 +18,7 @@ from kernels.reference import wide_linear
 Quantization = Literal["none", "fp8", "int8", "w8a8", "int4", "gguf"]
 """w8a8: weights and inputs of products in 8 bits. gguf: quantised as in the GGUF file that the weights come from."""
 Quantized = Mapping[str, QuantizedWeight]
-"""Name in a checkpoint → weight that is already quantised."""
+"""Weights that are already quantised, by their names in a checkpoint."""
 NONE_QUANTIZED: Quantized = MappingProxyType({})
 
 
@@ -201,7 +201,7 @@ class Linear:
         self._ops.add_lora(product, x, lora_slots, self._lora)
 
     def parts(self, names: dict[str, int]) -> dict[str, Tensor]:
-        """Name → consecutive slice of the outputs, given the slices' sizes."""
+        """Consecutive slices of the outputs, by name. names: size of each slice."""
         weights = dict(zip(names, torch.split(self.weight, list(names.values())), strict=True))
         tensors = {f"{name}.weight": weight for name, weight in weights.items()}
         if self.bias is not None:
