@@ -1,6 +1,6 @@
 """Reads and checks a low-rank adapter in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-An adapter adds `scaling * B @ A` to the weights of some projections: A maps inputs to `rank` inner units, B maps these
+An adapter adds `scaling * B @ A` to the weights of some projections. A maps inputs to `rank` inner units; B maps these
 units to outputs. (Hu et al., 2021.) An adapter that changes more than this is refused.
 """
 

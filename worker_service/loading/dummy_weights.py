@@ -25,8 +25,8 @@ class DummyWeights:
         self._device = device
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """Differs from the identity of real weights, and between types of devices and versions of torch: their numbers
-        differ."""
+        """Differs from the identity of real weights. Types of devices and versions of torch draw other numbers, so they
+        differ, too."""
         yield f"dummy {_SEED} {_DEVIATION} {self._device.type} {torch.__version__}", b""
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:

@@ -32,7 +32,7 @@ _OF_THE_NETWORK = tuple(
     f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta",
     "xlnet")
 )  # fmt: skip
-"""Names of one file, which in old releases contained the network's family. The first existing file counts."""
+"""Names of one file; old releases put the network's family into the name. The first existing file counts."""
 _ARGUMENTS = ("config_args", "config_kwargs", "model_args", "model_kwargs", "processor_kwargs", "tokenizer_args")
 _SAY_NOTHING: Mapping[str, tuple[object, ...]] = {
     "document_length": (None,),

@@ -1,7 +1,7 @@
 """Names that a network's tensor may have in a checkpoint: the same that transformers accepts.
 
-transformers also prepends the first part to a name that lacks it. A network whose checkpoints may lack it asks for the
-longer name (`EncoderConfig.prefix`).
+transformers also prepends the first part to a name that lacks it. If a network's checkpoints may lack the first part,
+the network asks for the longer name (`EncoderConfig.prefix`).
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Converts the keys of a GGUF file that describe its network to a config.json.
 
-The meaning and default of each key are those of llama.cpp (src/models/ there). No key tells of biases: their tensors
-are in the file or not.
+The meaning and default of each key are llama.cpp's (src/models/ there). Biases have no key: a file has their tensors or
+not.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

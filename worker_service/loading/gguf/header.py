@@ -184,7 +184,8 @@ def _place(file: Path, name: str, info: _TensorInfo, alignment: int, data_begin:
     if info.offset % alignment:
         raise UnsoundFileError(f"tensor {named(name)} is at {info.offset}, which is no multiple of {alignment}")
     begin = data_begin + info.offset
-    end = begin + math.prod(info.shape) // kind.block_size * kind.block_bytes  # four sizes at most: it stays small
+    # A tensor has at most four sizes, so the product stays small.
+    end = begin + math.prod(info.shape) // kind.block_size * kind.block_bytes
     if end > file_bytes:
         raise UnsoundFileError(
             f"tensor {named(name)}, {kind.name} {shown(list(info.shape))}, ends at byte {end}, "

@@ -1,7 +1,6 @@
 """Kinds of values that a key of a GGUF file may have: a type, and for numbers a range.
 
-A whole number is accepted as a number of any type; true and false are never accepted as numbers. NaN and infinity
-belong to no kind.
+Where any number is valid, a whole number is, too; true and false are never numbers. NaN and infinity belong to no kind.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Splits of texts before their bytes are merged, by their names in a GGUF file's tokenizer.ggml.pre.
 
 The patterns are from llama.cpp's src/llama-vocab.cpp. llama.cpp approximates some patterns, because its engine lacks
-their character classes. Here these are the original patterns, which llama.cpp quotes beside its own.
+their character classes. In these cases this file has the model's original pattern, which llama.cpp quotes beside its
+own.
 """
 
 # ruff: noqa: RUF001 (punctuation and letters of other scripts are meant)

@@ -30,7 +30,7 @@ def read_rope_parameters(keys: GgufKeys, divisors: Divisors, rotary_dim: int, ma
     kind = "linear" if kind is None else kind
     factor, older = keys.own("rope.scaling.factor", NOT_NEGATIVE), keys.own("rope.scale_linear", NOT_NEGATIVE)
     factor = (older if factor is None else factor) or 1.0  # in llama.cpp's files, 0 means no scaling
-    original = keys.own("rope.scaling.original_context_length", SIZE) or max_positions  # 0 means the same length
+    original = keys.own("rope.scaling.original_context_length", SIZE) or max_positions  # 0 means max_positions
     scale = keys.own("rope.scaling.attn_factor", POSITIVE) or 1.0
     mixed = keys.own("rope.scaling.yarn_ext_factor", NUMBER)
     if kind not in _TYPES:

@@ -162,7 +162,8 @@ def _ends(keys: GgufKeys, ids: dict[str, int], special: dict[str, int | None], c
 
 def _sentence_piece(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tuple[Tokenizer, bool]:
     """A tokenizer that merges neighbours into the token of the highest score until no merge is left."""
-    keys.leave("tokenizer.ggml.merges", "tokenizer.ggml.pre")  # made from scores; for byte-level ones
+    # Merges follow from the scores; pre is for byte-level tokenizers.
+    keys.leave("tokenizer.ggml.merges", "tokenizer.ggml.pre")
     scores = keys.numbers("tokenizer.ggml.scores", NUMBER)
     if len(scores) != len(vocab.tokens):
         raise ValueError(f"its tokenizer.ggml.scores has {len(scores)} entries for {len(vocab.tokens)} tokens")

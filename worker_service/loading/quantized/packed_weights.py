@@ -1,10 +1,11 @@
 """Checkpoints whose linear layers are stored quantised: GPTQ, AWQ, compressed-tensors and fp8.
 
-Most layouts store whole numbers of 4 or 8 bits, and a scale and a zero point for each group of neighbouring inputs of
-an output. These become a `GroupedWeight`, whatever the order of their bits. The layouts are those of the Python
+Most layouts store whole numbers of 4 or 8 bits. Each group of neighbouring inputs of an output has a scale and a zero
+point. These layouts become a `GroupedWeight`, whatever the order of their bits. They are the layouts of the Python
 packages gptqmodel, autoawq (its "gemm" version) and compressed-tensors (its formats "pack-quantized" and
-"int-quantized"). Layouts of 8-bit floats become a `Float8Weight`: compressed-tensors' "float-quantized", and the method
-"fp8".
+"int-quantized").
+
+Layouts of 8-bit floats become a `Float8Weight`: compressed-tensors' "float-quantized", and the method "fp8".
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -99,7 +100,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
             raise StartError(f"the quantised weight {named(name)} cannot be read: {error}") from error
 
     def check_scales(self) -> None:
-        """Raise StartError for scales outside a quantised layer: AWQ may have scales of activations."""
+        """Raise StartError for scales that belong to no quantised layer: AWQ may have scales of activations."""
         for name in self._files.dtypes if ("qweight", "I32") in self._parts else ():
             layer = name.removesuffix("scales")
             if name.endswith(".scales") and not self._has(layer, "qweight"):

@@ -12,7 +12,7 @@ from worker_service.loading.quantized.quantization_keys import COUNT, FLAG, SIZE
 from worker_service.wording import named, shown
 
 _NOTES = frozenset({
-    # Search for the numbers.
+    # Settings of the search for the numbers.
     "act_bits", "act_data_type", "act_dynamic", "act_group_aware", "act_group_size", "act_sym", "amp",
     "autoround_version", "batch_size", "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset",
     "enable_alg_ext", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "gptaq",
@@ -24,7 +24,7 @@ _NOTES = frozenset({
     # The tensors show which layers are quantised, and in which order.
     "block_name_to_quantize", "ignored_layers", "lm_head", "modules_in_block_to_quantize", "modules_to_not_convert",
     "quant_block_list", "quant_lm_head", "static_groups", "supported_types", "to_quant_block_names",
-    # Kernels of other programs.
+    # Settings of other programs' kernels.
     "backend", "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "max_input_length",
     "modules_to_fuse", "pack_impl", "use_cuda_fp16", "use_exllama",
 })  # fmt: skip

@@ -1,4 +1,4 @@
-"""Parts of ours in networks of transformers: allocation, packed layers, and the head without the body.
+"""Our parts in networks of transformers: allocation, packed layers, and the head without the body.
 
 A network's own code caps and scales its logits, but our float32 product computes them.
 """

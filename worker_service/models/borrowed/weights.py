@@ -19,8 +19,10 @@ class _View(Tensor):
 
 
 def tied_tensors(network: Any) -> dict[str, tuple[str, str]]:
-    """The tensors that a network ties to others. Key: the tensor's name in a checkpoint. Value: its name in the
-    network, and the other tensor's name in a checkpoint."""
+    """Tensors that a network ties to others, by name in a checkpoint.
+
+    Value: the tensor's name in the network, and the other tensor's name in a checkpoint.
+    """
     return {
         _name_in_checkpoint(network, name): (name, _name_in_checkpoint(network, other))
         for name, other in network.all_tied_weights_keys.items()
@@ -34,7 +36,7 @@ def _name_in_checkpoint(network: Any, name: str) -> str:
 
 
 def checkpoint_places(network: Any) -> dict[str, Tensor]:
-    """Places by checkpoint name. Raises ValueError if a tensor has no place of its own in memory."""
+    """Places of a checkpoint's tensors, by name. Raises ValueError if a tensor has no place of its own in memory."""
     # A tied weight has several names; a checkpoint has the first.
     weights: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():

@@ -57,8 +57,8 @@ LABELS = frozenset({
     "_num_labels", "id2label", "label2id", "num_labels", "problem_type", "summary_activation", "summary_first_dropout",
     "summary_proj_to_labels", "summary_type", "summary_use_proj",
 })  # fmt: skip
-"""Settings of a classifier's head. `architectures` shows whether there is a head; an unread head leaves tensors
-over."""
+"""Settings of a classifier's head. `architectures` shows whether there is a head; an unread head is refused for its
+tensors."""
 
 HARMLESS = BOOKKEEPING | EXECUTION | CODE | TRAINING | GENERATION | LABELS
 

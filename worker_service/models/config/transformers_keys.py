@@ -30,8 +30,8 @@ _REPEATED_OF_ROPE = {
     "partial_rotary_factor": "partial_rotary_factor", "rope_pct": "partial_rotary_factor", "rope_theta": "rope_theta",
     "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor",
 }  # fmt: skip
-"""Keys at the top of a file, each with the key in the parameters of positions that must have the same value:
-transformers may prefer the latter."""
+"""Keys at the top of a file, each with its key in the parameters of positions, which transformers may prefer. Both must
+have the same value."""
 _FULL_LAYERS = {"_sliding_window_pattern": 1, "global_attn_every_n_layers": 0, "layer_switch": 1,
                 "sliding_window_pattern": 1}  # fmt: skip
 """Keys with a value n: every n-th layer has full attention. Value: the layer from which to count."""
@@ -45,7 +45,7 @@ _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     "ernie4_5": {"compression_ratio": 1},
     "gpt2": {"n_special": 0, "predict_special_tokens": True},
     "modernbert": {"position_embedding_type": "sans_pos"},
-    # The first files write "gelu"; hidden_act names the exact variant.
+    # The first files write "gelu" and mean the variant in hidden_act.
     "starcoder2": {"activation_function": "gelu", "mlp_type": "default", "norm_type": "layer_norm", **_IN_FLOAT32},
     "stablelm": {"rotary_scaling_factor": 1},
 }  # fmt: skip

@@ -15,7 +15,7 @@ from worker_service.models.decoders.head_layer import num_state_layers
 from worker_service.read_keys import ReadKeys
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
-"""Families whose attention and feed-forward network the head's one layer may have."""
+"""Families that the head's one layer may follow."""
 _FEWEST_LAYERS = 3
 _MOST_STATE_LAYERS = 16
 """States that a head may read. Published heads read one to four."""

@@ -22,7 +22,7 @@ class Embedding:
         self._rows: Callable[[Tensor], Tensor] = lambda rows: functional.embedding(rows, self.weight).float()
 
     def own_rows(self, weight: Tensor) -> Tensor:
-        """This rank's rows of a weight with the same number of rows."""
+        """This rank's rows of a weight with the shape of the table."""
         return weight[: len(self._tokens)]
 
     def take_rows_of(self, linear: Linear) -> None:

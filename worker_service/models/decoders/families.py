@@ -297,7 +297,7 @@ def _gemma3_rope(json: ReadKeys, kind: str, theta_name: str, theta: float) -> Ro
 
 
 def _max_model_len(json: ReadKeys, ropes: Sequence[Rope | None]) -> int:
-    """The shortest of the lengths that its positions and its other length keys allow."""
+    """The shortest length among the network's positions and its other keys for lengths."""
     length = _size(json, "max_position_embeddings")
     lengths = [length if rope is None else rope.max_positions or length for rope in ropes]
     others = [other for name in _OTHER_LENGTHS if (other := json.integer(name, None, null=None)) is not None]

@@ -1,8 +1,8 @@
 """The layer of a drafting head, and the states that the head keeps beside its keys and values.
 
-A head computes a token from a state of the token before it: the target's state, or the head's own if that token is
-itself a draft. The states lie in the head's cache, in the place of further layers' keys and values. A block that is
-moved, copied or shared thus takes its states along.
+A head computes a token from a state of the token before it. The state is the target's, or the head's own if the token
+before is itself a draft. States lie in the head's cache, in the place of further layers' keys and values. A block that
+is moved, copied or shared thus takes its states along.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 Its input is the token's embedding and the model's last state of the token before it. The model's own head computes the
 logits. (Xiaomi LLM-Core Team, 2025; the idea in this form: DeepSeek-AI, 2024.) In files with several such layers, each
-is trained for one distance; here the first layer drafts all distances.
+layer is trained for drafts at one distance. Here the first layer drafts at all distances.
 """
 
 from collections.abc import Sequence

@@ -22,7 +22,7 @@ _UNUSED = (
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
     "pooler_type", "sbert_ce_default_activation_function", "sentence_transformers",
 )  # fmt: skip
-"""Keys of a pooler that no network has, and a key for classifier scores that the scheduler reads."""
+"""Keys of a pooler that no supported network has, and a key for classifier scores that the scheduler reads."""
 MAX_LABELS = 1 << 16
 """Labels. transformers creates a name for each before it looks at anything else."""
 
@@ -58,8 +58,8 @@ class EncoderConfig:
         keys = ReadKeys(json)
         keys.integer("num_labels", None, null=None, most=MAX_LABELS)
         names = architectures(json) or [""]
-        # Neither key changes the result. chunk_size_feed_forward would refuse odd token counts; return_dict false gives
-        # no names.
+        # Neither key changes the result. With the first, odd token counts may fail; with the second, outputs have no
+        # names.
         network, name = parse({**json, "chunk_size_feed_forward": 0, "return_dict": True}), names[0]
         classifies = name.endswith("ForSequenceClassification")
         mapping = (AutoModelForSequenceClassification if classifies else AutoModel)._model_mapping

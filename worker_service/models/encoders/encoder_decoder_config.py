@@ -23,7 +23,7 @@ _NEUTRAL: Mapping[str, object] = {
 }  # fmt: skip
 """Values that older code wrote for BART; its current code always uses them."""
 _LARGEST = 1 << 20
-"""Maximum of any size; no existing network has a larger one."""
+"""Maximum of any size; all existing networks are smaller."""
 _FARTHEST = 1 << 16
 _SOUND_TOKENS = 1500
 _FRAMES_PER_TOKEN = 2
@@ -48,7 +48,7 @@ class EncoderDecoderConfig:
     head_dim: int
     max_model_len: int
     max_encoder_len: int
-    """Tokens that the encoder reads: at most, of a text; always, of a sound."""
+    """Tokens that the encoder reads: the maximum for a text, the fixed number for a sound."""
     num_mel_bins: int = 0
     """Numbers in a frame of a sound; 0 for text."""
     median_filter_width: int = 1
