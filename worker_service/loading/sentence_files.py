@@ -1,7 +1,7 @@
 """Pooling settings in a folder of sentence-transformers: modules.json, and the files that it names.
 
 Each key is obeyed, must have a value without effect, or is ignored for the reason beside it. Any other key raises a
-StartError that names the file: vectors would differ from those in training.
+StartError that names the file: vectors would not be pooled as in training.
 """
 
 from collections.abc import Mapping, Sequence

@@ -7,7 +7,7 @@ the network asks for the longer name (`EncoderConfig.prefix`).
 from collections.abc import Iterator
 
 ZERO_IF_MISSING = frozenset({"final_logits_bias"})
-"""Tensors that are zeros if a checkpoint lacks them. BART's was introduced after its first checkpoints."""
+"""Tensors that are zeros if a checkpoint lacks them: BART's first checkpoints are older than this bias."""
 _OLD = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """Names in BERT's first checkpoints, which came from TensorFlow."""
 

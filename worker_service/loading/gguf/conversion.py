@@ -49,7 +49,7 @@ Floats = npt.NDArray[np.float32]
 def convert_gguf(file: Path, folder: Path) -> None:
     """Fill an existing folder with config, tokenizer and weights. `file`: the model's file, or any of its parts.
 
-    Raises StartError for a file that cannot be read or not be converted completely.
+    Raises StartError for a file that cannot be read, or of which some part cannot be converted.
     """
     command = [sys.executable, "-m", __name__, str(file), str(folder)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -35,7 +35,7 @@ _OF_INTEGERS: Mapping[str, Kind] = {
     "act_bits": one_of(16, 32), "dynamic": _OBJECT, "extra_config": _OBJECT, "pack_dtype": one_of("int32"),
     "packing_format": TEXT, "checkpoint_format": TEXT, "format": TEXT, "method": TEXT,
 }  # fmt: skip
-"""Keys of whole numbers. AutoRound writes some of them into files of GPTQ and AWQ, too."""
+"""Keys of layouts of whole numbers. AutoRound writes some of them into files of GPTQ and AWQ, too."""
 _OF_GPTQ = {**_OF_INTEGERS, "is_marlin_format": one_of(False)}
 _OF_AWQ = {**_OF_INTEGERS, "w_bit": COUNT, "q_group_size": SIZE, "zero_point": FLAG, "version": TEXT}
 _OF_A_LAYER: Mapping[str, Kind] = {

@@ -1,8 +1,8 @@
 """The weights of a network of transformers under the names and in the shapes of its checkpoints.
 
-Some families hold several checkpoint tensors, most often experts, as one parameter, or under another name. transformers
-transforms parameters when it saves them. Here the same transformations are applied to views of the parameters, without
-a copy. Checkpoint tensors are thus read straight into their places in the parameters.
+Some families hold several checkpoint tensors, most often experts, as one parameter, or under another name. When
+transformers saves a model, it splits, renames and reshapes such parameters. Here the same steps are applied to views of
+the parameters, without a copy. Checkpoint tensors are thus read straight into their places in the parameters.
 """
 
 from typing import Any

@@ -80,8 +80,7 @@ def rope_parameters_of(network: Any) -> list[Mapping[str, Any]]:
 
 
 def _is_known(name: str, network: Any, read: frozenset[str]) -> bool:
-    """Whether a key belongs to the configuration, is taken by its class, or is in `read`, the keys that the network's
-    code reads."""
+    """Whether the configuration, its class or the network's code knows a key. read: keys that the code reads."""
     config_class = type(network)
     own = {field.name for field in fields(config_class)}
     if name in own.union(config_class.attribute_map, config_class.attribute_map.values()):

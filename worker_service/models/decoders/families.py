@@ -1,8 +1,8 @@
 """Reads the config.json of each native family as a `DecoderConfig`: one function per family.
 
 If a file lacks a key other than a size, the family's default in transformers holds. All functions raise ValueError for
-a file that describes no such network. `config_keys.check_all_read` refuses keys that a function does not read, unless
-they change nothing.
+a file that does not describe their family's network. `config_keys.check_all_read` refuses keys that a function does not
+read, unless they change nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence

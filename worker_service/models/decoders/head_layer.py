@@ -38,7 +38,7 @@ class Head(Protocol):
         """The states that the head reads; see `Decoder.show_states`."""
 
     def read(self, states: Sequence[Tensor], slots: Tensor, cache: Tensor) -> None:
-        """Keep the head's input computed from the target's states, which are [num_tokens, target's hidden_size]
+        """Compute and keep the head's input states from the target's states, [num_tokens, target's hidden_size]
         each."""
 
     def keep(self, states: Tensor, slots: Tensor, cache: Tensor) -> None:

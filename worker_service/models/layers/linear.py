@@ -23,8 +23,8 @@ NONE_QUANTIZED: Quantized = MappingProxyType({})
 
 
 def packing(ops: Ops, quantization: Quantization) -> Callable[[Tensor, bool], Product | None]:
-    """The kernels' function that packs a weight as `quantization`. With `gguf` it packs weights that the file did not
-    quantise."""
+    """The kernels' function that packs a weight as `quantization`. With `gguf`, weights that the file did not quantise
+    stay in floating point."""
     if quantization == "fp8":
         return lambda weight, wide: ops.pack_float8(quantize_float8(weight), wide)
     return {
