@@ -1,4 +1,4 @@
-"""From a name or a folder to tensors: checkpoints, GGUF files, tokenizer files, and what of them can be trusted.
+"""Loads a model by name or folder: checkpoints, GGUF files and tokenizer files, all checked before use.
 
-What the tensors mean is left to `models`.
+`models` knows the meaning of the tensors.
 """

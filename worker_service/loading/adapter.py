@@ -1,7 +1,7 @@
-"""A low-rank adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors, checked and read.
+"""Reads and checks a low-rank adapter in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-An adapter adds `scaling * B @ A` to the weights of some projections: A leads from the inputs to `rank` inner units, B
-from these to the outputs. (Hu et al., 2021.) What would change more than that is refused, never left out.
+An adapter adds `scaling * B @ A` to the weights of some projections. A maps inputs to `rank` inner units; B maps these
+units to outputs. (Hu et al., 2021.) An adapter that changes more than this is refused.
 """
 
 import json
@@ -22,11 +22,11 @@ from worker_service.parallel.cut import Cut
 from worker_service.wording import shown
 
 WEIGHTS = "model.safetensors"
-"""The name under which an adapter's weights are read from a folder of their own."""
+"""Name of an adapter's weights in a folder of their own."""
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-"""How training began, where loading changes nothing of the base."""
+"""Initialisations of adapters (init_lora_weights) for which loading does not change the base's weights."""
 _LARGEST = 1e6
-"""Of alpha: beyond it, scaled weights are nothing but errors."""
+"""Maximum of alpha: with larger values, rounding errors dominate the scaled weights."""
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _REFUSED = {
     "use_dora": "DoRA, which scales the whole weights",
@@ -41,14 +41,14 @@ _REFUSED = {
     "arrow_config": "a choice between adapters for each token (Arrow)",
     "velora_config": "compressed inputs (VeLoRA)",
 }
-"""What a configuration may ask for and this code does not do."""
+"""Keys of unsupported features, with the meaning of each."""
 _WITHOUT_EFFECT = frozenset({
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
     "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
     "revision", "target_modules", "task_type", "unsloth_fixed", "unsloth_version",
 })  # fmt: skip
-"""How an adapter was begun and trained, and what its tensors say themselves: which projections, which ranks."""
+"""Keys about initialisation and training, and keys that repeat what the tensors show: projections and ranks."""
 _READ = frozenset({"alpha_pattern", "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "use_rslora"})
 
 
@@ -58,17 +58,20 @@ class AdapterError(Exception):
 
 @dataclass(frozen=True)
 class Adapter:
-    """In host memory, ready to be copied to a device: A [rank, inputs] and scaled B [outputs, rank] by projection."""
+    """An adapter in host memory. halves: A [rank, inputs] and scaled B [outputs, rank] of each projection, by name."""
 
     halves: Mapping[str, tuple[Tensor, Tensor]]
 
     def part(self, cuts: Mapping[str, Cut]) -> "Adapter":
-        """What it adds to these parts of the weights, by their names in a checkpoint; to others it adds the whole."""
+        """The part of the adapter for these parts of the weights.
+
+        cuts: by the weights' names in a checkpoint; projections without an entry keep both halves whole.
+        """
         found = {name: (cuts.get(f"{name}.weight"), pair) for name, pair in self.halves.items()}
         return Adapter({name: pair if cut is None else cut.of_halves(*pair) for name, (cut, pair) in found.items()})
 
     def pieces(self, num_bytes: int) -> Iterator["Adapter"]:
-        """It, some projections at a time: as many as have `num_bytes` together, or one that alone has more."""
+        """The adapter in pieces of at most `num_bytes`; a projection that alone has more is a piece of its own."""
         piece, size = dict[str, tuple[Tensor, Tensor]](), 0
         for name, (a, b) in self.halves.items():
             if piece and size + a.nbytes + b.nbytes > num_bytes:
@@ -149,7 +152,7 @@ def _check_tensors(
     shapes: Mapping[str, tuple[int, int]],
     max_rank: int,
 ) -> dict[str, tuple[str, str]]:
-    """The names of A and B for each projection."""
+    """Names of A and B for each projection."""
     halves: dict[str, dict[str, str]] = {}
     for name in tensors:
         found = _NAME.fullmatch(name)
@@ -179,7 +182,7 @@ def _check_tensors(
 
 
 def _scaling(module: str, rank: int, fields: Mapping[str, Any]) -> float:
-    """PEFT's: alpha over the rank, or over its root with rsLoRA (Kalajdzievski, 2023)."""
+    """PEFT's factor: alpha over the rank, or over the root of the rank with rsLoRA. (Kalajdzievski, 2023.)"""
     alpha = _of_module(module, fields.get("alpha_pattern") or {}, fields["lora_alpha"])
     if not _is_number(alpha):
         raise AdapterError(f"adapter_config.json: alpha_pattern has {shown(alpha)}, which is not a number")
@@ -187,7 +190,7 @@ def _scaling(module: str, rank: int, fields: Mapping[str, Any]) -> float:
 
 
 def _of_module(module: str, pattern: Mapping[str, Any], default: Any) -> Any:
-    """The first entry whose name is the end of the module's; regular expressions are not run."""
+    """The first entry of `pattern` whose name ends the module's name. Regular expressions are refused."""
     for name, value in pattern.items():
         if re.search(r"[^\w.]", name):
             raise AdapterError(f"adapter_config.json: {shown(name)} is a pattern, and only names are supported")

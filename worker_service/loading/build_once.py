@@ -1,7 +1,7 @@
-"""Folders that are built once and then only read, even when several processes want them at the same time.
+"""Folders that are built once and then only read, even if several processes need them at the same time.
 
-A folder is renamed to its final name when it is complete, so a process that finds it may use it without a lock. A
-folder that a killed process left half-built has another name; the next builder removes it.
+A complete folder is renamed to its final name, so a process that finds it may use it without a lock. A half-built
+folder of a killed process has another name; the next builder removes it.
 """
 
 import fcntl
@@ -15,15 +15,15 @@ from pagewire_common.start_error import StartError
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return `folder`, after `build` has filled it if it did not exist; waits while another process builds it.
+    """Return `folder`; if it does not exist, `build` fills it first. Waits while another process builds it.
 
-    Raises what `build` raises, and StartError where the folder cannot be written.
+    Raises any error of `build`, and StartError if the folder cannot be written.
     """
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # For reading: it may be another user's.
+        # Opened for reading: the file may belong to another user.
         lock = os.open(folder.with_name(folder.name + ".lock"), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
@@ -43,7 +43,7 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     partial = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         build(partial)
-        # Readable for other users, such as a container's own; some files are made private.
+        # Readable for other users, such as a container's own user; some files are created private.
         for file in partial.rglob("*"):
             file.chmod(0o755 if file.is_dir() else 0o644)
         partial.chmod(0o755)

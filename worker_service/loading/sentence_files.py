@@ -1,8 +1,7 @@
-"""What a folder of sentence-transformers says of how its network is pooled: modules.json, and the files that it names.
+"""Pooling settings in a folder of sentence-transformers: modules.json, and the files that it names.
 
-A key is obeyed, must have the value that says nothing, or is left out for a reason that stands beside it. Whatever else
-there is ends in a StartError that names the file: vectors would be made in another way than the network was trained
-for.
+Each key is obeyed, must have a value without effect, or is ignored for the reason beside it. Any other key raises a
+StartError that names the file: vectors would not be pooled as in training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from worker_service.loading.files.json_file import read_any_json, read_json
 from worker_service.wording import shown
 
 _MODES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
-"""The names of `PoolingType`, by those of sentence-transformers."""
+"""Names of `PoolingType`, by sentence-transformers' names."""
 _FLAGS = {
     "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_lasttoken": "lasttoken",
@@ -24,7 +23,7 @@ _FLAGS = {
 }  # fmt: skip
 _MAX_BYTES = 1 << 20
 _MAX_MODULES = 8
-"""Of a list of modules."""
+"""Entries of modules.json."""
 _PACKAGE = "sentence_transformers."
 _PLAIN = ("Transformer", "Pooling")
 _NORMALIZED = (*_PLAIN, "Normalize")
@@ -33,7 +32,7 @@ _OF_THE_NETWORK = tuple(
     f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta",
     "xlnet")
 )  # fmt: skip
-"""Names of one file, in releases of long ago that of the network's family; the first that is there counts."""
+"""Names of one file; old releases put the network's family into the name. The first existing file counts."""
 _ARGUMENTS = ("config_args", "config_kwargs", "model_args", "model_kwargs", "processor_kwargs", "tokenizer_args")
 _SAY_NOTHING: Mapping[str, tuple[object, ...]] = {
     "document_length": (None,),
@@ -44,7 +43,7 @@ _SAY_NOTHING: Mapping[str, tuple[object, ...]] = {
     "tokenizer_name_or_path": (None, ""),
     "transformer_task": (None, "feature-extraction"),
     "module_output_name": (None, "token_embeddings"),
-    "unpad_inputs": (None, True, False),  # how a batch is laid out
+    "unpad_inputs": (None, True, False),  # layout of a batch
     **dict.fromkeys(_ARGUMENTS, (None, {}, {"trust_remote_code": True}, {"trust_remote_code": False})),
 }
 _OF_A_CLASSIFIER = {"transformer_task": (None, "sequence-classification"), "module_output_name": (None, "scores")}
@@ -53,8 +52,12 @@ _TEXT_METHODS = tuple({"method": "forward", "method_output_name": output} for ou
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """How vectors are made where a request does not say. `pooling` is the name of a `PoolingType`; `max_length` is in
-    tokens, None where nothing is said.
+    """Defaults for requests that leave these settings out.
+
+        pooling      name of a `PoolingType`
+        max_length   tokens; None if the folder sets no limit
+
+    With `normalizes`, vectors are scaled to length 1.
     """
 
     pooling: str
@@ -65,12 +68,13 @@ class SentenceSettings:
     def read(
         cls, folder: Path, otherwise: str, config: Mapping[str, Any] | None = None, num_labels: int = 0
     ) -> "SentenceSettings":
-        """Of a folder, or, where it has no modules.json, the pooling that is given, 1 long. Raises StartError.
+        """Settings of a folder. Without modules.json: the pooling `otherwise`, with vectors of length 1. Raises
+        StartError.
 
-        config: what config.json says; num_labels: the classes that its network tells apart, 0 if it is no classifier.
+        config: content of config.json; num_labels: classes of its network, 0 if it is not a classifier.
         """
         sentences = read_json(folder / FILE) if (folder / FILE).is_file() else {}
-        SentenceConfig.read(config or {}, sentences, num_labels)  # the scheduler takes its values
+        SentenceConfig.read(config or {}, sentences, num_labels)  # raises for bad values; the scheduler uses them
         file = folder / "modules.json"
         if not file.is_file():
             return cls(otherwise)
@@ -108,14 +112,15 @@ def _modules(file: Path) -> list[dict[str, Any]]:
 
 
 def _name(module: Mapping[str, Any]) -> str:
-    """A class of sentence-transformers without its module, which has moved; other code is never run."""
+    """A class name of sentence-transformers without its module, which differs between releases. Other code is never
+    run."""
     kind = module.get("type")
     return kind.rpartition(".")[2] if isinstance(kind, str) and kind.startswith(_PACKAGE) else str(kind)
 
 
 def _pooling_type(file: Path) -> str:
     config = read_json(file)
-    sizes = ("word_embedding_dimension", "embedding_dimension")  # the network's own
+    sizes = ("word_embedding_dimension", "embedding_dimension")  # the network's own size, without effect here
     _refuse_unknown(file, config, (*sizes, "pooling_mode", *_FLAGS), {"include_prompt": (None, True)})
     modes = set()
     for flag, mode in _FLAGS.items():
@@ -158,7 +163,7 @@ def _max_length(folder: Path, *, is_classifier: bool) -> int | None:
 def _refuse_unknown(
     file: Path, found: Mapping[str, Any], known: Sequence[str], say_nothing: Mapping[str, tuple[object, ...]]
 ) -> None:
-    """Raise StartError for a key that is neither known nor has a value that says nothing."""
+    """Raise StartError for a key that is neither known nor has a value without effect."""
     for key, value in found.items():
         if key in known:
             continue

@@ -1,4 +1,4 @@
-"""What the worker needs of a network, native or not."""
+"""Interfaces between the worker and a network, native or not."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Qu
 
 
 def widest(windows: Iterable[int | None]) -> int | None:
-    """The `sliding_window` of a network whose layers have these windows; None sees everything."""
+    """The `sliding_window` of a network whose layers have these windows; None if a layer has no window."""
     known = list(windows)
     return None if None in known else max(window for window in known if window is not None)
 
 
 @dataclass(frozen=True)
 class LoraPlace:
-    """Where the adapters of one projection go: it is this part of a product."""
+    """The place of one projection's adapters: part number `part` of a product."""
 
     weights: LoraWeights
     part: int
@@ -30,7 +30,7 @@ class LoraPlace:
 
 
 Fill = Callable[[Mapping[str, Tensor]], None]
-"""Copies tensors of a checkpoint to places, by their names in it."""
+"""Copies tensors of a checkpoint to places; keys are the tensors' names in the checkpoint."""
 
 
 class ModelConfig(Protocol):
@@ -41,11 +41,11 @@ class ModelConfig(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Numbers of a token's state."""
+        """Numbers in a token's hidden state."""
 
     @property
     def num_layers(self) -> int:
-        """How many layers the cache has to hold keys and values of; 0 for an encoder."""
+        """Layers whose keys and values the cache holds; 0 for an encoder."""
 
     @property
     def num_kv_heads(self) -> int: ...
@@ -58,38 +58,42 @@ class ModelConfig(Protocol):
 
     @property
     def sliding_window(self) -> int | None:
-        """How many tokens up to itself a token attends to, whatever the layer; None for all."""
+        """Tokens to which a token attends at most, itself included, in any layer; None if some layer has no window."""
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Tensors that are others as long as a checkpoint holds none for them, by the names in it."""
+        """Tied tensors by name, each with the name of the tensor that replaces it if a checkpoint lacks it."""
 
     def untied(self, own: frozenset[str]) -> Self:
-        """The same where these of the `tied` tensors are there with values of their own."""
+        """The same config for a checkpoint in which the `tied` tensors in `own` have values of their own."""
 
     @property
     def ignored_tensors(self) -> Collection[str]:
-        """Patterns for names of tensors that checkpoints of this family may hold and the network does without."""
+        """Name patterns of checkpoint tensors that this family's network does not use."""
 
 
 class Loadable(Protocol):
     """A network whose weights lie on a device."""
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint must hold, by their names in it, and the places that they fill."""
+        """Places to fill, by the names of all tensors that a checkpoint must hold."""
 
     def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
-        """Prepare the weights for use, quantised if so asked, or as they are among the `quantized`. Called once, when
-        those `checkpoint_tensors` that have memory have been filled. Raises ValueError for weights that cannot be so.
+        """Prepare the weights for use: quantised as requested, or taken from `quantized`.
+
+        Called once, after the `checkpoint_tensors` that have memory have been filled. Raises ValueError for weights
+        that cannot be quantised as requested.
         """
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
-        """Make room for so many adapters of up to so many inner units, and say where those of each projection go, by
-        its name in a checkpoint. Empty for a network that takes no adapters. Called once, before `pack`."""
+        """Allocate slots for `num_slots` adapters of rank up to `max_rank`. Called once, before `pack`.
+
+        Returns the place of each projection by its name in a checkpoint; empty for a network that takes no adapters.
+        """
 
 
 class CausalModel(Loadable, Protocol):
-    """A network of which every token sees those before it."""
+    """A network in which every token attends to earlier tokens."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -103,15 +107,16 @@ class CausalModel(Loadable, Protocol):
         cache: Tensor,
         lora_slots: Tensor | None = None,
     ) -> Tensor:
-        """Compute tokens and store their keys and values.
+        """Compute tokens and store their keys and values. Returns hidden states, [num_tokens, hidden_size].
 
         token_ids, positions, slots: [num_tokens] int64; cache: [num_blocks, num_layers, 2, block_size, num_kv_heads,
-        head_dim]; lora_slots: [num_tokens] int32, the slot of each token's adapter, negative for none, or None where no
-        token has one. Returns hidden states, [num_tokens, hidden_size].
+        head_dim]; lora_slots: [num_tokens] int32, the slot of each token's adapter, negative for none, or None if no
+        token has an adapter.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden_size] of `forward`; returns [rows, vocabulary_size] float32.
+        """hidden: [rows, hidden_size] from `forward`; returns [rows, vocabulary_size] float32.
 
-        bf16 is not enough: logits of 16 to 32 would be multiples of 0.125, and several tokens would share the largest.
+        bf16 is too coarse: logits from 16 to 32 would be multiples of 0.125, and several tokens would share the
+        maximum.
         """

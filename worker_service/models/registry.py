@@ -1,4 +1,5 @@
-"""Which network runs a checkpoint: the native decoder for the families that it knows, transformers' code for others."""
+"""Chooses the network for a checkpoint: the native decoder for the families that it knows, transformers' code for
+others."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,7 +14,7 @@ from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.wording import shown
 
 if TYPE_CHECKING:
-    # Otherwise imported only where it is needed: transformers takes two seconds.
+    # Imported only where needed: transformers takes two seconds to import.
     from worker_service.models.borrowed.config import TransformersConfig
     from worker_service.models.encoders.encoder import Encoder
     from worker_service.models.encoders.encoder_config import EncoderConfig
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 AnyConfig: TypeAlias = "DecoderConfig | EncoderConfig | EncoderDecoderConfig | TransformersConfig"
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
-"""Families whose tokens see those behind them. Others differ in what their code wants besides tokens and positions."""
+"""Families whose tokens attend to later ones, too. Other encoders' code needs inputs besides tokens and positions."""
 
 ENCODER_DECODERS = ("t5", "bart", "whisper")
-"""Families whose decoders attend to what an encoder has read."""
+"""Families whose decoders attend to an encoder's output."""
 
 
 def read_config(json: Mapping[str, Any]) -> AnyConfig:
-    """Read a config.json. Raises ValueError where it describes no network that can be run."""
+    """Read a config.json. Raises ValueError if it describes no supported network."""
     family = json.get("model_type")
     if family is not None and not isinstance(family, str):
         raise ValueError(f"model_type is {shown(family)}; it must be the name of a family")
@@ -58,8 +59,11 @@ def build_model(
     batch_invariant: bool = False,
     fill: Fill | None = None,
 ) -> CausalModel:
-    """A network with its weights allocated, without values yet. Only native networks run on several ranks, are
-    `batch_invariant`, as `ops_for` has it, and allocate some weights when they are packed, if there is `fill`."""
+    """A network whose weights are allocated, without values.
+
+    Native networks alone run on several ranks, can be `batch_invariant` (see `ops_for`), and with `fill` allocate some
+    weights only when they are packed.
+    """
     if isinstance(config, DecoderConfig):
         return Decoder(config, dtype, device, ranks, batch_invariant=batch_invariant, fill=fill)
     from worker_service.models.borrowed.model import TransformersModel
@@ -68,14 +72,14 @@ def build_model(
 
 
 def build_encoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> "Encoder":
-    """The same for an encoder."""
+    """An encoder whose weights are allocated, without values."""
     from worker_service.models.encoders.encoder import Encoder
 
     return Encoder(config, dtype, device)  # type: ignore[arg-type]
 
 
 def build_encoder_decoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> "EncoderDecoder":
-    """The same for an encoder and a decoder."""
+    """A network of an encoder and a decoder whose weights are allocated, without values."""
     from worker_service.models.encoders.encoder_decoder import EncoderDecoder
 
     return EncoderDecoder(config, dtype, device)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Reads numbers and names of a binary header, little endian, and never a byte beyond the end of the file.
 
-A length or a count is an attacker's to choose; it is compared with what the file still holds before it is used.
+An attacker may choose any length or count. Each is compared with the remaining bytes of the file before it is used.
 """
 
 import os
@@ -13,7 +13,7 @@ _MAX_NAME = 65_535
 
 
 class BoundedReader:
-    """A place in a file. `what` says in errors what was being read; they are UnsoundFileErrors."""
+    """A position in a file. Methods raise UnsoundFileError, in which `what` names the part that was being read."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -26,14 +26,14 @@ class BoundedReader:
         return int(number)
 
     def count(self, kind: str, smallest: int, what: str) -> int:
-        """A count of items that take at least `smallest` bytes each."""
+        """A number of items that take at least `smallest` bytes each."""
         count = self.number(kind, what)
         if count * smallest > self._left:
             raise UnsoundFileError(f"{what} claims {count} entries, for which the {self._left} bytes left have no room")
         return count
 
     def name(self, what: str) -> str:
-        """A text behind its length."""
+        """A text preceded by its length."""
         length = self.number("Q", what)
         if length > _MAX_NAME:
             raise UnsoundFileError(f"the name of {what} claims {length} bytes; at most {_MAX_NAME} are allowed")
@@ -43,7 +43,7 @@ class BoundedReader:
             raise UnsoundFileError(f"the name of {what} is not UTF-8") from error
 
     def text(self, limit: int, what: str) -> str:
-        """A text of at most `limit` bytes behind its length."""
+        """A text of at most `limit` bytes, preceded by its length."""
         length = self.number("Q", what)
         if length > min(limit, self._left):
             self._pass(length, what)
@@ -54,7 +54,7 @@ class BoundedReader:
             raise UnsoundFileError(f"{what} is not UTF-8") from error
 
     def take(self, length: int, what: str) -> bytes:
-        """The next bytes."""
+        """The next `length` bytes."""
         self._pass(length, what)
         taken = self._stream.read(length)
         if len(taken) < length:

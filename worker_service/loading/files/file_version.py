@@ -1,4 +1,4 @@
-"""Whether a file that is read several times is still the same."""
+"""Detects a change of a file that is read several times."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ Version = tuple[int, ...]
 
 
 def version_of(file: Path) -> Version:
-    """Raises StartError where there is none."""
+    """The file's current version. Raises StartError if there is no file."""
     try:
         found = file.stat()
     except OSError as error:
@@ -18,6 +18,6 @@ def version_of(file: Path) -> Version:
 
 
 def check_unchanged(file: Path, version: Version) -> None:
-    """Raises StartError if the file has another version."""
+    """Raise StartError if the file has another version."""
     if version_of(file) != version:
         raise StartError(f"{file} was changed while it was read; start again once it is complete")

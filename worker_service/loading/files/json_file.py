@@ -1,4 +1,4 @@
-"""JSON from files of a model's folder. Whatever is wrong with one ends in a StartError that names the file."""
+"""Reads JSON files of a model's folder. Every fault raises a StartError that names the file."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,11 @@ from pagewire_common.model_files.json_text import loads
 from pagewire_common.start_error import StartError
 
 _MAX_BYTES = 100 << 20
-"""The largest of them is a weight index, with some hundred bytes a tensor."""
+"""Bytes of a file. The largest JSON file is a weight index, with some hundred bytes a tensor."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that a file holds."""
+    """The JSON object in a file."""
     content = read_any_json(file)
     if not isinstance(content, dict):
         raise StartError(f"{file} does not hold a JSON object")
@@ -19,7 +19,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_any_json(file: Path, most: int = _MAX_BYTES) -> Any:
-    """What a file of at most so many bytes holds."""
+    """The JSON value in a file of at most `most` bytes."""
     try:
         if (size := file.stat().st_size) > most:
             raise StartError(f"{file} has {size} bytes; at most {most} are read")

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that no part of the network took: which may be left out and why; others are refused."""
+"""Tensors of a checkpoint that the network does not use: harmless tensors, each with the reason; others are refused."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -39,10 +39,10 @@ _HARMLESS = (
 def check_none_left(
     tensors: Mapping[str, StoredTensor], taken: Collection[str], ignored: Collection[str], read: Callable[[str], Tensor]
 ) -> None:
-    """Raise StartError where there is a tensor that was not taken and may change what the network computes.
+    """Raise StartError if there is an unused tensor that may change the result of the network.
 
-    ignored: patterns for names that this network does without; read: a tensor of the file. A bias that is zero changes
-    nothing: GPTQ's files have one for every layer.
+    taken: names of used tensors; ignored: patterns of names that this network does not use; read: reads a tensor of the
+    file. A bias of zeros changes nothing: GPTQ's files have one for every layer.
     """
     left = [
         name

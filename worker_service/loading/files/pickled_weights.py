@@ -1,4 +1,4 @@
-"""Refuses weights that are pickles, and says how to convert them: reading a pickle can run its author's code."""
+"""Refuses pickled weights, and tells how to convert them: reading a pickle can run its author's code."""
 
 from pathlib import Path
 
@@ -15,9 +15,10 @@ _CONVERSION = (
 
 
 def refuse_missing_weights(file: Path, named_by: str) -> None:
-    """Raise a StartError for a safetensors file that is not there; `named_by` is the index that names it, or empty.
+    """Raise a StartError for a missing safetensors file; `named_by` is the index that names the file, or empty.
 
-    Pickles of the same folder are the usual reason. A hub's are not downloaded, so they are mentioned either way.
+    The usual reason is that the folder has pickles instead. Pickles on a hub are not downloaded, so the message
+    mentions them in any case.
     """
     by = f", which {named_by} names," if named_by else ""
     pickles = sorted(

@@ -1,8 +1,9 @@
-"""The header of a safetensors file, believed only where it agrees with the file.
+"""Reads the header of a safetensors file, and checks it against the file.
 
-A file is 8 bytes of length, little endian, then that much JSON that gives each tensor a type, a shape and a range of
-the bytes behind it; the ranges follow each other without a gap. Everything a header says is checked here against the
-file's size, so that code that reads tensors by it can neither read beyond the file nor allocate by a made-up number.
+A file is 8 bytes of length, little endian, then that many bytes of JSON, then the data. The JSON gives each tensor a
+type, a shape and a range of the data; ranges follow each other without a gap. Every value of a header is checked
+against the file's size. Code that reads tensors by a checked header cannot read beyond the file, nor allocate memory
+for a made-up number.
 """
 
 import json
@@ -27,12 +28,12 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bits of one element, for every type that the format has; whether it can be loaded is not decided here."""
+"""Bits of one element, for every type of the format, including types that cannot be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk: its bytes go from `begin` up to `end`, counted from the start of the file."""
+    """A tensor on disk: its bytes are [begin, end), counted from the start of the file."""
 
     file: Path
     dtype: str
@@ -52,7 +53,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """A header that agrees with its file: its bytes, its tensors by name, and what else it says."""
+    """A checked header: its bytes, its tensors by name, and its metadata."""
 
     content: bytes
     tensors: Mapping[str, StoredTensor]
@@ -60,7 +61,7 @@ class SafetensorsHeader:
 
 
 def read_header(file: Path) -> SafetensorsHeader:
-    """Read and check a header. Raises StartError, which names the file and the tensor that is wrong."""
+    """Read and check a header. Raises StartError that names the file and the wrong tensor."""
     try:
         with open(file, "rb") as stream:
             file_bytes = os.fstat(stream.fileno()).st_size
@@ -88,7 +89,7 @@ def _read_content(stream: BinaryIO, file_bytes: int) -> bytes:
 
 
 def _parse(content: bytes, file: Path, file_bytes: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors and the metadata."""
+    """Tensors and metadata."""
     try:
         header = json.loads(content.decode(), object_pairs_hook=_without_duplicates)
     except UnsoundFileError:
@@ -137,12 +138,12 @@ def _parse_tensor(name: str, entry: Any, file: Path, data_begin: int, file_bytes
 
 
 def _is_counts(value: Any) -> bool:
-    """Whether it is a list of whole numbers that are not negative; JSON's true would pass for 1."""
+    """Whether a value is a list of whole numbers that are not negative. JSON's true, a 1 in Python, is no number."""
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
 def _count_elements(shape: list[int], limit: int) -> int:
-    """The product of a shape, or a number above `limit`: a product of many large numbers would take too long."""
+    """The product of a shape, or a number above `limit`: the full product of many large numbers would take too long."""
     if 0 in shape:
         return 0
     count = 1
@@ -154,7 +155,7 @@ def _count_elements(shape: list[int], limit: int) -> int:
 
 
 def _check_ranges(tensors: Mapping[str, StoredTensor], data_begin: int, file_bytes: int) -> None:
-    """The ranges must cover the whole file: bytes of no tensor, or of two, are a sign of damage or of an attack."""
+    """Raise unless the ranges cover the whole data once: gaps and overlaps are signs of damage or of an attack."""
     reached, last = data_begin, "its header"
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin < reached:

@@ -1,19 +1,20 @@
-"""The names under which a checkpoint may have a network's tensor. They are those that transformers finds it by.
+"""Names that a network's tensor may have in a checkpoint: the same that transformers accepts.
 
-transformers also prepends the first part to a name that lacks it; a network that may be stored so asks for the longer
-name (`EncoderConfig.prefix`).
+transformers also prepends the first part to a name that lacks it. If a network's checkpoints may lack the first part,
+the network asks for the longer name (`EncoderConfig.prefix`).
 """
 
 from collections.abc import Iterator
 
 ZERO_IF_MISSING = frozenset({"final_logits_bias"})
-"""Tensors that are zeros where a checkpoint has none: BART's was added after its first checkpoints."""
+"""Tensors that are zeros if a checkpoint lacks them: BART's first checkpoints are older than this bias."""
 _OLD = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-"""Names of BERT's first checkpoints, which were TensorFlow's."""
+"""Names in BERT's first checkpoints, which came from TensorFlow."""
 
 
 def spellings(name: str) -> Iterator[str]:
-    """The name itself first. A network that was saved without its head, as GPT-2, lacks the first part of each name."""
+    """Names to try, the name itself first. A network saved without its head, like GPT-2, lacks the first part of each
+    name."""
     for one in (name, name.partition(".")[2]):
         if one:
             yield one

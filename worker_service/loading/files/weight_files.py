@@ -1,6 +1,6 @@
-"""The safetensors files of a Hugging Face directory: checked while still on disk, then read into their final places.
+"""The safetensors files of a Hugging Face directory: checked on disk, then read into their final places.
 
-No weight exists twice in memory: the data passes through one buffer of a few megabytes, where it is converted.
+No weight is in memory twice: the data passes through one buffer of a few megabytes, where it is converted.
 """
 
 import os
@@ -26,7 +26,7 @@ from worker_service.wording import named, shown
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANTIZED = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
-"""Types of quantised weights and of what belongs to them."""
+"""Types of quantised weights, and of their scales and zero points."""
 _PIECE_BYTES = 8 << 20
 
 
@@ -37,7 +37,7 @@ class WeightFiles:
         """Find the files; they are opened when their headers are first needed."""
         self._index = path / "model.safetensors.index.json"
         self._shard_of = _read_index(self._index) if self._index.exists() else {}
-        # Only the last part of a name counts, so that an index cannot point out of its folder.
+        # Only the last part of a name counts, so an index cannot point outside its folder.
         names = sorted({Path(name).name for name in self._shard_of.values()}) or ["model.safetensors"]
         self._files = [path / name for name in names]
         for file in self._files:
@@ -54,7 +54,7 @@ class WeightFiles:
 
     @cached_property
     def _tensors(self) -> dict[str, StoredTensor]:
-        """All tensors; where several shards have one of the same name, the index decides."""
+        """All tensors. If several shards have a tensor of the same name, the index decides."""
         tensors = {name: tensor for header in self._headers.values() for name, tensor in header.tensors.items()}
         for name, shard in self._shard_of.items():
             file = self._index.with_name(Path(shard).name)
@@ -65,15 +65,15 @@ class WeightFiles:
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
-        """The type of each tensor, by its name, as the format writes types."""
+        """Types by tensor name, in the format's notation."""
         return {name: tensor.dtype for name, tensor in self._tensors.items()}
 
     def shape(self, name: str) -> Sequence[int]:
-        """Of a tensor, as its header has it."""
+        """Shape of a tensor in its header."""
         return self._tensors[name].shape
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor as it is stored, in memory of its own. Raises StartError."""
+        """A whole tensor in its stored type, in newly allocated memory. Raises StartError."""
         tensor = self._tensors[name]
         dtype = (_DTYPES | _QUANTIZED).get(tensor.dtype)
         if dtype is None:
@@ -83,14 +83,14 @@ class WeightFiles:
         return found
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """Each tensor's name, type, shape and data, however they are split into files. All of the data is read."""
+        """Each tensor's name, type, shape and digest, independent of the split into files. Reads all data."""
         digests = tensor_digests(self._tensors, torch.get_num_threads())
         self._check_unchanged()
         for name, tensor in sorted(self._tensors.items()):
             yield f"{name} {tensor.dtype} {list(tensor.shape)}", digests[name]
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Check that each of these tensors is there, has this shape and is of floating point."""
+        """Check that each of these tensors exists, has this shape and is in floating point."""
         for name, place in expected.items():
             shape = cuts[name].shape if name in cuts else place.shape
             tensor = self._find(name)
@@ -106,19 +106,19 @@ class WeightFiles:
                 )
 
     def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
-        """As `Weights` has it."""
+        """Implements `Weights.check_none_left`."""
         stored = {found for name in taken if (found := self._stored_name(name))}
         check_none_left(self._tensors, stored, ignored, self.read)
 
     def own(self, tied: Mapping[str, str]) -> frozenset[str]:
-        """As `Weights` has it. A tensor that is missing is from now on the first one that is tied to it."""
+        """Implements `Weights.own`. From now on, the first tensor tied to a missing tensor stands in for it."""
         for name, other in tied.items():
             if self._find(name) and not self._find(other):
                 self._stand_ins[other] = name
         return frozenset(name for name, other in tied.items() if self._find(name) and not self._are_equal(name, other))
 
     def _are_equal(self, name: str, other: str) -> bool:
-        """Whether two tensors are the same bytes. Files that were written by torch have both of two tied ones."""
+        """Whether two tensors have the same bytes. Files that torch wrote hold both of two tied tensors."""
         one, two = self._find(name), self._find(other)
         if one == two:
             return True
@@ -136,8 +136,9 @@ class WeightFiles:
         return are_equal
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Copy each named tensor to its place, converting its type. Files are read once, from front to back, and only
-        the parts of them that have a place.
+        """Copy each named tensor to its place, and convert its type.
+
+        Files are read once, front to back, and only the parts that have a place.
         """
         self.check(places, cuts)
         stored = {name: tensor for name in places if (tensor := self._find(name)) is not None}
@@ -156,7 +157,8 @@ class WeightFiles:
         self._check_unchanged()
 
     def _check_unchanged(self) -> None:
-        """Headers, digests and weights are read at different times, and must be of the same files."""
+        """Headers, digests and weights are read at different times; raise StartError if the files changed in
+        between."""
         for file, version in zip(self._files, self._versions, strict=True):
             check_unchanged(file, version)
 
@@ -171,7 +173,7 @@ class WeightFiles:
 
 
 def read_tensor(tensor: StoredTensor, name: str, dtype: torch.dtype) -> Tensor:
-    """All of it, in memory of its own. dtype: which its type in the file is. Raises StartError."""
+    """A whole tensor, in newly allocated memory. dtype: the tensor's type in the file. Raises StartError."""
     content = bytearray(tensor.num_bytes)
     try:
         with open(tensor.file, "rb", buffering=0) as stream:
@@ -199,14 +201,14 @@ def _num_bytes(tensor: StoredTensor, part: Cut) -> int:
 
 
 def _held(tensor: StoredTensor, part: Cut) -> tuple[int, int]:
-    """Of a row, how many bytes lie before the held part, and how many the held part has."""
+    """Bytes of a row before the held part, and bytes of the held part."""
     columns = tensor.shape[1] if len(tensor.shape) > 1 else 1
     column_bytes = tensor.row_bytes // (columns or 1)
     return part.columns.start * column_bytes, len(part.columns) * column_bytes
 
 
 def _fill(place: Tensor, name: str, tensor: StoredTensor, part: Cut, stream: FileIO, buffer: memoryview) -> None:
-    """Read as many rows at a time as the buffer holds; a place may be any view of its memory."""
+    """Read as many rows at a time as fit in the buffer; a place may be any view of its memory."""
     skipped, width = _held(tensor, part)
     if not _num_bytes(tensor, part):
         return

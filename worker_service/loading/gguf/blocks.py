@@ -1,7 +1,8 @@
-"""Quantised weights as a GGUF file has them: what is kept of them when it is converted, and what they mean.
+"""Quantised weights in the blocks of a GGUF file: storage beside the converted model, and conversion to
+`GroupedWeight`.
 
-A block is 32 or 256 neighbouring inputs of an output: their numbers of few bits, and the scales that make them weights
-again. The layouts are those of llama.cpp's ggml-common.h and of the Python package gguf.
+A block is 32 or 256 neighbouring inputs of one output: numbers of few bits, and the scales that turn them into weights.
+The layouts are those of llama.cpp's ggml-common.h and of the Python package gguf.
 """
 
 import hashlib
@@ -19,25 +20,25 @@ from worker_service.loading.files.weight_files import read_tensor
 from worker_service.wording import named, shown
 
 FILE = "gguf_blocks.safetensors"
-"""Beside a converted model: for the name of each weight in it [outputs, bytes], and in the metadata its type."""
+"""File beside a converted model: [outputs, bytes] of each weight by name, with its block type in the metadata."""
 
 _Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""What `GroupedWeight` has, of blocks: numbers [blocks, inputs], scales and minimums [blocks, groups], units [blocks, 2
+"""`GroupedWeight`'s fields for blocks: numbers [blocks, inputs], scales and minimums [blocks, groups], units [blocks, 2
 or 1]."""
 
 
 def _float16(blocks: Tensor, *places: int) -> Tensor:
-    """[blocks, places]."""
+    """The float16 numbers at these bytes: [blocks, places]."""
     return torch.cat([blocks[:, place : place + 2] for place in places], dim=1).view(torch.float16)
 
 
 def _halves(bytes_: Tensor) -> Tensor:
-    """The lower halves of bytes, then the upper."""
+    """The lower halves of bytes, then the upper halves."""
     return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
 
 
 def _fifth_bits(blocks: Tensor, place: int) -> Tensor:
-    """[blocks, 32], 16 where a bit of these four bytes is set."""
+    """[blocks, 32]: 16 for each bit that is set in the four bytes from `place` on."""
     bits = blocks[:, place : place + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
     return bits.flatten(1) << 4
 
@@ -63,7 +64,7 @@ def _q8_0(blocks: Tensor) -> _Parts:
 
 
 def _scales_of_eight(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the K types with 4 and 5 bits: eight scales and minimums of 6 bits in twelve bytes, behind their units."""
+    """Scales of the K types with 4 and 5 bits: 8 scales and 8 minimums of 6 bits in 12 bytes, after their units."""
     packed = blocks[:, 4:16]
     low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((low & 63, (rest & 15) | (low >> 6 << 4)), dim=1)
@@ -98,17 +99,17 @@ _TYPES: dict[str, tuple[int, int, int, Callable[[Tensor], _Parts]]] = {
     "Q5_K": (176, 256, 5, _q5_k),
     "Q6_K": (210, 256, 6, _q6_k),
 }
-"""Bytes and inputs of a block, the bits of a number, and what a block means."""
+"""Block types: bytes and inputs of a block, bits of a number, and the function that reads blocks."""
 TYPES = frozenset(_TYPES)
 
 
 def grouped_weight(rows: Tensor, kind: str) -> GroupedWeight:
-    """What weights of one of TYPES mean. rows: [outputs, bytes]. Raises ValueError if the bytes are no whole blocks."""
+    """Weights of one of TYPES. rows: [outputs, bytes]. Raises ValueError unless rows consist of whole blocks."""
     num_bytes, size, bits, read = _TYPES[kind]
     if rows.dim() != 2 or rows.dtype is not torch.uint8 or not rows.numel() or rows.shape[1] % num_bytes:
         raise ValueError(f"rows of {list(rows.shape)} {rows.dtype} are no blocks of {kind}")
     found: tuple[list[Tensor], ...] = ([], [], [], [])
-    for part in torch.split(rows, max(1, 2**20 // rows.shape[1])):  # which stays in a core's cache
+    for part in torch.split(rows, max(1, 2**20 // rows.shape[1])):  # a part stays in a core's cache
         for tensors, tensor in zip(found, read(part.reshape(-1, num_bytes)), strict=True):
             if tensor is not None:
                 tensors.append(tensor.reshape(len(part), -1))
@@ -123,10 +124,10 @@ def grouped_weight(rows: Tensor, kind: str) -> GroupedWeight:
 
 
 class GgufBlocks(Mapping[str, GroupedWeight]):
-    """The weights of a converted model that its GGUF file had quantised, by their names in the converted one."""
+    """Weights of a converted model that are quantised in its GGUF file, by their names in the converted model."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises StartError where the folder has none, or they cannot be read."""
+        """Raises StartError if the folder has no such weights, or they cannot be read."""
         self._file = folder / FILE
         if not self._file.is_file():
             raise StartError(f"{folder} was not converted from a GGUF file with weights of {', '.join(sorted(TYPES))}")
@@ -139,7 +140,7 @@ class GgufBlocks(Mapping[str, GroupedWeight]):
                 raise StartError(f"{self._file} cannot be read: the type of {named(name)} is {shown(kind)}")
 
     def __getitem__(self, name: str) -> GroupedWeight:
-        """Raises KeyError where the weight is not among them, and StartError."""
+        """Raises KeyError if the weight is not quantised in the file, and StartError if it cannot be read."""
         kind = self._types[name]
         try:
             return grouped_weight(self._rows(name), kind)
@@ -153,8 +154,8 @@ class GgufBlocks(Mapping[str, GroupedWeight]):
         return iter(self._types)
 
     def digest(self) -> str:
-        """SHA-256, in hexadecimal, of all of them, however the file orders them. Raises StartError."""
-        # The library writes metadata in another order each time, and workers that converted a model shall agree.
+        """SHA-256, in hexadecimal, of all weights, independent of their order in the file. Raises StartError."""
+        # The library's order of metadata varies, yet workers that converted the same model must get the same digest.
         digest = hashlib.sha256()
         for name, kind in sorted(self._types.items()):
             rows = self._rows(name)
@@ -166,7 +167,8 @@ class GgufBlocks(Mapping[str, GroupedWeight]):
         return len(self._types)
 
     def _rows(self, name: str) -> Tensor:
-        """As they were when the object was made: what was hashed is what is loaded. Raises StartError."""
+        """A weight's rows. Raises StartError, also if the file changed since this object was created: the digest must
+        match."""
         tensor = self._tensors[name]
         if tensor.dtype != "U8":
             raise StartError(f"{self._file} cannot be read: the blocks of {named(name)} are {tensor.dtype}")

@@ -1,7 +1,7 @@
-"""What the keys of a GGUF file say of its network, as a config.json.
+"""Converts the keys of a GGUF file that describe its network to a config.json.
 
-The meaning of each key, and its default, are those of llama.cpp (src/models/ there). Biases are no key: a file has
-their tensors or not.
+The meaning and default of each key are llama.cpp's (src/models/ there). Biases have no key: a file has their tensors or
+not.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,12 +16,14 @@ from worker_service.wording import shown
 Json = dict[str, Any]
 
 _27B = {"gemma2": 46, "gemma3": 62}
-"""Layers of the 27B models. llama.cpp knows them by this number and scales their attention by hidden size / heads."""
+"""Layers of the 27B models. llama.cpp recognises them by this number and scales their attention by hidden size /
+heads."""
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
 
 def read_network(keys: GgufKeys, tensors: Collection[str], divisors: Divisors, vocabulary: int) -> Json:
-    """A config.json without token ids. `tensors`: the names of all. Raises ValueError for what it cannot describe."""
+    """A config.json without token ids. `tensors`: names of all tensors. Raises ValueError for an unsupported
+    network."""
     if (network := ARCHITECTURES.get(keys.architecture)) is None:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise ValueError(f"its architecture is {shown(keys.architecture)}; supported are {supported}")
@@ -82,7 +84,7 @@ def _qwen3_moe(keys: GgufKeys, base: Json) -> Json:
         raise ValueError("it has no qwen3moe.expert_feed_forward_length")
     inner = inner or base["intermediate_size"] // chosen
     return {
-        "intermediate_size": base["intermediate_size"] or inner,  # of no layer: all have experts
+        "intermediate_size": base["intermediate_size"] or inner,  # no layer uses it: all have experts
         "moe_intermediate_size": inner,
         "num_experts": count,
         "num_experts_per_tok": chosen,
@@ -94,7 +96,7 @@ def _qwen3_moe(keys: GgufKeys, base: Json) -> Json:
 
 
 def _read_experts(keys: GgufKeys) -> tuple[int, int]:
-    """How many experts a layer has, and how many of them a token has."""
+    """Experts of a layer, and experts for each token."""
     count, chosen = keys.need_own("expert_count", COUNT), keys.need_own("expert_used_count", COUNT)
     if chosen > count:
         raise ValueError(f"its {keys.architecture}.expert_used_count is {chosen}, and its expert_count {count}")
@@ -107,7 +109,7 @@ def _smollm3(keys: GgufKeys, base: Json) -> Json:  # noqa: ARG001
 
 
 def _phi3(keys: GgufKeys, base: Json) -> Json:
-    """llama.cpp leaves its window out, and warns that answers might suffer; here it is obeyed."""
+    """llama.cpp ignores Phi-3's window, and warns that answers might suffer; here the window holds."""
     original = base["rope_parameters"].get("original_max_position_embeddings", base["max_position_embeddings"])
     window = keys.own("attention.sliding_window", SIZE) or None
     return {"sliding_window": window, "original_max_position_embeddings": original}
@@ -151,7 +153,7 @@ def _attention_scalar(keys: GgufKeys, base: Json) -> int:
 
 
 def _windows(keys: GgufKeys, base: Json, window: int, period: int) -> Json:
-    """Which layers have the window: all but the last of each `period`, unless the file has another pattern."""
+    """The layers with a window: all but the last of each `period`, unless the file has another pattern."""
     number_of_layers, key = base["num_hidden_layers"], "attention.sliding_window_pattern"
     if keys.is_array(f"{keys.architecture}.{key}"):
         of_layers = [bool(value) for value in keys.numbers(f"{keys.architecture}.{key}", FLAG)]
@@ -167,8 +169,10 @@ def _windows(keys: GgufKeys, base: Json, window: int, period: int) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class _Network:
-    """A family of config.json. `biases`: its keys that say that there are some, each with the file's names of what has
-    them. `read`: what else config.json has.
+    """A family of config.json.
+
+    biases: keys of config.json for biases, each with the names of the file's tensors that may have a bias. read: reads
+    the remaining keys.
     """
 
     model_type: str
@@ -192,4 +196,4 @@ ARCHITECTURES = {
     "qwen3moe": _Network("qwen3_moe", "Qwen3MoeForCausalLM", _ATTENTION, _qwen3_moe),
     "smollm3": _Network("smollm3", "SmolLM3ForCausalLM", _ALL, _smollm3),
 }
-"""By general.architecture. Mistral, Mixtral and SmolLM2 are llama there. The biases of qwen2 are always there."""
+"""Networks by general.architecture. Mistral, Mixtral and SmolLM2 are "llama" there. qwen2 always has biases."""

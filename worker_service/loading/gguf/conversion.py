@@ -1,11 +1,11 @@
-"""Turns a GGUF file into a Hugging Face directory with bfloat16 safetensors.
+"""Converts a GGUF file to a Hugging Face directory with bfloat16 safetensors.
 
-Everything that the file says is either in the directory or refused: a key or a tensor that no reader took ends the
-conversion. Weights are widened a few megabytes at a time; those that are quantised are kept beside them as they are.
+Everything in the file is converted or refused: a key or a tensor that no reader took ends the conversion. Weights are
+widened a few megabytes at a time. Quantised weights are also kept unchanged beside the widened ones.
 
-It runs as a process of its own, `python -m worker_service.loading.gguf.conversion FILE FOLDER`, because the tokenizers'
-library may end a process by a file that makes no sense, and a vocabulary of 262,144 tokens takes 300 MB meanwhile. On
-Linux it ends with the worker.
+It runs in its own process, `python -m worker_service.loading.gguf.conversion FILE FOLDER`, for two reasons. The
+tokenizers library may end its process over a malformed file. A vocabulary of 262,144 tokens takes 300 MB during the
+conversion. On Linux the process ends with the worker.
 """
 
 import json
@@ -34,9 +34,9 @@ from worker_service.loading.gguf.tensors import Target, map_tensors
 from worker_service.wording import named, reason, shown
 
 VERSION = 5
-"""Increased when the result of a conversion changes, so that folders converted earlier are not used."""
+"""Version of the conversion. It is increased when results change, so that older converted folders are not used."""
 _REFUSED = 2
-"""The status of a conversion that has said why."""
+"""Exit status of a conversion that has printed its reason."""
 _PIECE_ELEMENTS = 1 << 21
 _POSITIONS = {"llama": (FREQS, LONG, SHORT), "phi3": (LONG, SHORT)}
 """Tensors that scale positions, by architecture."""
@@ -47,8 +47,10 @@ Floats = npt.NDArray[np.float32]
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
-    """Fill an existing folder with config, tokenizer and weights. `file`: the model's, or any part of it. Raises
-    StartError for a file that cannot be read, or of which something would be left over."""
+    """Fill an existing folder with config, tokenizer and weights. `file`: the model's file, or any of its parts.
+
+    Raises StartError for a file that cannot be read, or of which some part cannot be converted.
+    """
     command = [sys.executable, "-m", __name__, str(file), str(folder)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode == 0:
@@ -62,7 +64,7 @@ def _main(file: Path, folder: Path) -> None:
         _convert(read_gguf(find_parts(file)), folder)
     except StartError as error:
         refusal = str(error)
-    except Exception as error:  # whatever the libraries may raise
+    except Exception as error:  # the libraries may raise any error
         refusal = f"{file} cannot be converted from GGUF: {reason(error)}"
     else:
         return
@@ -71,7 +73,7 @@ def _main(file: Path, folder: Path) -> None:
 
 
 def _convert(file: GgufFile, folder: Path) -> None:
-    # Imported here, and so not by workers: it has the tokenizers' library.
+    # Imported here, so workers do not load the tokenizers library.
     from worker_service.loading.gguf.tokenizer import convert_tokenizer
 
     keys, tensors = GgufKeys(file.metadata), file.tensors
@@ -137,7 +139,7 @@ def _widened(target: Target, tensor: GgufTensor | None) -> Iterator[memoryview]:
 
 
 def _rows(target: Target, tensor: GgufTensor) -> Iterator[npt.NDArray[np.uint8]]:
-    """The bytes of the target's rows, in its order, some at a time."""
+    """The bytes of the target's rows, in the target's order, some rows at a time."""
     count = target.shape[0] if len(target.shape) == 2 else 1
     together = count // target.heads if target.heads and len(target.shape) == 2 else 1
     most = max(1, _PIECE_ELEMENTS // max(1, tensor.shape[0] * together)) * together
@@ -153,8 +155,8 @@ def _rows(target: Target, tensor: GgufTensor) -> Iterator[npt.NDArray[np.uint8]]
 
 
 def _order(count: int, heads: int) -> npt.NDArray[np.intp]:
-    """The file's row for each row. In the file the two rows of a rotary pair are neighbours; here they are half a head
-    apart."""
+    """The file's row for each row of the target. The two rows of a rotary pair are neighbours in the file; in the
+    target they are half a head apart."""
     return np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
@@ -170,13 +172,13 @@ def _dequantized(rows: npt.NDArray[np.uint8], type_name: str) -> Floats:
 
 
 def _values(tensor: GgufTensor) -> Floats:
-    """All of a small tensor."""
+    """The whole of a small tensor."""
     (rows,) = _rows(Target((1, *tensor.shape), None), tensor)
     return _dequantized(rows, tensor.type_name).reshape(-1)
 
 
 def _write_pooling(keys: GgufKeys, folder: Path) -> None:
-    """As sentence-transformers says how texts become vectors, if the file says it."""
+    """Write the file's pooling, if the file has any, in the format of sentence-transformers."""
     if not (kind := keys.own("pooling_type", WHOLE)):
         return
     if kind not in _POOLINGS:

@@ -1,6 +1,6 @@
-"""A model in the GGUF format: one file, or all of the parts that it was split into.
+"""A model in the GGUF format: one file, or all of its parts.
 
-Parts are named NAME-00001-of-00003.gguf and so on, and lie in one folder. Any of them stands for the model.
+Parts are named NAME-00001-of-00003.gguf and so on, and lie in one folder. Each part stands for the whole model.
 """
 
 import re
@@ -23,7 +23,7 @@ _OF_A_PART = ("split.no", "split.count", "split.tensors.count")
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The values of all keys but those that say how the model is split, and all tensors, by name."""
+    """All keys with their values, except the keys about parts, and all tensors, by name."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -31,14 +31,14 @@ class GgufFile:
 
 
 def model_name(file: Path) -> str:
-    """The file's name without what makes it a part and a GGUF file."""
+    """The file's name without its part number and suffix."""
     found = _PART.fullmatch(file.name)
     return found["name"] if found else file.stem
 
 
 def find_parts(file: Path) -> list[Path]:
-    """The files of the model that the file is, or is a part of. Raises StartError if its name says that it is a part
-    and another part is missing."""
+    """All files of the model to which `file` belongs. Raises StartError if the file's name marks it as a part and
+    another part is missing."""
     found = _PART.fullmatch(file.name)
     if found is None or not 1 <= int(found["number"]) <= int(found["count"]):
         return [file]
@@ -52,7 +52,7 @@ def find_parts(file: Path) -> list[Path]:
 
 
 def read_gguf(parts: Sequence[Path]) -> GgufFile:
-    """Read and join the headers of all parts, in their order. Raises StartError, which names the file that is wrong."""
+    """Read and join the headers of all parts, in order. Raises StartError that names the wrong file."""
     headers = [read_gguf_header(part) for part in parts]
     metadata: dict[str, Value] = {}
     tensors: dict[str, GgufTensor] = {}
@@ -92,7 +92,7 @@ def _join(metadata: dict[str, Value], of_part: Mapping[str, Value]) -> None:
 
 
 def _check_counts(metadata: Mapping[str, Value], tensors: Mapping[str, GgufTensor], said_tensors: Value) -> None:
-    """Sizes that agree with the tensors, so that no reader makes room for more than there is."""
+    """Raise unless stated sizes agree with the tensors: no reader shall allocate more memory than the file needs."""
     if said_tensors is not None and not (type(said_tensors) is int and said_tensors == len(tensors)):
         raise UnsoundFileError(f"split.tensors.count is {shown(said_tensors)}, and the parts have {len(tensors)}")
     num_blocks = len({block[1] for name in tensors if (block := _BLOCK.match(name))})

@@ -1,7 +1,7 @@
-"""The header of a GGUF file, believed only where it agrees with the file.
+"""Reads the header of a GGUF file, and checks it against the file.
 
-After magic, version and two counts come key-value pairs, then each tensor's name, sizes, type and offset, then the
-data. Every length, count and offset is checked against the size of the file before it is used.
+The file begins with magic, version and two counts. Key-value pairs follow, then each tensor's name, sizes, type and
+offset, then the data. Every length, count and offset is checked against the size of the file before it is used.
 """
 
 import math
@@ -22,28 +22,28 @@ from worker_service.wording import named, shown
 
 VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-"""Types of values by their numbers, in `struct`'s notation."""
+"""Types of values by number, in `struct`'s notation."""
 _BOOLEAN, _STRING, _ARRAY = 7, 8, 9
 _SMALLEST_PAIR = 8 + 4 + 1
 _SMALLEST_TENSOR = 8 + 4 + 4 + 8
 _MAX_NESTING = 4
 _MAX_DIMENSIONS = 4
 _MAX_TEXTS = 1 << 22
-"""Of an array: four times as many as the largest vocabulary has merges."""
+"""Texts of an array: four times as many as the largest vocabulary has merges."""
 _MAX_VALUE_BYTES = 1 << 26
-"""Of a text or an array of numbers; the largest chat templates and vocabularies have less than 10 MB."""
+"""Bytes of a text or an array of numbers; the largest chat templates and vocabularies have less than 10 MB."""
 _MAX_METADATA_BYTES = 1 << 30
 _DEFAULT_ALIGNMENT = 32
 
 Value: TypeAlias = "bool | int | float | str | list[str] | npt.NDArray[Any] | None"
-"""None for an array of arrays, which no key that is read has."""
+"""Value of a key; None for an array of arrays, which no key in use has."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor on disk: its bytes go from `begin` up to `end`, counted from the start of the file.
+    """A tensor on disk: its bytes are [begin, end), counted from the start of the file.
 
-    `shape` has the fastest dimension first, as the file has it.
+    `shape` has the fastest dimension first, like the file.
     """
 
     file: Path
@@ -67,7 +67,7 @@ class GgufHeader:
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """Read and check a header. Raises StartError, which names the file and the key or tensor that is wrong."""
+    """Read and check a header. Raises StartError that names the file and the wrong key or tensor."""
     try:
         with open(file, "rb") as stream:
             return _read_header(BoundedReader(stream), file)
@@ -146,7 +146,7 @@ def _read_array(reader: BoundedReader, what: str, depth: int = 0) -> Value:
 
 
 def _smallest(value_type: int) -> int:
-    """Bytes that a value of this type takes at least."""
+    """Minimum number of bytes of a value of this type."""
     return struct.calcsize("<" + _SCALARS[value_type]) if value_type in _SCALARS else 8
 
 
@@ -184,7 +184,8 @@ def _place(file: Path, name: str, info: _TensorInfo, alignment: int, data_begin:
     if info.offset % alignment:
         raise UnsoundFileError(f"tensor {named(name)} is at {info.offset}, which is no multiple of {alignment}")
     begin = data_begin + info.offset
-    end = begin + math.prod(info.shape) // kind.block_size * kind.block_bytes  # of four sizes at most: no large number
+    # A tensor has at most four sizes, so the product stays small.
+    end = begin + math.prod(info.shape) // kind.block_size * kind.block_bytes
     if end > file_bytes:
         raise UnsoundFileError(
             f"tensor {named(name)}, {kind.name} {shown(list(info.shape))}, ends at byte {end}, "
@@ -202,7 +203,7 @@ def _check_overlaps(tensors: Mapping[str, GgufTensor]) -> None:
 
 
 class _TensorType(NamedTuple):
-    """`block_size` elements take `block_bytes` bytes together."""
+    """`block_size` elements take `block_bytes` bytes."""
 
     name: str
     block_size: int
@@ -211,7 +212,7 @@ class _TensorType(NamedTuple):
 
 @cache
 def _tensor_types() -> dict[int, _TensorType]:
-    """Types of tensors by number. The table comes from the gguf package, which also dequantises the tensors."""
+    """Tensor types by number. The table is from the gguf package, which also dequantises the tensors."""
     from gguf.constants import GGML_QUANT_SIZES
 
     return {int(number): _TensorType(number.name, *sizes) for number, sizes in GGML_QUANT_SIZES.items()}

@@ -1,8 +1,7 @@
-"""The keys of a GGUF file, each taken by the code that obeys it: a key that no code took is refused.
+"""The keys of a GGUF file. Each key is taken by the code that obeys it; a key that no code took is refused.
 
-LEFT_OUT has the keys that change no answer, each with the reason. A key under another name, such as
-`mradermacher.quantized_by`, is its publisher's note: what says something of the network is under the architecture's
-name.
+LEFT_OUT has the keys that do not change answers, each with the reason. A key with another first part, such as
+`mradermacher.quantized_by`, is a publisher's note: keys about the network begin with the architecture's name.
 """
 
 import re
@@ -23,9 +22,9 @@ LEFT_OUT = {
     r"tokenizer\.ggml\.(fim_(pre|suf|mid)|prefix|suffix|middle)_token_id": "for infilling, which is no call here",
     r"tokenizer\.huggingface\.json": "the tokenizer once more, for other programs",
 }
-"""Patterns of whole keys, with the reason why no code takes them."""
+"""Patterns of whole keys, each with the reason why no code takes them."""
 _RESERVED = ("general", "tokenizer", "split", "quantize")
-"""First parts of keys that the format gives a meaning to, besides the architecture."""
+"""First parts of keys that the format defines, besides the architecture."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
@@ -43,12 +42,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "leading_dense_block_count": (0,),
     "nextn_predict_layers": (0,),
     "rope.scaling.yarn_attn_factor": (1,),
-    "rope.scaling.yarn_beta_fast": (32,),  # llama.cpp takes 32, whatever the file says
+    "rope.scaling.yarn_beta_fast": (32,),  # llama.cpp takes 32 and ignores the file's value
     "rope.scaling.yarn_beta_slow": (1,),
     "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
 }
-"""Keys of an architecture, with the values that mean what the networks here do without them."""
+"""Keys of an architecture, with the values that change nothing for the networks here."""
 _NEUTRAL_OF_TOKENIZERS: dict[str, tuple[object, ...]] = {
     "tokenizer.ggml.add_sep_token": (False,),
     "tokenizer.ggml.remove_extra_whitespaces": (False,),
@@ -58,7 +57,7 @@ _MOST_SHOWN = 8
 
 
 class GgufKeys:
-    """The values by their keys. All methods raise ValueError with the second half of a sentence."""
+    """The values of a file by key. Methods raise ValueError with the second half of a sentence."""
 
     def __init__(self, metadata: Mapping[str, Value]) -> None:
         self._metadata = metadata
@@ -75,21 +74,21 @@ class GgufKeys:
         return value
 
     def need(self, key: str, kind: Kind[T]) -> T:
-        """A value that must be there."""
+        """The value of a required key."""
         if (value := self.get(key, kind)) is None:
             raise ValueError(f"it has no {named(key)}")
         return value
 
     def own(self, key: str, kind: Kind[T]) -> T | None:
-        """As `get`, of a key of the architecture, named without it."""
+        """Like `get`, for a key of the architecture, without the architecture's name."""
         return self.get(f"{self.architecture}.{key}", kind)
 
     def need_own(self, key: str, kind: Kind[T]) -> T:
-        """As `need`, of a key of the architecture."""
+        """Like `need`, for a key of the architecture, without the architecture's name."""
         return self.need(f"{self.architecture}.{key}", kind)
 
     def of_all_layers(self, key: str, kind: Kind[int]) -> int | None:
-        """A whole number of the architecture that may be written once a layer; None where it is not there."""
+        """A whole number of the architecture, which the file may repeat for each layer; None if it is missing."""
         key = f"{self.architecture}.{key}"
         if not self.is_array(key):
             return self.get(key, kind)
@@ -99,11 +98,11 @@ class GgufKeys:
         return int(found[0])
 
     def is_array(self, key: str) -> bool:
-        """Whether there is such a key, and its value is an array of numbers."""
+        """Whether the key exists and its value is an array of numbers."""
         return isinstance(self._metadata.get(key), np.ndarray)
 
     def numbers(self, key: str, kind: Kind[Any]) -> npt.NDArray[Any]:
-        """An array of numbers of this kind; empty where there is none."""
+        """An array of numbers of this kind; empty if the key is missing."""
         self._taken.add(key)
         if key not in self._metadata:
             return np.zeros(0, np.int32)
@@ -115,7 +114,7 @@ class GgufKeys:
         return values
 
     def texts(self, key: str) -> list[str]:
-        """An array of texts; empty where there is none."""
+        """An array of texts; empty if the key is missing."""
         self._taken.add(key)
         if key not in self._metadata:
             return []
@@ -125,15 +124,15 @@ class GgufKeys:
         return values
 
     def names(self, prefix: str) -> list[str]:
-        """What is behind this prefix in the keys that begin with it, in the file's order."""
+        """The rest of each key that begins with `prefix`, in the file's order."""
         return [key.removeprefix(prefix) for key in self._metadata if key.startswith(prefix)]
 
     def leave(self, *keys: str) -> None:
-        """Keys that mean nothing beside others that were taken, such as merges beside scores."""
+        """Take keys that have no meaning beside other keys, such as merges beside scores."""
         self._taken.update(keys)
 
     def refuse_leftovers(self) -> None:
-        """Raises ValueError for a key that no code took, unless it may be left out."""
+        """Raise ValueError for a key that no code took, unless the key has no effect."""
         neutral = {f"{self.architecture}.{key}": values for key, values in _NEUTRAL.items()} | _NEUTRAL_OF_TOKENIZERS
         left: list[str] = []
         for key in sorted(self._metadata.keys() - self._taken):

@@ -1,7 +1,6 @@
-"""What a key of a GGUF file may have as its value: a type, and for numbers a range.
+"""Kinds of values that a key of a GGUF file may have: a type, and for numbers a range.
 
-A whole number is accepted where a number is expected, and true or false never as a number. NaN and infinity are of no
-kind.
+Where any number is valid, a whole number is, too; true and false are never numbers. NaN and infinity belong to no kind.
 """
 
 import math
@@ -14,13 +13,13 @@ import numpy.typing as npt
 T = TypeVar("T", bool, int, float, str)
 
 _LARGEST = 2**31 - 1
-"""llama.cpp holds sizes and counts in 32 bits."""
+"""Maximum of sizes and counts, which llama.cpp holds in 32 bits."""
 _SMALLEST = math.ulp(0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """`title`: what a value must be, as errors say it. Numbers are at least `least` and at most `most`."""
+    """`title`: description of a valid value in messages. Numbers are at least `least` and at most `most`."""
 
     type: type[T]
     title: str
@@ -37,7 +36,7 @@ class Kind(Generic[T]):
         return found
 
     def wrong(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Those of an array that are of another kind."""
+        """The values of an array that are of another kind."""
         if values.dtype.kind not in {bool: "b", int: "iu", float: "iuf", str: ""}[self.type]:
             return values
         is_wrong: npt.NDArray[np.bool_] = ~(np.isfinite(values) & (self.least <= values) & (values <= self.most))

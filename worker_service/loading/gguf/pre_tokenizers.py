@@ -1,7 +1,8 @@
-"""How texts are cut before their bytes are merged, by the name that a GGUF file has for it in tokenizer.ggml.pre.
+"""Splits of texts before their bytes are merged, by their names in a GGUF file's tokenizer.ggml.pre.
 
-The patterns are those of llama.cpp's src/llama-vocab.cpp. Where it has only approximated a pattern, because its own
-engine has no such classes, this is the one that the model was trained with, which stands beside it there.
+The patterns are from llama.cpp's src/llama-vocab.cpp. llama.cpp approximates some patterns, because its engine lacks
+their character classes. In these cases this file has the model's original pattern, which llama.cpp quotes beside its
+own.
 """
 
 # ruff: noqa: RUF001 (punctuation and letters of other scripts are meant)
@@ -33,9 +34,9 @@ _WORDS_OF_MANY_LANGUAGES = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """`patterns`: each splits what the patterns before it left. `whole_words`: whether a piece that is in the
-    vocabulary is that token, without merges. `adds_bos`: whether texts begin with the BOS token if no key says so.
-    """
+    """`patterns`: each splits the pieces that the patterns before it left. `whole_words`: whether a piece in the
+    vocabulary is one token, without merges. `adds_bos`: whether texts begin with the BOS token if no key tells
+    otherwise."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False
@@ -120,7 +121,7 @@ _BY_NAME = {name: kind for kind, names in _KINDS.items() for name in names.split
 
 
 def find_pre_tokenizer(name: str) -> PreTokenizer:
-    """Raises ValueError for a name that is not known."""
+    """The pre-tokenizer of this name. Raises ValueError for an unknown name."""
     if name not in _BY_NAME:
         raise ValueError(f"its tokenizer.ggml.pre is {shown(name)}; supported are {', '.join(sorted(_BY_NAME))}")
     return _BY_NAME[name]

@@ -1,7 +1,8 @@
-"""Rotary positions as a GGUF file describes them, as the `rope_parameters` of a config.json.
+"""Converts the rotary positions of a GGUF file to the `rope_parameters` of a config.json.
 
 llama.cpp turns pair i of a head at position p by `p * base**(-2i/n) / (divisor_i * factor)`. The type longrope of
-config.json says the same, so it stands for whatever has divisors. (Su et al., 2021; Peng et al., 2023 for yarn.)
+config.json has the same formula, and is thus used for all files with divisors. (Su et al., 2021; Peng et al., 2023 for
+yarn.)
 """
 
 import math
@@ -16,19 +17,20 @@ from worker_service.loading.gguf.kinds import NOT_NEGATIVE, NUMBER, POSITIVE, SI
 from worker_service.wording import shown
 
 Divisors = Mapping[str, npt.NDArray[np.float32]]
-"""Divisors, one a pair, by tensor name: FREQS, or LONG for texts beyond the original context and SHORT for others."""
+"""Divisors, one per pair, by tensor name: FREQS, or LONG for texts beyond the original context and SHORT for others."""
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _TYPES = ("none", "linear", "yarn", "longrope")
 
 
 def read_rope_parameters(keys: GgufKeys, divisors: Divisors, rotary_dim: int, max_positions: int) -> dict[str, Any]:
-    """`divisors`: those that the file has. Raises ValueError for positions that no config.json describes."""
+    """The `rope_parameters`. divisors: the file's divisors. Raises ValueError for positions that no config.json can
+    describe."""
     theta = keys.own("rope.freq_base", POSITIVE) or 10_000.0
     kind = keys.own("rope.scaling.type", TEXT)
     kind = "linear" if kind is None else kind
     factor, older = keys.own("rope.scaling.factor", NOT_NEGATIVE), keys.own("rope.scale_linear", NOT_NEGATIVE)
-    factor = (older if factor is None else factor) or 1.0  # 0 says in llama.cpp's files that nothing is scaled
-    original = keys.own("rope.scaling.original_context_length", SIZE) or max_positions  # 0 as there
+    factor = (older if factor is None else factor) or 1.0  # in llama.cpp's files, 0 means no scaling
+    original = keys.own("rope.scaling.original_context_length", SIZE) or max_positions  # 0 means max_positions
     scale = keys.own("rope.scaling.attn_factor", POSITIVE) or 1.0
     mixed = keys.own("rope.scaling.yarn_ext_factor", NUMBER)
     if kind not in _TYPES:

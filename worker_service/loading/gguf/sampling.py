@@ -1,4 +1,4 @@
-"""What a GGUF file recommends for sampling, as the fields of a generation_config.json."""
+"""Converts a GGUF file's recommended sampling parameters to fields of a generation_config.json."""
 
 from typing import Any
 
@@ -12,26 +12,27 @@ _FIELDS: dict[str, tuple[str, Kind[float]]] = {
     "min_p": ("min_p", Kind(float, "a number from 0 to 1", 0, 1)),
     "penalty_repeat": ("repetition_penalty", Kind(float, "a number from 0.01 to 10", 0.01, 10)),
 }
-"""The field for each key, within the bounds that requests have."""
+"""The field for each key, with the same limits as in requests."""
 _TOP_K = Kind(int, f"a whole number of at most {2**31 - 1}", most=2**31 - 1)
 _NEUTRAL: dict[str, tuple[Kind[Any], float]] = {
     "xtc_probability": (NUMBER, 0.0),
     "mirostat": (WHOLE, 0),
     "penalty_last_n": (WHOLE, -1),
 }
-"""Keys whose other values no field describes. The last one: a penalty is for all tokens of a text."""
+"""Keys with the only supported values: no field describes others. penalty_last_n -1: penalties count all tokens of a
+text."""
 _BESIDE = ("xtc_threshold", "mirostat_tau", "mirostat_eta")
-"""Settings of the methods that are off."""
+"""Settings of unsupported methods, which are off."""
 
 
 def read_sampling(keys: GgufKeys) -> dict[str, Any]:
-    """Empty where the file recommends nothing. Raises ValueError for a method that is not supported."""
+    """The fields; empty if the file recommends nothing. Raises ValueError for an unsupported method."""
     found: dict[str, Any] = {}
     for key, (field, kind) in _FIELDS.items():
         if (value := keys.get(_PREFIX + key, kind)) is not None:
             found[field] = value
     if (top_k := keys.get(_PREFIX + "top_k", _TOP_K)) is not None:
-        found["top_k"] = max(0, top_k)  # as in llama.cpp, all tokens are candidates from 0 down
+        found["top_k"] = max(0, top_k)  # in llama.cpp, 0 and negative values mean all tokens
     for key, (kind, neutral) in _NEUTRAL.items():
         value = keys.get(_PREFIX + key, kind)
         if value is not None and value != neutral:

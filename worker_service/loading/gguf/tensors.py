@@ -1,8 +1,8 @@
-"""The tensors of a GGUF file under the names that Hugging Face's checkpoints have for them.
+"""The tensors of a GGUF file under their names in a Hugging Face checkpoint.
 
 A checkpoint's tensor is a tensor of the file, or one expert's part of a stacked tensor. llama.cpp's converter permutes
 the rows of Llama's queries and keys, and adds 1 to Gemma's norms. Both changes are undone here. If a file has only some
-biases of a layer, the missing ones are zeros.
+biases of a layer, the missing biases are zeros.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,14 +18,19 @@ _EXPERTS = {
     "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     "qwen3_moe": ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
 }
-"""Names of the router, the experts, and the gate, up and down projection of one."""
+"""Names of the router, the experts, and one expert's gate, up and down projection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor of a checkpoint. `source`: the name of the file's tensor, None for zeros; `first_row`: its first row in
-    that tensor, in which experts are stacked by rows; `heads`: how many heads have their rows permuted in the file, 0
-    for none; `added`: the number that the file's converter added to all values.
+    """A tensor of a checkpoint.
+
+        source      name of the file's tensor, None for zeros
+        first_row   first row in the file's tensor, in which experts are stacked by rows
+        heads       number of heads whose rows are permuted in the file, 0 for none
+        added       number that the file's converter added to all values
+
+    A bias or a norm is one row.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +41,8 @@ class Target:
 
 
 def map_tensors(config: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Target]:
-    """The tensors of a checkpoint with this config.json, by name. Raises ValueError where the file's do not fit."""
+    """The tensors of a checkpoint with this config.json, by name. Raises ValueError if the file's tensors do not
+    fit."""
     return dict(_map_all(config, tensors))
 
 
@@ -78,7 +84,8 @@ def _norms(family: str) -> Iterator[tuple[str, str]]:
 
 
 def _projections(config: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, int], bool, int]]:
-    """Name here and in the file, shape, whether it has a bias, and the heads whose rows are in another order."""
+    """Name in the checkpoint, name in the file, shape, whether there is a bias, and number of heads with permuted
+    rows."""
     family, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     query, key = heads * config["head_dim"], kv_heads * config["head_dim"]
@@ -105,7 +112,7 @@ def _projections(config: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[in
 
 
 def _experts(config: Mapping[str, Any], found: "_Finder", theirs: str) -> Iterator[tuple[str, Target]]:
-    """Stacked, or in older files one tensor an expert."""
+    """Tensors of a layer's experts. Experts are stacked; older files have one tensor per expert."""
     count = config.get("num_experts") or config["num_local_experts"]
     hidden, inner = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
     if not inner:
@@ -134,7 +141,7 @@ class _Finder:
         return name in self._tensors
 
     def target(self, name: str, shape: tuple[int, ...], heads: int = 0, added: float = 0.0) -> Target:
-        """Raises ValueError if the tensor is not there or has another shape."""
+        """The target for a tensor of the file. Raises ValueError if the tensor is missing or has another shape."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ValueError(f"it has no tensor {name}")

@@ -1,8 +1,9 @@
-"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json, and the tokens that end an answer.
+"""Converts the tokenizer of a GGUF file to tokenizer.json and tokenizer_config.json, and finds the tokens that end an
+answer.
 
-Texts get the tokens that llama.cpp gives them (src/llama-vocab.cpp there). Two differences are meant: the text of a
-control token, written by a user, is never merged to that token; and a token is known as an end by its text only if the
-file marks it as a control token, because </s> is also a tag of HTML.
+Texts get the same tokens as in llama.cpp (src/llama-vocab.cpp there), with two intended differences. A control token's
+text in a user's input never becomes that token. A token ends answers because of its text only if the file marks it as a
+control token: </s> is also a tag of HTML.
 """
 
 import json
@@ -25,29 +26,29 @@ _SPACE = "▁"
 _TOKEN_TYPE = Kind(int, "a type of tokens, from 0 to 6", 0, 6)
 
 _MAX_TOKEN_BYTES = 1_024
-"""Of a token. Byte-level vocabularies have runs of 128 spaces, each spelled in 2 bytes."""
+"""Bytes of a token. Byte-level vocabularies have runs of 128 spaces, each spelled in 2 bytes."""
 _MAX_VOCABULARY_BYTES = 1 << 23
-"""Of all tokens: 32 bytes each for 262,144. Pairs in tokens of 1,024 bytes are found in 7 s then."""
+"""Bytes of all tokens: 32 each for 262,144 tokens. With tokens of 1,024 bytes, pairs are then found in 7 s."""
 _MAX_MERGE_BYTES = 1 << 27
-"""Of all pairs that SentencePiece merges: 256 bytes each for 524,288."""
+"""Bytes of all pairs that SentencePiece merges: 256 each for 524,288 pairs."""
 
 _ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",  # noqa: RUF001
 })  # fmt: skip
-"""Control tokens that end an answer whatever the keys say, because converters leave the keys out."""
+"""Control tokens that end an answer even without a key: converters omit the keys."""
 _FIM_ENDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Tokens that end an infilling, and so every answer. Without the key, the token is found by one of these texts."""
+"""Tokens that end an infilling, and thus any answer. Without the key, the first of these control tokens counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Ids for the two configs. `ends`: of all tokens that end an answer, that of eos_token_id first."""
+    """Token ids for the two configs. `ends`: all tokens that end an answer, eos_token_id first."""
 
     bos: int | None
     pad: int | None
@@ -55,7 +56,7 @@ class TokenIds:
 
 
 def convert_tokenizer(keys: GgufKeys, vocabulary: int, folder: Path) -> TokenIds:
-    """Write both files. `vocabulary`: as the weights have it. Raises ValueError for a tokenizer that is not known."""
+    """Write both files. `vocabulary`: tokens in the weights. Raises ValueError for an unsupported tokenizer."""
     kind = keys.need("tokenizer.ggml.model", TEXT)
     tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(keys.texts("tokenizer.ggml.tokens"))]
     if len(tokens) != vocabulary:
@@ -104,7 +105,7 @@ def convert_tokenizer(keys: GgufKeys, vocabulary: int, folder: Path) -> TokenIds
 
 
 def _check_lengths(tokens: Sequence[str]) -> None:
-    """Raise ValueError for tokens of such lengths that their conversion might not end."""
+    """Raise ValueError for tokens so long that their conversion might not end."""
     lengths = [len(token.encode()) for token in tokens]
     if (longest := max(lengths, default=0)) > _MAX_TOKEN_BYTES:
         token = tokens[lengths.index(longest)]
@@ -126,7 +127,10 @@ class _Vocabulary:
 
 
 def _special_ids(keys: GgufKeys, ids: dict[str, int], first: int | None) -> dict[str, int | None]:
-    """By the names of tokenizer_config.json. Without a key, `first` and its neighbours are what llama.cpp assumes."""
+    """Token ids by their names in tokenizer_config.json.
+
+    Without a key, llama.cpp's defaults hold: bos is `first`, eos `first` + 1, unk `first` - 1.
+    """
     defaults = {} if first is None else {"bos": first, "eos": first + 1, "unk": first - 1}
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
     names |= {"mask": "mask", "cls": "cls"}
@@ -157,8 +161,9 @@ def _ends(keys: GgufKeys, ids: dict[str, int], special: dict[str, int | None], c
 
 
 def _sentence_piece(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tuple[Tokenizer, bool]:
-    """Merges neighbours to the token of the highest score, as long as there is one."""
-    keys.leave("tokenizer.ggml.merges", "tokenizer.ggml.pre")  # made from the scores; of byte-level tokenizers
+    """A tokenizer that merges neighbours into the token of the highest score until no merge is left."""
+    # Merges follow from the scores; pre is for byte-level tokenizers.
+    keys.leave("tokenizer.ggml.merges", "tokenizer.ggml.pre")
     scores = keys.numbers("tokenizer.ggml.scores", NUMBER)
     if len(scores) != len(vocab.tokens):
         raise ValueError(f"its tokenizer.ggml.scores has {len(scores)} entries for {len(vocab.tokens)} tokens")
@@ -187,7 +192,7 @@ def _sentence_piece(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> 
 
 
 def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, in the order of these numbers."""
+    """All pairs of pieces that form a piece, in the order of the pieces' numbers."""
     found: list[tuple[float, int, tuple[str, str]]] = []
     num_bytes = 0
     for token, rank in pieces.items():
@@ -208,11 +213,11 @@ def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _byte_level(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tuple[Tokenizer, bool]:
-    keys.leave("tokenizer.ggml.scores")  # its merges are in the order of a list
+    keys.leave("tokenizer.ggml.scores")  # a list gives the order of its merges
     if keys.get("tokenizer.ggml.add_space_prefix", FLAG):
         raise ValueError("its tokenizer.ggml.add_space_prefix is true, which is not supported for the model gpt2")
     splits = find_pre_tokenizer(keys.get("tokenizer.ggml.pre", TEXT) or "default")
-    merges: dict[tuple[str, str], None] = {}  # of a pair that is there twice, the first counts
+    merges: dict[tuple[str, str], None] = {}  # a duplicate pair counts at its first place
     for merge in keys.texts("tokenizer.ggml.merges"):
         place = merge.find(" ", 1)
         if place < 0:
@@ -234,13 +239,14 @@ def _byte_level(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tupl
 
 
 def _strips_behind(keys: GgufKeys) -> bool:
-    """Whether white space behind a control token belongs to it. llama.cpp knows such models by their names alone."""
+    """Whether white space after a control token belongs to it. llama.cpp recognises such models by name only."""
     name = (keys.get("general.name", TEXT) or "").lower()
     return "phi-3" in name or "phi3" in name
 
 
 def _add_tokens(tokenizer: Tokenizer, vocab: _Vocabulary, strips: bool) -> None:
-    """Control tokens, and what the author has added, are found in a text before it is cut and merged."""
+    """Register control tokens and the author's added tokens, which are found in a text before it is split and
+    merged."""
     special: list[AddedToken] = []
     others: list[AddedToken] = []
     for text, kind in zip(vocab.tokens, vocab.types, strict=True):

@@ -1,1 +1,1 @@
-"""Quantized checkpoints: packed integers, groups of compressed-tensors, FP8."""
+"""Quantised checkpoints: packed integers, groups of compressed-tensors, FP8."""

@@ -1,4 +1,5 @@
-"""The groups of layers in compressed-tensors' quantization_config: how each group's weights and inputs are stored."""
+"""The groups of layers in compressed-tensors' quantization_config: storage of each group's weights, rounding of its
+inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,26 +35,26 @@ _OF_NUMBERS: Mapping[str, Kind] = {
     "strategy": one_of("tensor", "channel", "group", "block", "token"), "dynamic": FLAG,
 }  # fmt: skip
 _NOTES_OF_NUMBERS = ("actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-"""The tensors show their types, and the order of the inputs. An observer found the scales."""
+"""Keys without effect: the tensors show their types and the order of the inputs. An observer found the scales."""
 _OF_SPARSITY = {"format": one_of("dense")}
 _NOTES_OF_SPARSITY = ("global_sparsity", "ignore", "registry_requires_subclass", "sparsity_structure", "targets")
 
 
 @dataclass(frozen=True)
 class Group:
-    """How weights are stored, and what their inputs are multiplied as."""
+    """Storage of a group's weights, and rounding of their inputs."""
 
     bits: int
     is_float: bool
     is_symmetric: bool
     strategy: str
-    """What has a scale: "tensor", "channel" (an output), "group" (of inputs of an output) or "block"."""
+    """Unit that has a scale: "tensor", "channel" (one output), "group" (of one output's inputs) or "block"."""
     group_size: int | None
     block: Block | None
     stores_input_scales: bool
 
     def fits(self, bits: int, inputs: int, scales: int, *, has_zeros: bool) -> bool:
-        """Whether whole numbers of so many bits, with so many scales for each output, are stored as the group says."""
+        """Whether the group describes whole numbers of `bits` bits with `scales` scales for each output."""
         if self.is_float or bits != self.bits or not (has_zeros or self.is_symmetric):
             return False
         if self.strategy == "group" and self.group_size is not None and self.group_size > 0:
@@ -62,7 +63,7 @@ class Group:
 
 
 def read_groups(json: Mapping[str, Any]) -> tuple[Group, ...]:
-    """Those that have weights. Raises ValueError for what is not read."""
+    """The groups with weights. Raises ValueError for unsupported settings."""
     if json.get("transform_config"):
         raise ValueError("weights that are rotated (transform_config) are not read")
     check_keys("", {name: value for name, value in json.items() if name != "transform_config"}, _OF_CONFIG)
@@ -72,7 +73,7 @@ def read_groups(json: Mapping[str, Any]) -> tuple[Group, ...]:
     check_keys("sparsity_config.", sparsity, _OF_SPARSITY, _NOTES_OF_SPARSITY)
     check_keys(
         "kv_cache_scheme.", json.get("kv_cache_scheme") or {}, _OF_NUMBERS, _NOTES_OF_NUMBERS
-    )  # --kv-cache-dtype asks for it here
+    )  # here --kv-cache-dtype chooses the cache's type
     groups, formats = json.get("config_groups") or {}, list[Any]()
     for name, group in groups.items():
         where = f"config_groups.{named(name)}"
@@ -125,7 +126,7 @@ def _group(where: str, json: Mapping[str, Any]) -> Group:
 
 
 def _check_floats(where: str, strategy: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    """Raise ValueError where weights in 8-bit floats, or their inputs, are not read."""
+    """Raise ValueError for unsupported weights in 8-bit floats, or unsupported inputs."""
     if strategy not in ("channel", "tensor", "block"):
         raise ValueError(f"fp8 weights with scales by {shown(strategy)} are not read; by channel, tensor and block are")
     if (inputs.get("num_bits"), inputs.get("type")) != (8, "float"):

@@ -1,7 +1,7 @@
 """Layers stored in e4m3, whose inputs are rounded to e4m3, too: compressed-tensors' "float-quantized", and "fp8".
 
 A layer's weights have one scale, a scale for each output, or a scale for each block of outputs and inputs. Inputs are
-rounded with the file's `input_scale`; without one, each row gets its own scale, and if weights have blocks, a scale for
+rounded with the file's `input_scale`. Without it, each row gets its own scale, and if weights have blocks, a scale for
 each block of inputs.
 """
 
@@ -16,8 +16,11 @@ from worker_service.wording import shown
 def float8_weight(
     numbers: Tensor, scales: Tensor, input_scale: Tensor | None, block: Block | None = None
 ) -> Float8Weight:
-    """numbers: [outputs, inputs] e4m3; scales: [blocks of outputs, blocks of inputs] with a `block`, otherwise
-    [outputs], [outputs, 1] or a single scale. Raises ValueError if shapes do not fit or a value is not finite."""
+    """Check and convert a layer. Raises ValueError if shapes do not fit or a value is not finite.
+
+    numbers: [outputs, inputs] e4m3. scales: with `block`, [blocks of outputs, blocks of inputs]; otherwise [outputs],
+    [outputs, 1] or a single scale.
+    """
     outputs, inputs = numbers.shape
     if block is not None:
         if input_scale is not None:
@@ -35,7 +38,7 @@ def float8_weight(
         )
     else:
         scales = scales.float().reshape(-1, 1).expand(outputs, 1).contiguous()
-    # NaN in e4m3 is all ones behind the sign, and there is no infinity.
+    # In e4m3, NaN is all ones after the sign bit, and there is no infinity.
     if not scales.isfinite().all() or (numbers.view(torch.uint8) & 0x7F == 0x7F).any():
         raise ValueError("a weight or a scale is not finite")
     if input_scale is not None:

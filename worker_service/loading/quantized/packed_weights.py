@@ -1,9 +1,11 @@
-"""Checkpoints whose linear layers were quantised when they were written: GPTQ, AWQ and compressed-tensors.
+"""Checkpoints whose linear layers are stored quantised: GPTQ, AWQ, compressed-tensors and fp8.
 
-Most store whole numbers of 4 or 8 bits, and for groups of neighbouring inputs of an output a scale and the number that
-means zero. So each is a `GroupedWeight`, whatever the order of its bits. The layouts are those of the Python packages
-gptqmodel, autoawq (its "gemm" version) and compressed-tensors (its formats "pack-quantized" and "int-quantized"). Those
-in floats of 8 bits are each a `Float8Weight`: compressed-tensors' "float-quantized", and the method "fp8".
+Most layouts store whole numbers of 4 or 8 bits. Each group of neighbouring inputs of an output has a scale and a zero
+point. These layouts become a `GroupedWeight`, whatever the order of their bits. They are the layouts of the Python
+packages gptqmodel, autoawq (its "gemm" version) and compressed-tensors (its formats "pack-quantized" and
+"int-quantized").
+
+Layouts of 8-bit floats become a `Float8Weight`: compressed-tensors' "float-quantized", and the method "fp8".
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,13 +25,13 @@ from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named, shown
 
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in a word AWQ has each of eight neighbouring outputs."""
+"""Position in a word of each of eight neighbouring outputs, in AWQ."""
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""A word of ones, by their bits."""
+"""Words in which every number is 1, by the bits of a number."""
 
 
 _INPUT_SCALES = ("input_scale", "activation_scale")
-"""What a layer's scale of its inputs is called, the second by transformers."""
+"""Names of a layer's input scale; transformers uses the second."""
 
 
 _TENSORS = (
@@ -37,15 +39,15 @@ _TENSORS = (
     "weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx",
     *_INPUT_SCALES, "input_zero_point",
 )  # fmt: skip
-"""What a quantised layer's tensors are called. Where weights are whole numbers, inputs are multiplied as they are:
-their scales and zero points are not needed."""
+"""Names of a quantised layer's tensors. If weights are whole numbers, inputs are not rounded, so the inputs' scales and
+zero points are not used."""
 
 
 class PackedWeights(Mapping[str, QuantizedWeight]):
-    """A checkpoint's quantised weights, by the names that they would have if they were not."""
+    """A checkpoint's quantised weights, by the names of the unquantised weights."""
 
     def __init__(self, files: WeightFiles, config: Mapping[str, Any]) -> None:
-        """config: quantization_config of config.json. Raises StartError where such weights are not read."""
+        """config: the quantization_config of config.json. Raises StartError for an unsupported quantisation."""
         self._files = files
         try:
             self.config = QuantizationConfig.from_json(config)
@@ -58,7 +60,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
     @property
     def _parts(self) -> Collection[tuple[str, str]]:
-        """What the tensors of numbers are called in place of "weight", and their types."""
+        """Names, in place of "weight", of the tensors that hold the numbers, and their types."""
         in_floats = ("weight", "F8_E4M3")
         if self.config.layout == "compressed-tensors":
             return ("weight_packed", "I32"), ("weight", "I8"), in_floats
@@ -66,12 +68,12 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
     @property
     def schemes(self) -> set[Literal["fp8", "gguf"]]:
-        """What the products of its weights are like."""
+        """The schemes of `Linear` that multiply by these weights."""
         return {"fp8" if self._files.dtypes.get(name) == "F8_E4M3" else "gguf" for name in self}
 
     @property
     def stores_input_scales(self) -> bool:
-        """Whether inputs of some layers in fp8 are rounded with scales that are stored."""
+        """Whether some fp8 layers have stored scales with which their inputs are rounded."""
         in_files = any(name.rpartition(".")[2] in _INPUT_SCALES for name in self._files.dtypes)
         return "fp8" in self.schemes and (in_files or self.config.stores_input_scales)
 
@@ -89,23 +91,23 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         return part == "weight" and any(self._files.dtypes.get(f"{layer}.{p}") == t for p, t in self._parts)
 
     def __getitem__(self, name: str) -> QuantizedWeight:
-        """Raises KeyError where the weight is not quantised, and StartError where it makes no sense."""
+        """Raises KeyError if the weight is not quantised, and StartError if its tensors are wrong."""
         if name not in self:
             raise KeyError(name)
         try:
             return self._read(name.removesuffix("weight"))
-        except (ValueError, TypeError, IndexError, RuntimeError) as error:  # shapes are whatever the file has
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:  # shapes come from the file
             raise StartError(f"the quantised weight {named(name)} cannot be read: {error}") from error
 
     def check_scales(self) -> None:
-        """Raises StartError for scales that are not of a quantised layer: AWQ may have some of activations."""
+        """Raise StartError for scales that belong to no quantised layer: AWQ may have scales of activations."""
         for name in self._files.dtypes if ("qweight", "I32") in self._parts else ():
             layer = name.removesuffix("scales")
             if name.endswith(".scales") and not self._has(layer, "qweight"):
                 raise StartError(f"{named(name)} scales something else than a quantised layer, which is not read")
 
     def tensors_of(self, name: str) -> list[str]:
-        """What a quantised weight is stored as."""
+        """Names of the tensors that store a quantised weight."""
         layer = name.removesuffix("weight")
         return [layer + part for part in _TENSORS if self._has(layer, part)]
 
@@ -115,13 +117,13 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         bits = self.config.bits
         words, scales = self._matrix(layer, "qweight"), self._matrix(layer, "scales")
         if self.config.is_ordered:
-            self._tensor(layer, "g_idx")  # which must be there
+            self._tensor(layer, "g_idx")  # raises if it is missing
         if self.config.layers_differ and self._has(layer, "g_idx"):
             bits = 8 if len(words) * 4 == len(self._tensor(layer, "g_idx")) else 4
         numbers = _unpacked(words, bits).permute(1, 0, 2).flatten(1)  # words hold neighbouring inputs
         zeros = self._matrix(layer, "qzeros")
         if self.config.stores_one_less:
-            zeros = zeros + _ONES[bits]  # as gptqmodel does it with what is borrowed
+            zeros = zeros + _ONES[bits]  # a carry reaches the next number, as in gptqmodel
         self._check_groups(numbers.shape[1], len(scales))
         weight = _grouped(numbers, scales.T, _unpacked(zeros, bits).flatten(1).T, bits)
         return self._in_order(weight, layer, "g_idx", len(scales))
@@ -153,7 +155,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
                     zeros = zeros.int() + (1 << bits - 1)
                 elif len(zeros) != -(-outputs * bits // 32):
                     raise ValueError(f"{list(zeros.shape)} words do not hold zero points of {outputs} outputs")
-                else:  # words hold neighbouring outputs here
+                else:  # here, words hold neighbouring outputs
                     zeros = _unpacked(zeros.T, bits).flatten(1)[:, :outputs].T
         scales = _of_outputs(scales, len(numbers))
         if self.config.groups and not any(
@@ -172,7 +174,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         if of_inputs is None and self.config.stores_input_scales:
             of_inputs = _INPUT_SCALES[0]
         input_scale = None if of_inputs is None else self._tensor(layer, of_inputs)
-        # Which transformers calls the inverse, and multiplies by.
+        # transformers calls this scale the inverse, and multiplies by it.
         name = "weight_scale_inv" if self._has(layer, "weight_scale_inv") else "weight_scale"
         if self._has(layer, "weight_zero_point") and self._tensor(layer, "weight_zero_point").float().any():
             raise ValueError("zero points of floats are not read")
@@ -195,21 +197,23 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         return found
 
     def _check_groups(self, inputs: int, groups: int) -> None:
-        """Raises ValueError where groups are not of the size that config.json says; -1 is a whole row."""
+        """Raise ValueError if groups do not have config.json's size; -1 is a whole row."""
         size = self.config.group_size
         if size is not None and size * groups != inputs and not (groups == 1 and not 0 < size < inputs):
             raise ValueError(f"{groups} groups of {inputs} inputs are not of {size}")
 
     def _in_order(self, weight: GroupedWeight, layer: str, part: str, groups: int) -> GroupedWeight:
-        """With the inputs of each group together: where GPTQ took them by activation (`desc_act`), the tensor `part`
-        has the group of each."""
+        """The weight with the inputs of each group side by side.
+
+        If GPTQ chose groups by activation (`desc_act`), the tensor `part` has the group of each input.
+        """
         if not self._has(layer, part):
             return weight
         group_of, inputs = self._tensor(layer, part).long(), weight.numbers.shape[1]
         if group_of.shape != (inputs,):
             raise ValueError(f"{part} has the shape {list(group_of.shape)} where there are {inputs} inputs")
         together = torch.arange(inputs) // -(-inputs // groups)
-        if group_of.equal(together) or (group_of < 0).all():  # which says that there is no order
+        if group_of.equal(together) or (group_of < 0).all():  # negative: there is no order
             return weight
         order = group_of.argsort(stable=True)
         if not group_of[order].equal(together):
@@ -218,33 +222,33 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
 
 class PackedFiles:
-    """The weights of such a checkpoint for code that wants them in floating point; the others are as stored."""
+    """A quantised checkpoint for code that needs its weights in floating point; unquantised weights stay as stored."""
 
     def __init__(self, files: WeightFiles, packed: PackedWeights) -> None:
         self._files = files
         self._packed = packed
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """As `Weights` has it."""
+        """Implements `Weights.identity`."""
         return self._files.identity()
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """As `Weights` has it; what is quantised is checked when it is read."""
+        """Implements `Weights.check`; quantised weights are checked when they are read."""
         self._packed.check_scales()
         self._files.check({name: place for name, place in expected.items() if name not in self._packed}, cuts)
 
     def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
-        """As `Weights` has it."""
+        """Implements `Weights.check_none_left`."""
         parts = [part for name in taken if name in self._packed for part in self._packed.tensors_of(name)]
         self._files.check_none_left({*taken, *parts}, ignored)
 
     def own(self, tied: Mapping[str, str]) -> frozenset[str]:
-        """As `Weights` has it. A quantised tensor has values of its own."""
+        """Implements `Weights.own`. A quantised tensor always has values of its own."""
         packed = frozenset(name for name in tied if name in self._packed)
         return packed | self._files.own(tied)
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """As `Weights` has it."""
+        """Implements `Weights.load_into`."""
         self.check(places, cuts)
         self._files.load_into({name: place for name, place in places.items() if name not in self._packed}, cuts)
         for name, place in places.items():
@@ -279,13 +283,13 @@ def widened(weight: QuantizedWeight) -> Tensor:
 
 
 def _of_outputs(part: Tensor, outputs: int) -> Tensor:
-    """[outputs, groups], where it may be one number for each output, or for all."""
+    """Expand one number, or one number for each output, to [outputs, groups]."""
     part = part.reshape(-1, 1) if part.dim() < 2 else part
     return part.expand(outputs, -1) if len(part) == 1 else part
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """[rows, columns] int32 to [rows, columns, numbers of a word] uint8, the lowest bits first."""
+    """Unpack words: [rows, columns] int32 to [rows, columns, numbers of a word] uint8, the lowest bits first."""
     if words.dtype is not torch.int32:
         raise ValueError(f"{list(words.shape)} {words.dtype} are no words of packed numbers")
     whole = words.clone(memory_format=torch.contiguous_format).view(torch.uint8).view(*words.shape, 4)
@@ -293,7 +297,8 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def _grouped(numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> GroupedWeight:
-    """`(number - zero) * scale`. numbers: [outputs, inputs] uint8; scales: [outputs, groups]; zeros: alike, or one."""
+    """`(number - zero) * scale`. numbers: [outputs, inputs] uint8; scales: [outputs, groups]; zeros: like scales, or
+    one."""
     (outputs, inputs), groups = numbers.shape, scales.shape[-1]
     if scales.dim() != 2 or len(scales) != outputs or (zeros.dim() and zeros.shape != scales.shape) or not groups:
         raise ValueError(
@@ -304,7 +309,7 @@ def _grouped(numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Group
         raise ValueError(f"groups of {inputs / groups:g} inputs are not read; they must be 16, or a multiple of 32")
     fine = size == 16 and groups > 1
     repeats = 1 if fine else -(-size // 32)
-    scales = scales.half().float()  # before zeros are multiplied: else a zero would be no zero with a small scale
+    scales = scales.half().float()  # rounded before the product with zeros: otherwise a small scale would move the zero
     minimums = None if not fine and bool((zeros == 1 << bits - 1).all()) else zeros * scales
 
     def of_blocks(part: Tensor) -> Tensor:
@@ -317,5 +322,5 @@ def _grouped(numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Group
         numbers.contiguous(),
         of_blocks(scales),
         None if minimums is None else of_blocks(minimums),
-        8 if fine else bits,  # there are no products with 4 bits and groups of 16
+        8 if fine else bits,  # no product has 4 bits and groups of 16
     )

@@ -1,6 +1,6 @@
-"""quantization_config of a config.json: how the linear layers of a checkpoint are stored.
+"""The quantization_config of a config.json: storage of a checkpoint's linear layers.
 
-Everything that it says is read here, changes nothing (with the reason), or is refused by a ValueError that names it.
+Every key is read here, is listed as harmless (with the reason), or raises a ValueError that names it.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from worker_service.loading.quantized.quantization_keys import COUNT, FLAG, SIZE
 from worker_service.wording import named, shown
 
 _NOTES = frozenset({
-    # How numbers were found.
+    # Settings of the search for the numbers.
     "act_bits", "act_data_type", "act_dynamic", "act_group_aware", "act_group_size", "act_sym", "amp",
     "autoround_version", "batch_size", "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset",
     "enable_alg_ext", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "gptaq",
@@ -21,10 +21,10 @@ _NOTES = frozenset({
     "model_seqlen", "module_name_preceding_first_block", "mse", "nsamples", "offload_to_disk", "offload_to_disk_path",
     "pad_token_id", "quantizer", "scale_dtype", "seqlen", "super_bits", "super_group_size", "tokenizer", "train_bs",
     "true_sequential",
-    # Which layers are quantised, and in which order, is seen by the tensors.
+    # The tensors show which layers are quantised, and in which order.
     "block_name_to_quantize", "ignored_layers", "lm_head", "modules_in_block_to_quantize", "modules_to_not_convert",
     "quant_block_list", "quant_lm_head", "static_groups", "supported_types", "to_quant_block_names",
-    # How other programs multiply by them.
+    # Settings of other programs' kernels.
     "backend", "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "max_input_length",
     "modules_to_fuse", "pack_impl", "use_cuda_fp16", "use_exllama",
 })  # fmt: skip
@@ -35,49 +35,49 @@ _OF_INTEGERS: Mapping[str, Kind] = {
     "act_bits": one_of(16, 32), "dynamic": _OBJECT, "extra_config": _OBJECT, "pack_dtype": one_of("int32"),
     "packing_format": TEXT, "checkpoint_format": TEXT, "format": TEXT, "method": TEXT,
 }  # fmt: skip
-"""AutoRound writes some of these into files of GPTQ and AWQ too."""
+"""Keys of layouts of whole numbers. AutoRound writes some of them into files of GPTQ and AWQ, too."""
 _OF_GPTQ = {**_OF_INTEGERS, "is_marlin_format": one_of(False)}
 _OF_AWQ = {**_OF_INTEGERS, "w_bit": COUNT, "q_group_size": SIZE, "zero_point": FLAG, "version": TEXT}
 _OF_A_LAYER: Mapping[str, Kind] = {
     "bits": COUNT, "group_size": SIZE, "desc_act": FLAG, "sym": FLAG, "data_type": TEXT,
 }  # fmt: skip
-"""Where layers differ: of GPTQ's "dynamic" and AutoRound's "extra_config"."""
+"""Keys of layers that differ from the rest: in GPTQ's "dynamic" and AutoRound's "extra_config"."""
 _OF_FP8: Mapping[str, Kind] = {
     "activation_scheme": TEXT, "fmt": one_of("e4m3", "float8_e4m3fn"), "weight_block_size": block_size,
     "scale_fmt": one_of("float", "ue8m0"), "dequantize": one_of(False), "expert_dtype": one_of("fp8"),
     "quant_type": TEXT,
 }  # fmt: skip
 _ONE_LESS = ("gptq", "auto_round:auto_gptq", "auto_round:gptq")
-"""Layouts of GPTQ's words that store of each zero point one less."""
+"""Layouts of GPTQ's words that store each zero point minus 1."""
 _GPTQ = (*_ONE_LESS, "gptq_v2", "auto_round", "auto_round:gptqmodel")
 _AWQ = ("gemm", "auto_round:auto_awq", "auto_round:awq")
 
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """What readers of the layouts need to know."""
+    """A checkpoint's layout, with the values that its reader needs."""
 
     layout: str
     """"gptq", "awq", "compressed-tensors" or "fp8"."""
     bits: int = 0
-    """Of GPTQ's numbers where layers do not differ."""
+    """Bits of GPTQ's numbers if all layers have the same."""
     group_size: int | None = None
-    """Of GPTQ and AWQ: inputs that share a scale, -1 for all; None if it is not said, or layers differ."""
+    """GPTQ and AWQ: inputs that share a scale, -1 for all; None if the file does not state it, or layers differ."""
     layers_differ: bool = False
     stores_one_less: bool = False
-    """Of GPTQ's zero points."""
+    """Whether GPTQ's zero points are stored minus 1."""
     is_ordered: bool = False
-    """Whether the inputs of GPTQ's groups may be from everywhere, which a tensor of each layer says."""
+    """Whether GPTQ's groups may contain any inputs; each layer then has a tensor with the group of each input."""
     stores_input_scales: bool = False
-    """Whether each layer in fp8 must have a scale for its inputs."""
+    """Whether each fp8 layer must have a scale for its inputs."""
     block: Block | None = None
-    """Outputs and inputs that share a scale, where weights in fp8 have blocks."""
+    """Outputs and inputs that share a scale, if fp8 weights have blocks."""
     groups: tuple[Group, ...] = ()
-    """The ways in which compressed-tensors stores weights."""
+    """Storage of each group of layers in compressed-tensors."""
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "QuantizationConfig":
-        """Raises ValueError."""
+        """Raises ValueError for an unsupported quantisation."""
         method = json.get("quant_method")
         read = _METHODS.get(str(method))
         if read is None:
@@ -129,12 +129,12 @@ def _of_awq(json: Mapping[str, Any], layout: str) -> QuantizationConfig:
 
 
 def _layers_that_differ(json: Mapping[str, Any]) -> list[str]:
-    """The patterns of layers that are quantised in another way than the rest, as "dynamic.PATTERN"."""
+    """Patterns of layers whose quantisation differs from the rest, in the form "dynamic.PATTERN"."""
     found = []
     for name, whole in (("dynamic", None), ("extra_config", 16)):
         for pattern, layer in (json.get(name) or {}).items():
             where = f"{name}.{named(pattern)}"
-            if name == "dynamic" and pattern.startswith("-:"):  # its layers are stored as they were
+            if name == "dynamic" and pattern.startswith("-:"):  # "-:" marks layers that are not quantised
                 continue
             if not isinstance(layer, dict):
                 raise ValueError(f"{where} is {shown(layer)}; it must be an object")

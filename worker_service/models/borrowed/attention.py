@@ -1,12 +1,10 @@
-"""Our attention for the networks of transformers, as one of the functions that they choose from by name.
+"""Our attention for transformers' networks, registered there under the name `NAME`.
 
-Under that name transformers asks `_describe_mask` for a step's masks, one for each kind of layer, and every layer hands
-its mask, queries, keys and values to `_attend`. A mask is a description instead of a tensor, so that a window applies
-exactly where the network's own code has it. The network runs inside a `within` block; its caller decides what is done
-with queries, keys and values.
+Under this name transformers calls `_describe_mask` for a step's masks, one for each kind of layer. Every layer hands
+its mask, queries, keys and values to `_attend`. A mask is a description, not a tensor, so a window applies exactly
+where the network's own code applies it. The network runs inside a `within` block, whose caller chooses the attention.
 
-A network that asks for more than a scaled softmax over a window of the past raises ValueError: it would otherwise run
-and compute something else than it should.
+A network that needs more than a scaled softmax over a causal window raises ValueError: it would compute wrong results.
 """
 
 from collections.abc import Iterator
@@ -19,24 +17,24 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "pagewire"
-"""The value for a network's `attn_implementation`."""
+"""Value of a network's `attn_implementation`."""
 
 _WITHOUT_EFFECT = frozenset(
     {"cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
      "position_ids", "return_dict", "sliding_window", "use_cache"}
 )  # fmt: skip
-"""Further arguments that layers pass, and that the mask already says or inference does not use."""
+"""Further arguments of layers: the mask already holds their meaning, or inference does not use them."""
 
 
 class Attention(Protocol):
-    """Computes the attention of one layer after the other."""
+    """Computes a layer's attention; layers call it in order."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, soft_cap: float | None
     ) -> Tensor:
         """query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; all contiguous.
 
-        The rest is `paged_attention`'s. Returns the shape of query.
+        scale, window, soft_cap: as for `paged_attention`. Returns the shape of query.
         """
 
 
@@ -45,7 +43,7 @@ _attention: ContextVar[Attention] = ContextVar("attention")
 
 @contextmanager
 def within(attention: Attention) -> Iterator[None]:
-    """Have networks that run in this block use `attention`."""
+    """Networks that run in this block use `attention`."""
     token = _attention.set(attention)
     try:
         yield
@@ -55,15 +53,15 @@ def within(attention: Attention) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _CausalMask:
-    """Each token attends to itself and to earlier tokens: to all of them, or to as many as the window has."""
+    """Each token attends to itself and to earlier tokens: all of them, or the last ones up to the window."""
 
     window: int | None
 
 
 def _describe_mask(*, config: Any, use_vmap: bool, local_size: int | None = None, **kwargs: Any) -> _CausalMask:
-    """Takes the place of the function that fills a mask.
+    """Replaces the transformers function that fills a mask.
 
-    `local_size` is a window or a chunk; with `use_vmap` the mask has additions.
+    `local_size` is a window or a chunk. With `use_vmap` the mask has additions.
     """
     if "allow_is_causal_skip" not in kwargs:
         raise ValueError("its tokens attend to later ones")

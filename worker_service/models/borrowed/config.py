@@ -1,4 +1,4 @@
-"""The config.json of a network that runs in transformers' own code, and the reasons why one cannot."""
+"""The config.json of a network that runs in transformers' own code, and the reasons for a refusal."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,10 +16,10 @@ from worker_service.models.config.transformers_keys import check_known, rope_par
 
 @dataclass(frozen=True)
 class TransformersConfig:
-    """A network, the class that computes it, and what it needs."""
+    """A network, the class that computes it, and the sizes that its cache needs."""
 
     network: Any
-    """The configuration as transformers has it."""
+    """The configuration object of transformers."""
     network_class: Any
     needs: Survey
     vocabulary_size: int
@@ -29,7 +29,7 @@ class TransformersConfig:
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "TransformersConfig":
-        """Raises ValueError where it describes no network that can be run."""
+        """Raises ValueError if the file describes no supported network."""
         network = parse(json)
         network_class = AutoModelForCausalLM._model_mapping.get(type(network), None)
         if (reason := _why_not(network, network_class)) is not None:
@@ -51,46 +51,46 @@ class TransformersConfig:
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """As `ModelConfig` has it."""
+        """Implements `ModelConfig.tied`."""
         return {name: other for name, other in self.needs.tied.items() if name not in self.own_tensors}
 
     def untied(self, own: frozenset[str]) -> "TransformersConfig":
-        """As `ModelConfig` has it."""
+        """Implements `ModelConfig.untied`."""
         return replace(self, own_tensors=own)
 
     @property
     def ignored_tensors(self) -> Collection[str]:
-        """As `ModelConfig` has it."""
+        """Implements `ModelConfig.ignored_tensors`."""
         return self.needs.ignored_tensors
 
     @property
     def hidden_size(self) -> int:
-        """Numbers of a token's state."""
+        """Numbers in a token's hidden state."""
         return self.needs.hidden_size
 
     @property
     def num_layers(self) -> int:
-        """How many layers the cache has to hold keys and values of."""
+        """Layers whose keys and values the cache holds."""
         return self.needs.num_layers
 
     @property
     def num_kv_heads(self) -> int:
-        """The window of each layer."""
+        """Key-value heads of each layer."""
         return self.needs.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """The dimension of keys and of values."""
+        """Numbers in a head's key, and in its value."""
         return self.needs.head_dim
 
     @property
     def sliding_window(self) -> int | None:
-        """How many tokens up to itself a token attends to, whatever the layer; None for all."""
+        """Tokens to which a token attends at most, itself included, in any layer; None if some layer has no window."""
         return self.needs.sliding_window
 
 
 def _why_not(network: Any, network_class: Any) -> str | None:
-    """The reason why a network cannot run, as far as its configuration tells; None if there is none."""
+    """The reason why a network cannot run, as far as its configuration shows; None if there is no reason."""
     if network.is_encoder_decoder:
         return "of networks with an encoder and a decoder, bart, t5 and whisper are supported"
     if network_class is None:
@@ -112,7 +112,7 @@ def _why_not(network: Any, network_class: Any) -> str | None:
 
 
 def _check_rotary_dims(network: Any, needs: Survey) -> None:
-    """Raise ValueError where a part of each head is to turn and the network's code turns another."""
+    """Raise ValueError if the network's code rotates another part of each head than the file states."""
     for parameters in rope_parameters_of(network):
         kind = parameters.get("rope_type", "default")
         if kind != "default" and not needs.rotary_dims:
@@ -125,7 +125,7 @@ def _check_rotary_dims(network: Any, needs: Survey) -> None:
 
 
 def _lengths(network: Any) -> Iterator[int]:
-    """The lengths that each of its kinds of positions is for."""
+    """The longest sequence for each kind of positions."""
     length = int(network.max_position_embeddings)
     for parameters in rope_parameters_of(network) or [{}]:
         yield scaled_length(parameters.get("rope_type", "default"), parameters, length)

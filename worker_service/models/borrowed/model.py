@@ -1,9 +1,12 @@
-"""Any other causal network, run through its own code in transformers with our paged attention in its layers.
+"""Any other causal network: its own code in transformers runs with our paged attention in its layers.
 
-All tokens of a step go through the network as one row; only attention looks across tokens, and it knows which belong
-together. It is slower than the native decoder, because nothing is fused or packed. Families whose layers differ in
-shape from the native one's run here too, among them OLMo 2 (norms only behind the halves of a layer, and over all
-heads), Cohere (both halves side by side) and Granite (multipliers).
+All tokens of a step go through the network as one row. Only attention looks across tokens, and its metadata separates
+the sequences. This is slower than the native decoder, because nothing is fused or packed. Families whose layers have
+another shape than the native decoder's run here too:
+
+    OLMo 2    norms only after each half of a layer, and over all heads
+    Cohere    attention and feed-forward side by side
+    Granite   multipliers
 """
 
 from collections.abc import Callable
@@ -25,25 +28,26 @@ class TransformersModel:
     """The network from token ids to logits."""
 
     def __init__(self, config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights, without values yet; tensors that the configuration determines have theirs."""
+        """Allocate the weights without values; tensors that the configuration determines get their values."""
         self.config = config
         self._network = build_network(config, dtype, device, NAME)
         self._body = self._network.get_decoder()
         self._head = Head(self._network, self._body)
-        self._lora_slots: Tensor | None = None  # of the pass that is being computed
+        self._lora_slots: Tensor | None = None  # set during a forward pass
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """As `CausalModel` has it."""
+        """Implements `CausalModel.checkpoint_tensors`."""
         return checkpoint_places(self._network)
 
     def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
-        """As `CausalModel` has it, but never quantised."""
+        """Implements `CausalModel.pack`, without quantisation."""
         assert quantization == "none"
         assert not quantized
         self._head.pack()
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
-        """As `CausalModel` has it, for the body's plain linear layers that see every token: experts do not."""
+        """Implements `CausalModel.allocate_lora` for the body's plain linear layers that see every token: not
+        experts."""
         places = {}
         names = {id(module): name for name, module in self._network.named_modules()}
         for module in self._body.modules():
@@ -72,13 +76,13 @@ class TransformersModel:
         cache: Tensor,
         lora_slots: Tensor | None = None,
     ) -> Tensor:
-        """As `CausalModel` has it."""
+        """Implements `CausalModel.forward`."""
         self._lora_slots = lora_slots
         with within(_CachedAttention(slots, attention, cache)):
             output = self._body(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
-                # Without it, transformers would search the positions for the ends of texts.
+                # Without this mask, transformers would search the positions for the ends of texts.
                 attention_mask=token_ids.new_ones((1, len(token_ids))),
                 use_cache=False,
             )
@@ -86,12 +90,12 @@ class TransformersModel:
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """As `CausalModel` has it."""
+        """Implements `CausalModel.compute_logits`."""
         return self._head(inputs_embeds=hidden[None])
 
 
 class _CachedAttention:
-    """Attention over the paged cache. The n-th call of a pass is layer n."""
+    """Attention over the paged cache. The n-th call of a forward pass is layer n."""
 
     def __init__(self, slots: Tensor, metadata: AttentionMetadata, cache: Tensor) -> None:
         self._slots = slots

@@ -1,6 +1,6 @@
-"""Networks of transformers with parts of ours: their allocation, packed layers, and the head apart from the body.
+"""Our parts in networks of transformers: allocation, packed layers, and the head without the body.
 
-A network's own code also caps and scales its logits, but the product that makes them is ours, in float32.
+A network's own code caps and scales its logits, but our float32 product computes them.
 """
 
 import copy
@@ -15,9 +15,11 @@ from worker_service.models.layers.linear import Linear
 
 
 def build_network(config: Any, dtype: torch.dtype, device: torch.device, attention: str, **options: Any) -> Any:
-    """Allocate the weights of a configuration's `network_class`, without values yet; tensors that the configuration
-    determines have theirs. attention: the name of the attention in its layers. Tensors that the configuration
-    ties are one, but for its `own_tensors`."""
+    """Allocate the weights of a configuration's `network_class`, without values.
+
+    Tensors that the configuration determines get their values. Tied tensors share memory, except the config's
+    `own_tensors`. attention: the name of the attention in the network's layers.
+    """
     with device, no_init_weights():
         network = config.network_class._from_config(
             copy.deepcopy(config.network), dtype=dtype, attn_implementation=attention, **options
@@ -32,7 +34,7 @@ def build_network(config: Any, dtype: torch.dtype, device: torch.device, attenti
 
 
 class Head:
-    """What a network makes of its body's states: logits."""
+    """The network's head: computes logits from the body's states."""
 
     def __init__(self, network: Any, body: nn.Module) -> None:
         self._network = _with_part(network, _path(network, body), _GivenBody())
@@ -42,23 +44,23 @@ class Head:
             self._network = _with_part(self._network, _path(network, product), self._product)
 
     def pack(self) -> None:
-        """Pack the product's weights as they are now."""
+        """Pack the current weights of the product."""
         if self._product is not None:
             self._product.pack()
 
     def __call__(self, **inputs: Any) -> Tensor:
-        """inputs: those of the network, with the body's states, [1, rows, hidden_size], in place of embeddings. Returns
+        """inputs: the network's inputs, with the body's states, [1, rows, hidden_size], in place of embeddings. Returns
         [rows, vocabulary_size] float32."""
         logits: Tensor = self._network(**inputs, use_cache=False).logits[0]
         return logits.float()
 
 
 class PackedLinear(nn.Module):
-    """Takes the place of a linear layer, and multiplies by its weights as they are when it is told to `pack`."""
+    """Replaces a linear layer; `pack` packs the current weights."""
 
     def __init__(self, linear: nn.Linear, *, wide: bool = False) -> None:
         super().__init__()
-        self.weight = linear.weight  # some networks ask for its dtype
+        self.weight = linear.weight  # some networks read its dtype
         self._linear = Linear(linear.weight, linear.bias, wide=wide)
 
     def pack(self) -> None:
@@ -70,14 +72,14 @@ class PackedLinear(nn.Module):
 
 
 class _GivenBody(nn.Module):
-    """Takes the place of the module that computes hidden states, and returns the ones that it is given."""
+    """Replaces the module that computes hidden states, and returns its input states unchanged."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
         return _Output(inputs_embeds)
 
 
 class _Output:
-    """The output of any body: hidden states, and None for all other fields that heads read."""
+    """The output of any body: hidden states, and None in all other fields that heads read."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -96,7 +98,7 @@ def _path(module: nn.Module, part: nn.Module) -> list[str]:
 
 
 def _with_part(module: nn.Module, path: list[str], part: nn.Module) -> Any:
-    """The same module, weights and all, with another part in place of the one at `path`."""
+    """A shallow copy of the module with the same weights, in which `part` replaces the submodule at `path`."""
     name, *rest = path
     other = copy.copy(module)
     other._modules = {**module._modules, name: _with_part(getattr(module, name), rest, part) if rest else part}

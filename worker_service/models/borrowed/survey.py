@@ -1,7 +1,7 @@
-"""Finds out what a network of transformers needs of a cache, and whether it can have it, before a weight is read.
+"""Finds out which cache a network of transformers needs, and whether it can run, before a weight is read.
 
-The network's code runs once over two tokens on torch's meta device, where tensors have shapes and no data. Families
-name heads and layers differently in their configurations; the shapes that a network computes have one meaning.
+The network's code runs once over two tokens on torch's meta device, where tensors have shapes but no data. Families
+name heads and layers differently in their configurations; the computed shapes are unambiguous.
 """
 
 import copy
@@ -21,24 +21,24 @@ from worker_service.models.config.config_limits import check_padding
 
 @dataclass(frozen=True)
 class Survey:
-    """What the survey found that a network needs."""
+    """Results of the survey."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None
-    """As `ModelConfig` has it."""
+    """Same as `ModelConfig.sliding_window`."""
     hidden_size: int
     tied: Mapping[str, str]
-    """As `ModelConfig` has it."""
+    """Same as `ModelConfig.tied`."""
     ignored_tensors: Collection[str]
-    """As `ModelConfig` has it."""
+    """Same as `ModelConfig.ignored_tensors`."""
     rotary_dims: frozenset[int]
-    """Of each head, how many numbers turn; of each kind of positions that it has."""
+    """Numbers of each head that are rotated, one entry for each kind of positions."""
 
 
 class _Observer:
-    """An attention that only notes its arguments."""
+    """An attention that only records its arguments."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -65,7 +65,7 @@ def survey(network_class: Any, config: Any) -> Survey:
     observer = _Observer()
     try:
         with torch.device("meta"), torch.inference_mode():
-            # Of the ways to compute experts, this one reads no data.
+            # Among transformers' implementations of experts, "batched_mm" reads no data.
             network = network_class._from_config(
                 _without_data(config), attn_implementation=NAME, experts_implementation="batched_mm"
             )
@@ -85,7 +85,7 @@ def survey(network_class: Any, config: Any) -> Survey:
     except Exception as error:
         if "Padding_idx" in str(error):
             check_padding(config)
-        # Foreign code runs where it was not written for, and may raise any error.
+        # Model code that was not written for the meta device may raise any error.
         raise ValueError(f"its code does not run with our attention: {error or type(error).__name__}") from error
     if not observer.shapes:
         raise ValueError("it has no layer with attention")
@@ -109,7 +109,7 @@ def survey(network_class: Any, config: Any) -> Survey:
 
 
 def _without_data(config: Any) -> Any:
-    """A copy whose rotary frequencies do not depend on the positions; shapes never do."""
+    """A copy whose rotary frequencies do not depend on positions; shapes never depend on them."""
     other = copy.deepcopy(config)
     parameters = getattr(other, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):

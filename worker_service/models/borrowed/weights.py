@@ -1,8 +1,8 @@
-"""The weights of a network of transformers under the names, and in the shapes, that checkpoints have for them.
+"""The weights of a network of transformers under the names and in the shapes of its checkpoints.
 
-Some families hold several tensors of a checkpoint, most often experts, as one parameter, or under another name. What
-transformers does to parameters when it saves them is done here to views of them, without a copy, so that a
-checkpoint's tensors are read straight into their places in the parameters.
+Some families hold several checkpoint tensors, most often experts, as one parameter, or under another name. When
+transformers saves a model, it splits, renames and reshapes such parameters. Here the same steps are applied to views of
+the parameters, without a copy. Checkpoint tensors are thus read straight into their places in the parameters.
 """
 
 from typing import Any
@@ -12,15 +12,17 @@ from transformers.core_model_loading import revert_weight_conversion
 
 
 class _View(Tensor):
-    """A tensor that stays a view of its memory when it is asked to be contiguous."""
+    """A tensor that stays a view of its memory when `contiguous` is called."""
 
     def contiguous(self, *_: Any, **__: Any) -> "_View":
         return self
 
 
 def tied_tensors(network: Any) -> dict[str, tuple[str, str]]:
-    """The tensors that a network ties to others, by their names in a checkpoint: their names in the network, and the
-    others' in a checkpoint."""
+    """Tensors that a network ties to others, by name in a checkpoint.
+
+    Value: the tensor's name in the network, and the other tensor's name in a checkpoint.
+    """
     return {
         _name_in_checkpoint(network, name): (name, _name_in_checkpoint(network, other))
         for name, other in network.all_tied_weights_keys.items()
@@ -34,8 +36,8 @@ def _name_in_checkpoint(network: Any, name: str) -> str:
 
 
 def checkpoint_places(network: Any) -> dict[str, Tensor]:
-    """Places by the checkpoint's names. Raises ValueError if a tensor has no place of its own in memory."""
-    # Tied weights have several names, of which a checkpoint has the first.
+    """Places of a checkpoint's tensors, by name. Raises ValueError if a tensor has no place of its own in memory."""
+    # A tied weight has several names; a checkpoint has the first.
     weights: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():

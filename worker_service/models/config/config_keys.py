@@ -1,7 +1,7 @@
 """Keys of a config.json that change nothing, each with the reason, and the refusal of unknown keys.
 
-A key of a config.json is read by its family's reader, or it is in one of these lists, or the model is refused. A key
-that changes the network of any family must not be listed here: a reader that forgets the key would not be noticed.
+Every key of a config.json is read by its family's reader, or listed here; otherwise the model is refused. A key that
+changes the network of any family must not be listed: a reader that forgets the key would go unnoticed.
 """
 
 import re
@@ -19,7 +19,7 @@ BOOKKEEPING = frozenset({
     "tokenizer_model_max_length", "tokenizer_padding_side", "transformers.js_config", "transformers_version",
     "unsloth_fixed", "unsloth_training", "unsloth_version",
 })  # fmt: skip
-"""Where the file comes from, and what wrote it. `_sliding_window_pattern` is only ever written beside `layer_types`."""
+"""Origin of the file, and the program that wrote it. `_sliding_window_pattern` occurs only beside `layer_types`."""
 
 EXECUTION = frozenset({
     "attn_implementation", "cache_implementation", "chunk_size_feed_forward", "dtype", "experts_implementation",
@@ -27,10 +27,10 @@ EXECUTION = frozenset({
     "reference_compile", "repad_logits_with_grad", "return_dict", "tf_legacy_loss", "torch_dtype", "torchscript",
     "transformers_weights", "use_bfloat16", "use_cache", "use_parallel_embedding", "validate_runner_input",
 })  # fmt: skip
-"""How another program computes the same network, or where it finds it. `dtype` is what --dtype auto takes."""
+"""Settings of other programs that compute or store the same network. `--dtype auto` takes `dtype`."""
 
 CODE = frozenset({"auto_map", "custom_generate", "custom_pipelines", "trust_remote_code"})
-"""Code beside a model, which is never run. The network is the one that `model_type` names."""
+"""References to code beside a model. The service never runs this code: `model_type` names the network."""
 
 TRAINING = frozenset({
     "activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "aux_loss_alpha", "classif_dropout",
@@ -38,7 +38,7 @@ TRAINING = frozenset({
     "initializer_factor", "initializer_range", "layerdrop", "output_router_logits", "replacing_rate", "resid_pdrop",
     "router_aux_loss_coef", "router_jitter_noise", "save_step",
 })  # fmt: skip
-"""Used in training alone."""
+"""Settings that only training uses."""
 
 GENERATION = frozenset({
     "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
@@ -51,13 +51,14 @@ GENERATION = frozenset({
     "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
     "target_lookbehind", "task_specific_params", "temperature", "top_k", "top_p", "typical_p", "unk_token_id",
 })  # fmt: skip
-"""How text is generated, which is the scheduler's affair, not the network's."""
+"""Settings of text generation: the scheduler's task, not the network's."""
 
 LABELS = frozenset({
     "_num_labels", "id2label", "label2id", "num_labels", "problem_type", "summary_activation", "summary_first_dropout",
     "summary_proj_to_labels", "summary_type", "summary_use_proj",
 })  # fmt: skip
-"""Of a classifier's head. `architectures` says whether there is one, and a head that is not read has tensors left."""
+"""Settings of a classifier's head. `architectures` shows whether there is a head; an unread head is refused for its
+tensors."""
 
 HARMLESS = BOOKKEEPING | EXECUTION | CODE | TRAINING | GENERATION | LABELS
 
@@ -68,15 +69,15 @@ _NEUTRAL: Mapping[str, object] = {
     "shared_expert_intermediate_size": 0, "tie_encoder_decoder": False, "use_bidirectional_attention": False,
     "use_mrope": False,
 }  # fmt: skip
-"""The values that keys must have if the family's reader does not read them. Other values mean another network."""
+"""Values that keys must have if the family's reader does not read them. Other values mean another network."""
 
 _MOST_SHOWN = 8
 _GENERATES = re.compile("(forcausallm|lmheadmodel|model)$")
-"""What the names of networks that continue text end in, in small letters; the last is of a body without its head."""
+"""Endings, in lower case, of class names of networks that continue text; "model" is a body without its head."""
 
 
 def check_all_read(keys: ReadKeys, family: object) -> None:
-    """Raise ValueError where a key was neither read nor is one that changes nothing."""
+    """Raise ValueError if a key was not read and is not listed as harmless."""
     keys.neutral(**_NEUTRAL)
     refuse({name: value for name, value in keys.unread().items() if name not in HARMLESS}, family)
 
@@ -93,8 +94,11 @@ def refuse(keys: Mapping[str, Any], family: object) -> None:
 
 
 def check_generates(json: Mapping[str, Any], *own: str) -> None:
-    """Raise ValueError where `architectures` names a network that is not the family's, or whose head does not make
-    logits of the next token. own: names that do not follow from `model_type`."""
+    """Raise ValueError if `architectures` names a network of another family, or a head that does not compute next-token
+    logits.
+
+    own: names that do not follow from `model_type`.
+    """
     family = str(json.get("model_type"))
     families = {name.replace("_", "").lower() for name in (family, family.removesuffix("_text"))}
     for name in architectures(json):
@@ -106,7 +110,7 @@ def check_generates(json: Mapping[str, Any], *own: str) -> None:
 
 
 def architectures(json: Mapping[str, Any]) -> list[str]:
-    """The networks that a file is for. Raises ValueError for anything but names."""
+    """The class names of a file's networks. Raises ValueError if `architectures` is not a list of names."""
     names = json.get("architectures") or []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError("architectures is not a list of names")

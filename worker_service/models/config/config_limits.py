@@ -1,4 +1,4 @@
-"""How large the sizes of a natively read network may be."""
+"""Limits for the sizes of a native network."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from worker_service.read_keys import LARGEST
 
 MOST_LAYERS = 512
-"""Where a network runs once without its data, in transformers' code, a layer takes 15 ms."""
+"""Layers. transformers' code takes 15 ms a layer to run a network once without its data."""
 MOST_EXPERTS = 2**12
 SIZES: Mapping[str, tuple[int, int]] = {
     "vocab_size": (1, LARGEST),
@@ -22,13 +22,12 @@ SIZES: Mapping[str, tuple[int, int]] = {
     "head_dim": (1, 2**16),
     "max_position_embeddings": (1, LARGEST),
 }
-"""The least and the most. More than any existing network has, and little enough that such a model can be described
-without its memory."""
+"""Minimum and maximum. The maximum exceeds any existing network, yet a model of this size can be described without its
+memory."""
 
 
 def check_padding(network: Any) -> None:
-    """Raise ValueError where the token that fills rows is none of those that have embeddings. network: a configuration
-    of transformers."""
+    """Raise ValueError if the padding token has no embedding. network: a configuration of transformers."""
     token, number = network.pad_token_id, network.vocab_size
     if token is not None and not -number <= token < number:
         raise ValueError(f"pad_token_id is {token}, and vocab_size is {number}; it must be below that")

@@ -20,11 +20,11 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
              "mscale_all_dim", "truncate"),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }  # fmt: skip
-"""What each type of positions is described by, besides `rope_theta` and, in some families, `partial_rotary_factor`."""
+"""Keys of each type of positions. `rope_theta` is in all types, and `partial_rotary_factor` in some families."""
 _YARN_FACTOR = "attn_factor"
-"""Of YaRN's first code: a further factor on cosines and sines. transformers knows none; vLLM has it as here."""
+"""YaRN's first code: a further factor on cosines and sines. vLLM has it as here; transformers does not know it."""
 NOTES = ("finetuned",)
-"""Keys that tell how a scaled model was made. They change nothing."""
+"""Keys that record how a scaled model was made. They change nothing."""
 _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = LARGEST
 N = TypeVar("N", int, float)
@@ -32,14 +32,14 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """How far each pair of a head turns from one position to the next."""
+    """The angle by which each pair of a head's numbers turns from one position to the next."""
 
     inverse_frequencies: Tensor
-    """[rotary_dim / 2] float32: radians a position. The part of a head behind rotary_dim does not turn."""
+    """[rotary_dim / 2] float32: radians per position. Numbers of a head from rotary_dim on do not turn."""
     scale: float = 1.0
-    """A factor on cosines and sines."""
+    """Factor on cosines and sines."""
     max_positions: int | None = None
-    """The longest sequence that these frequencies are for; None for what config.json says without them."""
+    """Tokens of the longest sequence for these frequencies; None: config.json's length without scaling."""
 
 
 def read_rope(
@@ -50,16 +50,16 @@ def read_rope(
     parts_of_heads: bool = False,
     original: int | None = None,
 ) -> Rope:
-    """Understands `rope_parameters` and the older pair of `rope_theta` and `rope_scaling`.
+    """Read `rope_parameters`, or the older pair `rope_theta` and `rope_scaling`.
 
-    default_theta: the family's default; parts_of_heads: whether the family's code obeys `partial_rotary_factor`;
-    original: the family's default of the original length, if it has one: then the top of the file alone says another.
-    Raises ValueError for a kind that is not supported.
+    default_theta: the family's default. parts_of_heads: whether the family's code obeys `partial_rotary_factor`.
+    original: the family's default for the original length; a family with this default takes another length only from
+    the top of the file. Raises ValueError for an unsupported type.
     """
     newer, older = json.group("rope_parameters"), json.group("rope_scaling")
     if newer.plain and older.plain and newer.plain != older.plain:
         raise ValueError("rope_parameters and rope_scaling say different things")
-    json.without_effect(*(["rope_parameters"] if older.plain else []))  # it is empty or the same
+    json.without_effect(*(["rope_parameters"] if older.plain else []))  # it is empty, or equal to rope_scaling
     parameters = older if older.plain else newer
     theta = read_theta(parameters, json, "rope_theta", default_theta)
     share = 1.0
@@ -79,15 +79,16 @@ def rope_of(
     original: int | None = None,
     is_scaled_length: bool = False,
 ) -> Rope:
-    """parameters: of these positions, but for theta, and for the share of a head that turns. original: as `read_rope`.
+    """Rope from the values in `parameters`; theta and share are given.
 
-    is_scaled_length: whether the family's max_position_embeddings is the length that its scaling leads to.
+    share: the part of a head that turns. original: as for `read_rope`. is_scaled_length: whether the family's
+    max_position_embeddings is the length after scaling.
     """
     if kinds := [name for name in parameters if name.endswith("_attention")]:
         raise ValueError(f"rope_parameters that differ between kinds of layers are not supported ({named(kinds[0])})")
-    # Phi-3's first files have other names of longrope.
+    # Phi-3's first files call longrope "su" or "yarn".
     others = ("su", "yarn") if json.plain.get("model_type") == "phi3" else ()
-    name = "rope_type" if "rope_type" in parameters else "type"  # its older name
+    name = "rope_type" if "rope_type" in parameters else "type"  # the older name
     kind = parameters.choice(name, {*ROPE_KEYS, *others}, "default")
     parameters.neutral(type=kind)
     kind = "longrope" if kind in others else kind
@@ -119,13 +120,13 @@ def rope_of(
 
 
 def read_theta(parameters: ReadKeys, json: ReadKeys, outer: str, default: float) -> float:
-    """The base of positions, which the parameters say, or the top of the file under the name `outer`."""
+    """The base of the positions: from `parameters`, or from the top of the file under the name `outer`."""
     found = _agreed(parameters, "rope_theta", json, outer, lambda keys, name: keys.number(name, None, most=2**63))
     return default if found is None else found
 
 
 def _said(kind: str, parameters: ReadKeys, pairs: int) -> dict[str, Any]:
-    """The values of `ROPE_KEYS` but for the original length, as far as they are there."""
+    """The values of the `ROPE_KEYS` that are present, without the original length."""
 
     def number_or_none(name: str) -> float | None:
         return parameters.number(name, None, null=None)
@@ -134,7 +135,7 @@ def _said(kind: str, parameters: ReadKeys, pairs: int) -> dict[str, Any]:
         return parameters.number(name, None, null=None, least=0)
 
     reads: dict[str, Callable[[str], Any]] = {
-        # Without it, the lengths say it.
+        # If there is no factor, it follows from the lengths.
         "factor": number_or_none if kind in ("yarn", "longrope") else parameters.number,
         "low_freq_factor": parameters.number,
         "high_freq_factor": parameters.number,
@@ -152,9 +153,9 @@ def _said(kind: str, parameters: ReadKeys, pairs: int) -> dict[str, Any]:
 
 
 def _original(kind: str, parameters: ReadKeys, json: ReadKeys, default: int | None) -> int | None:
-    """The length of the texts that a model was made for before its positions were scaled."""
+    """The maximum text length of the model before its positions were scaled."""
     if kind == "default":
-        # It says nothing there.
+        # The original length has no effect without scaling.
         for keys in (parameters, json):
             keys.integer(_ORIGINAL, None, null=None)
         return None
@@ -168,12 +169,14 @@ def _original(kind: str, parameters: ReadKeys, json: ReadKeys, default: int | No
 
 
 def scaled_length(kind: str, parameters: Mapping[str, Any], length: int, *, is_scaled: bool = False) -> int:
-    """The longest sequence that positions of this kind are for, where max_position_embeddings is `length`.
+    """The longest sequence for positions of this type, where max_position_embeddings is `length`.
 
-    Frequencies of "yarn" and "linear" are the same in every text, and made for texts that are `factor` times as long
-    as the original ones. Those of "dynamic" change with a text's length beyond `length`, and those of "longrope" beyond
-    the original length; cached keys cannot change theirs. With "llama3", `length` is the scaled one, and with others
-    too where it `is_scaled`.
+        yarn, linear   original length * factor; the frequencies are the same for every text
+        dynamic        `length`: for longer texts the frequencies would change, and cached keys cannot follow
+        longrope       the original length, for the same reason
+        llama3         `length`, which is the scaled length
+
+    With `is_scaled`, `length` is the scaled length for yarn and linear, too.
     """
     factor, original = parameters.get("factor"), parameters.get(_ORIGINAL)
     if kind == "longrope":
@@ -189,16 +192,16 @@ def _scaled(kind: str, said: Mapping[str, Any], json: ReadKeys, head_dim: int) -
         rotary_dim = int(head_dim * said["partial_rotary_factor"])
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         return 1.0 / said["rope_theta"] ** exponents, 1.0
-    # Imported for these kinds only: it takes two seconds.
+    # Imported for scaled types only: the import takes two seconds.
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     from worker_service.models.config.transformers_json import parse
 
-    # They are the same for any family's head of that size. transformers is given nothing but what was read.
+    # The frequencies depend on the head size, not on the family. transformers gets only values that were read here.
     sizes = {name: json.integer(name) for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")}
     rope = {**said, "rope_type": kind}
     if kind == "yarn":
-        rope.setdefault("factor", None)  # it follows from the lengths then
+        rope.setdefault("factor", None)  # it then follows from the lengths
     network = parse({"model_type": "llama", **sizes, "head_dim": head_dim, "rope_parameters": rope})
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](network)
     return frequencies, float(scale)
@@ -207,8 +210,8 @@ def _scaled(kind: str, said: Mapping[str, Any], json: ReadKeys, head_dim: int) -
 def _agreed(
     parameters: ReadKeys, inner: str, json: ReadKeys, outer: str, read: Callable[[ReadKeys, str], N | None]
 ) -> N | None:
-    """The value that the parameters say under the name `inner`, or the top of the file under the name `outer`. Raises
-    ValueError where they disagree."""
+    """The value of `inner` in the parameters, or of `outer` at the top of the file. Raises ValueError if they
+    disagree."""
     found, other = read(parameters, inner), read(json, outer)
     if found is not None and other is not None and found != other:
         raise ValueError(f"{outer} is {shown(other)}, and {inner} {shown(found)} among the parameters of positions")

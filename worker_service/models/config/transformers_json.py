@@ -1,4 +1,4 @@
-"""A config.json as transformers reads it; this service hands configs to transformers in this way only."""
+"""Parses a config.json with transformers; this service hands configs to transformers only here."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -12,12 +12,12 @@ from worker_service.models.config.config_keys import BOOKKEEPING, CODE, EXECUTIO
 from worker_service.models.config.transformers_values import check_sizes, check_values
 from worker_service.wording import named
 
-# The service has a log of its own for what matters.
+# The service has its own log.
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 _PROPERTIES = frozenset({"model_type", "num_labels", "rope_scaling"})
-"""What every class takes without having it as a field."""
+"""Keys that every class takes without having a field for them."""
 
 
 def parse(json: Mapping[str, Any]) -> Any:
@@ -31,17 +31,17 @@ def parse(json: Mapping[str, Any]) -> Any:
     wanted = {
         name: value
         for name, value in json.items()
-        # Some of these would have code fetched, or other files read.
+        # Some of these keys would fetch code, or read other files.
         if name not in BOOKKEEPING | CODE | EXECUTION
-        # These would take the place of a method, or of what transformers keeps to itself.
+        # Other such keys would replace a method, or private state of transformers.
         and (name in own or not (name.startswith("_") or hasattr(config_class, name)))
-        # transformers warns of the first, and would have null for the name that these are other names of.
+        # transformers warns about a null rope_scaling. A null alias would set the key that it stands for to null.
         and not (value is None and (name == "rope_scaling" or name in config_class.attribute_map))
     }
     try:
         network = AutoConfig.for_model(**wanted)
     except Exception as error:
-        # Each family has checks of its own; a value that is not checked may raise any error.
+        # Each family has its own checks; an unchecked value may raise any error.
         why = " ".join(str(error).split())
         if isinstance(error, ZeroDivisionError):
             zeros = [named(name) for name, value in wanted.items() if value == 0 and name not in HARMLESS]

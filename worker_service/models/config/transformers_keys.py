@@ -1,6 +1,6 @@
-"""Which keys of a config.json transformers' code knows, and the refusal of others.
+"""Accepts keys of a config.json that transformers' code reads, and refuses other keys.
 
-transformers keeps any key that a file has, whether its code reads it or not.
+transformers itself keeps any key of a file, whether its code reads the key or not.
 """
 
 import inspect
@@ -25,15 +25,16 @@ _REPEATED = {
     "activation_function": "hidden_act", "layer_norm_eps": "norm_eps", "layer_norm_epsilon": "norm_epsilon",
     "n_ctx": "max_position_embeddings", "norm_eps": "layer_norm_eps", "use_embedding_sharing": "tie_word_embeddings",
 }  # fmt: skip
-"""Keys of older code, each with the one whose value it must have."""
+"""Keys of older code, each with the newer key that must have the same value."""
 _REPEATED_OF_ROPE = {
     "partial_rotary_factor": "partial_rotary_factor", "rope_pct": "partial_rotary_factor", "rope_theta": "rope_theta",
     "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor",
 }  # fmt: skip
-"""The same of keys whose value must be among the parameters of positions, which transformers may prefer to them."""
+"""Keys at the top of a file, each with its key in the parameters of positions, which transformers may prefer. Both must
+have the same value."""
 _FULL_LAYERS = {"_sliding_window_pattern": 1, "global_attn_every_n_layers": 0, "layer_switch": 1,
                 "sliding_window_pattern": 1}  # fmt: skip
-"""Keys that say that every n-th layer sees everything, counted from the layer of this number."""
+"""Keys with a value n: every n-th layer has full attention. Value: the layer from which to count."""
 _IN_FLOAT32 = {"attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True}
 _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     "apertus": {"post_norm": False, "qk_norm": True},
@@ -44,16 +45,20 @@ _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     "ernie4_5": {"compression_ratio": 1},
     "gpt2": {"n_special": 0, "predict_special_tokens": True},
     "modernbert": {"position_embedding_type": "sans_pos"},
-    # The first files say "gelu" for what hidden_act names exactly.
+    # The first files write "gelu" and mean the variant in hidden_act.
     "starcoder2": {"activation_function": "gelu", "mlp_type": "default", "norm_type": "layer_norm", **_IN_FLOAT32},
     "stablelm": {"rotary_scaling_factor": 1},
 }  # fmt: skip
-"""By family, what published files say beside what transformers' code reads: how this code always computes."""
+"""Values in published files, by family, for keys that transformers' code does not read. Its code always computes like
+this."""
 
 
 def check_known(json: Mapping[str, Any], network: Any, network_class: Any) -> None:
-    """Raise ValueError where a file has a key that is neither the configuration's, nor read by the network's code, nor
-    one that changes nothing. network: the file as `parse` reads it."""
+    """Raise ValueError if a key is unknown to the configuration and to the network's code, and is not listed as
+    harmless.
+
+    network: the file, read by `parse`.
+    """
     keys, read = ReadKeys(json), _matches(_READS, network_class)
     keys.without_effect("architectures", "model_type", *(name for name in json if _is_known(name, network, read)))
     keys.neutral(**_NEUTRAL.get(network.model_type, {}))
@@ -68,20 +73,19 @@ def check_known(json: Mapping[str, Any], network: Any, network_class: Any) -> No
 
 
 def rope_parameters_of(network: Any) -> list[Mapping[str, Any]]:
-    """Those of all layers, or of each kind of layer."""
+    """The parameters of positions: one entry for all layers, or one for each kind of layer."""
     parameters = getattr(network, "rope_parameters", None) or {}
     nested = [one for one in parameters.values() if isinstance(one, Mapping)]
     return nested or ([parameters] if parameters else [])
 
 
 def _is_known(name: str, network: Any, read: frozenset[str]) -> bool:
-    """Whether a key is the configuration's, or its class takes it, or it is among those that the network's code has
-    `read`."""
+    """Whether the configuration, its class or the network's code knows a key. read: keys that the code reads."""
     config_class = type(network)
     own = {field.name for field in fields(config_class)}
     if name in own.union(config_class.attribute_map, config_class.attribute_map.values()):
         return True
-    if name.startswith("_") or hasattr(config_class, name):  # `parse` hands these to no class
+    if name.startswith("_") or hasattr(config_class, name):  # `parse` does not pass these keys to any class
         return name == "rope_scaling" and hasattr(network, "rope_parameters")
     classes = config_class.__mro__[: config_class.__mro__.index(PreTrainedConfig)]
     return not hasattr(network, name) or name in read.union(*(_matches(_TAKES, one) for one in classes))
@@ -89,16 +93,16 @@ def _is_known(name: str, network: Any, read: frozenset[str]) -> bool:
 
 @cache
 def _matches(pattern: re.Pattern[str], of_class: type) -> frozenset[str]:
-    """What the code of a class's module says, by one of the patterns above."""
+    """All matches of one of the patterns above in the source of the class's module."""
     return frozenset(pattern.findall(inspect.getsource(sys.modules[of_class.__module__])))
 
 
 def _check_full_layers(keys: ReadKeys, network: Any) -> None:
-    """Raise ValueError where a key means other kinds of layers than the network has."""
+    """Raise ValueError if a key implies other kinds of layers than the network has."""
     kinds, own = getattr(network, "layer_types", None), {field.name for field in fields(network)}
     for name, first in _FULL_LAYERS.items():
         every = keys.plain.get(name)
-        if kinds is None or every is None or name in own:  # whose default stands beside other layer_types
+        if kinds is None or every is None or name in own:  # the class's default stands beside other layer_types
             continue
         if type(every) is not int or every < 1:
             raise ValueError(f"{name} is {shown(every)}; it must be a whole number from 1 on")
@@ -109,7 +113,7 @@ def _check_full_layers(keys: ReadKeys, network: Any) -> None:
 
 
 def _check_repeated_of_rope(keys: ReadKeys, network: Any) -> None:
-    """Raise ValueError where the top of a file says other positions than those that the network has."""
+    """Raise ValueError if the top of a file states other positions than the network has."""
     newer, older = keys.plain.get("rope_parameters") or {}, keys.plain.get("rope_scaling") or {}
     if newer and older and newer != older:
         raise ValueError("rope_parameters and rope_scaling say different things")
@@ -129,5 +133,5 @@ def _check_rope(parameters: ReadKeys, family: str, read: frozenset[str]) -> None
     kind = parameters.plain.get("rope_type")
     parameters.without_effect(*read)
     parameters.without_effect("type", "rope_theta", "partial_rotary_factor", *NOTES, *ROPE_KEYS.get(str(kind), ()))
-    parameters.without_effect("rope_type", "original_max_position_embeddings")  # beside other kinds it says nothing
+    parameters.without_effect("rope_type", "original_max_position_embeddings")  # without effect in other types
     check_all_read(parameters, f"{family} with positions of type {kind}")

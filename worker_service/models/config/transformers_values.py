@@ -1,7 +1,7 @@
-"""Values that no network can have and that transformers' configuration classes take, or do not survive.
+"""Refuses values that transformers' configuration classes accept or crash on, and that no network can have.
 
-transformers compares each value with the type that its class has for the key. It takes numbers that are no numbers,
-negative sizes, and two values for one thing, and it builds as many layers as a file says.
+transformers compares each value with the type that its class declares for the key. It accepts NaN, infinity, negative
+sizes and contradicting values, and it builds as many layers as a file states.
 """
 
 import math
@@ -14,27 +14,27 @@ from worker_service.models.config.config_keys import HARMLESS
 from worker_service.wording import named, shown
 
 _COUNTED: Mapping[str, int] = {"layer": 512, "block": 512, "expert": 4_096, "head": 1_024, "label": 1 << 16}
-"""By a word in a key: how many of these a file may ask for. transformers makes an object for each, one after another,
-before any tensor is looked at: 10 to 20 ms a layer. The deepest network that is published has 126."""
+"""Maximum number of objects, by a word in the key. transformers creates these objects one after another before it looks
+at any tensor: 10 to 20 ms a layer. The deepest published network has 126 layers."""
 _MOST_HEADS = 1 << 15
-"""Of all layers together. StableLM's code makes two objects for each; the most that is published is 16,128."""
+"""Heads of all layers together. StableLM's code creates two objects for each; the published maximum is 16,128."""
 _NO_COUNT = re.compile("dim|epsilon|eps|index|length|size|token|window")
 _NO_AMOUNT = re.compile("index|token_id")
 _AT_LEAST_ONE = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
                  "type_vocab_size", "vocab_size")  # fmt: skip
 _DIVISORS = re.compile(r".*(eps|epsilon|soft_?cap(ping)?|logits_scaling)")
-"""Keys of numbers that a network divides by, or takes the root of a sum with."""
+"""Keys of numbers by which a network divides, or which it adds under a root."""
 _OF_ROPE = (
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor", "low_freq_factor",
     "mscale", "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor", "rope_theta",
     "short_factor",
 )  # fmt: skip
-"""Numbers, and lists of numbers, that positions are described by. transformers looks at no type of theirs."""
+"""Parameters of positions that are numbers or lists of numbers. transformers does not check their types."""
 _OF_ROPE_AT_TOP = ("partial_rotary_factor", "rope_pct", "rope_theta", "rotary_emb_base", "rotary_pct")
 
 
 def check_values(json: Mapping[str, Any], config_class: Any) -> None:
-    """Raise ValueError, naming the key, for a value that the class must not be given."""
+    """Raise ValueError, naming the key, for a value that must not reach the class."""
     for name, value in _numbers(json):
         if not math.isfinite(value):
             raise ValueError(f"{named(name)} is {value}; it must be a finite number")
@@ -54,13 +54,13 @@ def check_values(json: Mapping[str, Any], config_class: Any) -> None:
     _check_positions("", {name: json[name] for name in _OF_ROPE_AT_TOP if name in json}, _OF_ROPE_AT_TOP)
     for name in ("rope_parameters", "rope_scaling"):
         _check_positions(f"{name}.", json.get(name) or {}, _OF_ROPE)
-    said = json.get("is_encoder_decoder")  # whose type transformers does not look at
+    said = json.get("is_encoder_decoder")  # transformers does not check its type
     if said is not None and not isinstance(said, bool):
         raise ValueError(f"is_encoder_decoder is {shown(said)}; it must be true or false")
 
 
 def check_sizes(network: Any) -> None:
-    """Raise ValueError where a configuration has none of what every network has."""
+    """Raise ValueError if a size that every network needs is missing or below 1."""
     for name in _AT_LEAST_ONE:
         size = getattr(network, name, None)
         if size is not None and not (type(size) is int and size >= 1):
@@ -71,7 +71,7 @@ def check_sizes(network: Any) -> None:
 
 
 def _check_aliases(json: Mapping[str, Any], config_class: Any) -> None:
-    """Raise ValueError where a key says another thing than one that means the same."""
+    """Raise ValueError if a key and its alias have different values."""
     for alias, name in config_class.attribute_map.items():
         one, other = json.get(alias), json.get(name)
         if one is not None and other is not None and one != other:
@@ -79,12 +79,12 @@ def _check_aliases(json: Mapping[str, Any], config_class: Any) -> None:
 
 
 def _check_positions(where: str, parameters: object, names: Collection[str]) -> None:
-    """Raise ValueError where one of these parameters is no number that positions can have."""
+    """Raise ValueError if one of these parameters is not a number that positions can have."""
     if not isinstance(parameters, Mapping):
         raise ValueError(f"{where[:-1]} is {shown(parameters)}; it must be an object")
     for name, value in parameters.items():
         if name not in names:
-            if isinstance(value, Mapping):  # of a kind of layers
+            if isinstance(value, Mapping):  # the parameters of a kind of layer
                 _check_positions(f"{where}{name}.", value, names)
             continue
         is_list = name in ("long_factor", "short_factor")
@@ -96,9 +96,9 @@ def _check_positions(where: str, parameters: object, names: Collection[str]) -> 
 
 
 def _numbers(json: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """Every number of a file with the key that it stands under, as "rope_scaling.factor"."""
+    """Every number of a file with its key, such as "rope_scaling.factor"."""
     left: list[tuple[str, Any]] = [*json.items()]
-    while left:  # a file may be nested deeper than Python can recurse
+    while left:  # no recursion: a file may be nested deeper than Python can recurse
         name, value = left.pop()
         if isinstance(value, Mapping):
             left += [(f"{name}.{key}", within) for key, within in value.items()]

@@ -1,11 +1,13 @@
-"""The decoder that Llama made common, in the variants of `DecoderConfig`: attention, then a gated feed-forward network
-or a mixture of several, each on the normalised and added to the plain.
+"""Llama's decoder in the variants of `DecoderConfig`.
 
-The query, key and value projections are fused into one product and gate and up into another. Weights are allocated
-once, in their final places; `checkpoint_tensors` says which part of them each tensor of a checkpoint fills.
+A layer has two halves: attention, then a gated feed-forward network or a mixture of them. Each half reads the
+normalised residual stream and adds to the stream itself.
 
-One of several ranks holds a part of the network, its `Shard`: some of the heads, inner units and tokens. From these it
-computes one summand of each half of a layer and of the embeddings, and some of the logits.
+Query, key and value projections are fused into one product, gate and up into another. Weights are allocated once, in
+their final places. `checkpoint_tensors` maps each tensor of a checkpoint to its part of them.
+
+With several ranks, each rank holds its `Shard` of the network: some of the heads, inner units and tokens. It computes
+one summand of each half of a layer and of the embeddings, and some of the logits.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +31,7 @@ from worker_service.parallel.ranks import ALONE, Ranks
 
 
 class DecoderLayer:
-    """One layer."""
+    """A layer of the decoder."""
 
     def __init__(
         self,
@@ -72,12 +74,12 @@ class DecoderLayer:
 
     @property
     def projections(self) -> list[Projection]:
-        """All products."""
+        """All products of the layer."""
         return self._attention_projections + self._mlp.projections
 
     @property
     def adapted(self) -> list[Projection]:
-        """Those that adapters may add to."""
+        """The products to which adapters may add."""
         return self._attention_projections + self._mlp.adapted
 
     @property
@@ -91,7 +93,7 @@ class DecoderLayer:
         return [(self._qkv, qkv), (self._out, {"self_attn.o_proj": config.hidden_size})]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """What each tensor of this layer in a checkpoint fills."""
+        """Places to fill, by the tensors' names within the layer in a checkpoint."""
         tensors = {"input_layernorm.weight": self._attention_norm}
         for linear, names in self.projections:
             tensors |= linear.parts(names)
@@ -117,11 +119,12 @@ class DecoderLayer:
         attention: AttentionMetadata,
         lora_slots: Tensor | None,
     ) -> Tensor:
-        """Bring `residual` up to this layer's attention in place, and return what its second half adds to it.
+        """Add `delta` and this layer's attention to `residual` in place, and return the output of the feed-forward
+        half.
 
-        delta, residual: [num_tokens, hidden_size], where delta is what the layer before adds, None at the first, and
-        residual is float32; rotation: cosines and sines from `rotary_tables`, None where positions do not count;
-        layer_cache, slots: as `store_kv` has them; lora_slots: as `Linear` has it.
+        delta: [num_tokens, hidden_size], the output of the previous layer, None in the first layer. residual:
+        [num_tokens, hidden_size] float32. rotation: cosines and sines from `rotary_tables`, None in layers without
+        positions. layer_cache, slots: as for `store_kv`; lora_slots: as for `Linear`.
         """
         config, ops = self._config, self._ops
         eps, offset = config.rms_norm_eps, config.norm_offset
@@ -165,10 +168,10 @@ class Decoder:
         batch_invariant: bool = False,
         fill: Fill | None = None,
     ) -> None:
-        """Allocate the weights of this rank, without values yet. batch_invariant: as `ops_for` has it.
+        """Allocate this rank's weights without values. batch_invariant: see `ops_for`.
 
-        fill: if it is there, matrices of layers have no memory until they are packed, layer after layer, when it fills
-        those that are needed in floating point. `pack` then raises what it raises.
+        fill: copies checkpoint tensors to places. With it, layer matrices get memory only in `pack`, one layer at a
+        time; `fill` then loads the matrices that are needed in floating point. `pack` raises whatever `fill` raises.
         """
         self.config = config
         self._ranks = ranks
@@ -183,7 +186,7 @@ class Decoder:
         ]
         self._fill = fill
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        # Networks are trained with this factor in the type of their weights.
+        # Networks are trained with this factor in the dtype of their weights.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         # Not empty_like: on the meta device torch imports sympy for it, a fifth of a worker's start.
         head = self._embedding.weight if config.tied_embeddings else table()
@@ -195,17 +198,20 @@ class Decoder:
 
     @property
     def embedding(self) -> Callable[[Tensor], Tensor]:
-        """From token ids, [num_tokens] int64, to their vectors, [num_tokens, hidden_size] float32."""
+        """The function from token ids, [num_tokens] int64, to embeddings, [num_tokens, hidden_size] float32."""
         return self._embedding
 
     def show_states(self, before: Sequence[int], show: Callable[[Sequence[Tensor], Tensor], None]) -> None:
-        """Have each pass call `show` with the states before these layers, [num_tokens, hidden_size] each in the type of
-        the weights, and with the slots of their tokens. The number of layers stands for the states behind the last
-        layer, and the next number for these when they are normalised."""
+        """Register `show`, which each forward pass calls with the states before the layers in `before`, and with their
+        slots.
+
+        States are [num_tokens, hidden_size] each, in the dtype of the weights. In `before`, num_layers stands for the
+        states after the last layer, and num_layers + 1 for the same states after the last norm.
+        """
         self._shown, self._show = tuple(before), show
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint must hold, by their names in it, and the places that they fill."""
+        """Implements `CausalModel.checkpoint_tensors`."""
         embedding = self._embedding.own_rows(self._embedding.weight)
         tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": self._norm}
         if not self.config.tied_embeddings:
@@ -215,7 +221,7 @@ class Decoder:
         return tensors
 
     def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
-        """As `CausalModel` has it."""
+        """Implements `CausalModel.pack`."""
         head = self._lm_head.weight
         name = "model.embed_tokens.weight" if self.config.tied_embeddings else "lm_head.weight"
         if isinstance(quantized.get("model.embed_tokens.weight"), Float8Weight):
@@ -234,7 +240,7 @@ class Decoder:
             _pack_layer(layer, f"model.layers.{number}", quantization, quantized, self._fill)
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
-        """As `CausalModel` has it."""
+        """Implements `CausalModel.allocate_lora`."""
         places: dict[str, LoraPlace] = {}
         for number, layer in enumerate(self._layers):
             for linear, names in layer.adapted:
@@ -251,7 +257,7 @@ class Decoder:
         cache: Tensor,
         lora_slots: Tensor | None = None,
     ) -> Tensor:
-        """As `CausalModel` has it; the hidden states are normalised."""
+        """Implements `CausalModel.forward`; the hidden states are normalised."""
         rotations = {
             rope: rotary_tables(positions, frequencies, rope.scale) for rope, frequencies in self._frequencies.items()
         }
@@ -264,7 +270,7 @@ class Decoder:
                 states[number] = (residual.clone() if delta is None else residual + delta).to(self._norm.dtype)
             rotation = rotations[layer_config.rope] if layer_config.rope is not None else None
             delta = layer.forward(delta, residual, rotation, cache[:, number], slots, attention, lora_slots)
-        assert delta is not None  # a network has a layer
+        assert delta is not None  # a network has at least one layer
         normed = self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps, self.config.norm_offset)
         if self._show is not None:
             behind = {len(self._layers): residual, len(self._layers) + 1: normed}
@@ -273,23 +279,23 @@ class Decoder:
         return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """As `CausalModel` has it."""
+        """Implements `CausalModel.compute_logits`."""
         logits, cap = self._lm_head(hidden), self.config.logit_soft_cap
         if cap is not None:
             logits = cap * torch.tanh(logits / cap)
-        # Every rank has all logits, and so samples the same tokens without communication.
+        # Every rank has all logits, and thus samples the same tokens without communication.
         return self._ranks.all_gather(logits)[:, : self.config.vocabulary_size].contiguous()
 
 
 def _pack_layer(
     layer: DecoderLayer, name: str, quantization: Quantization, quantized: Quantized, fill: Fill | None
 ) -> None:
-    """Its weights have memory as floating point for no longer than this takes, if they had none before."""
+    """Pack a layer. Weights from the meta device have memory in floating point only during this call."""
     projections = [
         (linear, {f"{name}.{part}": size for part, size in parts.items()}) for linear, parts in layer.projections
     ]
     if fill is not None:
-        fill(_materialised(projections, quantization, quantized))  # and held by nothing but the layer afterwards
+        fill(_materialised(projections, quantization, quantized))  # only the layer still references them afterwards
     for linear, parts in projections:
         weights = [quantized.get(f"{part}.weight") for part in parts]
         if any(weight is not None for weight in weights):
@@ -301,7 +307,7 @@ def _pack_layer(
 def _materialised(
     projections: Sequence[Projection], quantization: Quantization, quantized: Quantized
 ) -> dict[str, Tensor]:
-    """The weights that had no memory yet and are needed in floating point."""
+    """Places of weights that are still on the meta device and are needed in floating point; allocates them."""
     places: dict[str, Tensor] = {}
     for linear, parts in projections:
         needed = [f"{part}.weight" for part in parts if f"{part}.weight" not in quantized]

@@ -1,4 +1,4 @@
-"""The sizes and switches of a native decoder: everything that sets one family of networks apart from another."""
+"""Sizes and switches of a native decoder: all differences between families of networks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,11 +9,12 @@ from worker_service.models.config.rope import Rope
 
 @dataclass(frozen=True)
 class MixtureNames:
-    """What a checkpoint calls the parts of a mixture, within a layer and within an expert."""
+    """Names of a mixture's parts in a checkpoint: router and experts within a layer; gate, up and down within an
+    expert."""
 
     router: str
     experts: str
-    """Behind it is an expert's number."""
+    """Prefix of an expert's number."""
     gate: str
     up: str
     down: str
@@ -21,16 +22,18 @@ class MixtureNames:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A feed-forward network of several, the experts, of which each token has some. Raises ValueError where the sizes
-    make none."""
+    """A mixture of feed-forward networks, the experts; each token uses some of them.
+
+    Raises ValueError if a token would use more experts than there are.
+    """
 
     num_experts: int
     num_chosen: int
-    """Of them, for each token."""
+    """Experts for each token."""
     intermediate_size: int
-    """Of one expert."""
+    """Inner units of one expert."""
     renormalise: bool
-    """Whether the weights of the chosen ones are divided by their sum."""
+    """Whether the weights of a token's experts are divided by their sum."""
     names: MixtureNames
 
     def __post_init__(self) -> None:
@@ -43,16 +46,16 @@ class LayerConfig:
     """Settings that may differ from layer to layer."""
 
     rope: Rope | None
-    """None in a layer that uses no positions."""
+    """Rotation of queries and keys; None for a layer without positions."""
     window: int | None
-    """How many tokens up to itself a token attends to; None for all."""
+    """Tokens to which a token attends at most, itself included; None for all."""
     mixture: Mixture | None = None
-    """None in a layer with one feed-forward network. All layers that have one have the same."""
+    """The mixture, equal in all layers that have one; None for a dense layer."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A network. Raises ValueError where the sizes make none."""
+    """A network. Raises ValueError if its sizes contradict each other."""
 
     vocabulary_size: int
     hidden_size: int
@@ -63,18 +66,18 @@ class DecoderConfig:
     max_model_len: int
     rms_norm_eps: float
     activation: str
-    """One of `gated_activation`'s activations."""
+    """One of the activations of `gated_activation`."""
     layers: tuple[LayerConfig, ...]
     tied_embeddings: bool
     attention_scale: float
-    """The factor on the products of queries and keys."""
+    """Factor on the products of queries and keys."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether each head's queries and keys are normalised before they are rotated."""
     post_norms: bool = False
-    """Whether what a half of a layer adds is normalised as well."""
+    """Whether the output of each half of a layer is normalised, too."""
     norm_offset: float = 0.0
     """Added to the weights of all norms."""
     embedding_scale: float = 1.0
@@ -96,28 +99,28 @@ class DecoderConfig:
             )
 
     ignored_tensors = ()
-    """As `ModelConfig` has it."""
+    """Same as `ModelConfig.ignored_tensors`."""
 
     @property
     def num_layers(self) -> int:
-        """How many layers the cache has to hold keys and values of."""
+        """Layers whose keys and values the cache holds."""
         return len(self.layers)
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """As `ModelConfig` has it."""
+        """Implements `ModelConfig.tied`."""
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.tied_embeddings else {}
 
     def untied(self, own: frozenset[str]) -> "DecoderConfig":
-        """As `ModelConfig` has it."""
+        """Implements `ModelConfig.untied`."""
         return replace(self, tied_embeddings=False) if own else self
 
     @property
     def mixture(self) -> Mixture | None:
-        """That of the layers that have one."""
+        """The mixture of the layers that have one; None if all layers are dense."""
         return next((layer.mixture for layer in self.layers if layer.mixture is not None), None)
 
     @property
     def sliding_window(self) -> int | None:
-        """How many tokens up to itself a token attends to, whatever the layer; None for all."""
+        """Tokens to which a token attends at most, itself included, in any layer; None if some layer has no window."""
         return widest(layer.window for layer in self.layers)

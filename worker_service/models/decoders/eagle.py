@@ -1,7 +1,7 @@
-"""EAGLE-3's head: one layer that drafts the next token from the target's own states. (Li et al., 2025.)
+"""EAGLE-3's head: one layer that drafts the next token from the target's states. (Li et al., 2025.)
 
-For a token it takes the token's embedding and, of the token before it, the target's states at three depths, of which a
-product makes one.
+Its input is the token's embedding, and the target's states of the token before it at three depths, which one product
+combines.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,11 @@ from worker_service.models.layers.linear import Linear
 
 
 class EagleHead:
-    """A `Head`."""
+    """An EAGLE-3 `Head`."""
 
     def __init__(self, config: EagleConfig, dtype: torch.dtype, device: torch.device, *, has_embedding: bool) -> None:
-        """Allocate the weights, without values yet; has_embedding: of its own, rather than the target's."""
+        """Allocate the weights without values. has_embedding: the head has its own embedding instead of the
+        target's."""
         self.states_before = config.states_before
         self._config = config
         self._ops: Ops = ops_for(device)
@@ -42,7 +43,7 @@ class EagleHead:
         self._token_ids: Tensor | None = None
 
     def checkpoint_tensors(self, layer: str) -> dict[str, Tensor]:
-        """As `Loadable` has it; layer: the name of the layer in the checkpoint."""
+        """Implements `Loadable.checkpoint_tensors`; layer: the name of the layer in the checkpoint."""
         tensors = self._layer.checkpoint_tensors() | {
             "hidden_norm.weight": self._state_norm,
             "input_layernorm.weight": self._embedding_norm,
@@ -54,10 +55,10 @@ class EagleHead:
         return whole
 
     def pack(self, token_ids: Tensor | None, embedding: Callable[[Tensor], Tensor]) -> None:
-        """Prepare the weights for use. Called once, when `checkpoint_tensors` have been filled.
+        """Prepare the weights for use. Called once, after the `checkpoint_tensors` have been filled.
 
-        token_ids: [draft_vocabulary_size] int64, the token of each logit; None where every token has one, in order;
-        embedding: the target's, from [num_tokens] int64 to [num_tokens, hidden_size] float32.
+        token_ids: [draft_vocabulary_size] int64, the token of each logit; None if every token has a logit, in order.
+        embedding: the target's function from [num_tokens] int64 to [num_tokens, hidden_size] float32.
         """
         if self._table is None:
             self._embedding = embedding
@@ -71,17 +72,17 @@ class EagleHead:
         return functional.embedding(token_ids, self._table).float()
 
     def read(self, states: Sequence[Tensor], slots: Tensor, cache: Tensor) -> None:
-        """As `Head` has it."""
+        """Implements `Head.read`."""
         self.keep(self._fc(torch.cat(list(states), dim=1)), slots, cache)
 
     def keep(self, states: Tensor, slots: Tensor, cache: Tensor) -> None:
-        """As `Head` has it."""
+        """Implements `Head.keep`."""
         self._layer.keep(states, slots, cache)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
     ) -> Tensor:
-        """As `Head` has it; the states are those before the last norm."""
+        """Implements `Head.forward`; returns the states before the last norm."""
         ops, eps = self._ops, self._config.layer.rms_norm_eps
         residual = self._layer.kept(slots, cache)
         normed = ops.rms_norm(residual, self._state_norm, eps)
@@ -92,7 +93,7 @@ class EagleHead:
         return residual
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """As `Head` has it."""
+        """Implements `Head.compute_logits`."""
         layer = self._config.layer
         logits = self._lm_head(self._ops.rms_norm(states, self._norm, layer.rms_norm_eps))
         if self._token_ids is None:

@@ -1,7 +1,7 @@
-"""How the config.json of an EAGLE-3 head reads, in the two forms in which heads are published. (Li et al., 2025.)
+"""Reads the config.json of an EAGLE-3 head in its two published forms. (Li et al., 2025.)
 
-The older form, of EAGLE's authors, has the sizes of the head's layer at its top. The newer one, of vLLM's speculators,
-has them under `transformer_layer_config`, beside what it adds.
+The older form, by EAGLE's authors, has the sizes of the head's layer at its top. The newer form, by vLLM's speculators,
+has them under `transformer_layer_config`, and adds keys.
 """
 
 from collections.abc import Mapping
@@ -15,36 +15,36 @@ from worker_service.models.decoders.head_layer import num_state_layers
 from worker_service.read_keys import ReadKeys
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
-"""Of the head's one layer, which attends and multiplies as theirs do."""
+"""Families that the head's one layer may follow."""
 _FEWEST_LAYERS = 3
 _MOST_STATE_LAYERS = 16
-"""Published heads need one to four."""
+"""States that a head may read. Published heads read one to four."""
 _NEUTRAL: Mapping[str, object] = {
     "eagle_decoder_type": "llama", "has_lm_head": True, "next_layer_regularization": "none", "parallel_draft_step": 1,
     "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
 }  # fmt: skip
-"""What a head is like here; some files say it."""
+"""Keys that some files state, with the only values that are supported."""
 _NOTES = ("embed_requires_grad", "has_no_defaults_at_init", "speculators_config", "speculators_version")
-"""How a head was trained, and for what."""
+"""Keys about a head's training and its purpose."""
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """A head for a target."""
+    """An EAGLE-3 head for a target."""
 
     layer: DecoderConfig
-    """Of a network of one layer with the target's vocabulary."""
+    """A network of one layer with the target's vocabulary."""
     draft_vocabulary_size: int
-    """Tokens that have a logit: often the most frequent ones alone."""
+    """Tokens that have a logit: often only the most frequent ones."""
     target_hidden_size: int
     states_before: tuple[int, ...]
-    """The target's layers whose inputs the head reads, as many as the target has for the output of the last one."""
+    """Layers of the target whose inputs the head reads; num_layers stands for the output of the last layer."""
     norm_before_residual: bool
-    """Whether what the layer adds to is normalised."""
+    """Whether the residual stream of the head's layer starts from the normalised state."""
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any], target: DecoderConfig) -> "EagleConfig":
-        """Raises ValueError for a file that describes no head for this target."""
+        """Raises ValueError if the file describes no head for this target."""
         keys = ReadKeys(json)
         keys.choice("speculators_model_type", ("eagle3",), "eagle3")
         if keys.boolean("norm_before_fc", False, null=False):
@@ -84,7 +84,10 @@ def _layer(sizes: ReadKeys) -> DecoderConfig:
 
 
 def _states_before(keys: ReadKeys, num_layers: int) -> tuple[int, ...]:
-    """Where the numbers have a part of their own, they are of layers whose outputs are read (SGLang's SpecForge)."""
+    """The target's layers whose inputs the head reads.
+
+    Numbers under `eagle_config` name layers whose outputs are read (SGLang's SpecForge).
+    """
     own, name = keys.group("eagle_config"), "eagle_aux_hidden_state_layer_ids"
     if not all(part.boolean("use_aux_hidden_state", True, null=True) for part in (own, keys)):
         raise ValueError("heads with use_aux_hidden_state false, which read one state, are not supported")

@@ -1,4 +1,4 @@
-"""The table of tokens' vectors, of which each rank has those of some tokens."""
+"""The table of token embeddings; each rank holds the rows of some tokens."""
 
 from collections.abc import Callable
 
@@ -10,29 +10,29 @@ from worker_service.parallel.ranks import Ranks
 
 
 class Embedding:
-    """From token ids to vectors.
+    """The function from token ids to embeddings.
 
-    Most tables are also the weights that make logits, whose packed form is then read in place of a second copy.
+    Most tables are also the weights of the logits. Their packed form is then read in place of a second copy.
     """
 
     def __init__(self, weight: Tensor, tokens: range, ranks: Ranks) -> None:
-        """weight: [rows, hidden_size], of which the first are those of `tokens`."""
+        """weight: [rows, hidden_size]; the first rows belong to `tokens`."""
         self.weight = weight
         self._tokens, self._ranks = tokens, ranks
         self._rows: Callable[[Tensor], Tensor] = lambda rows: functional.embedding(rows, self.weight).float()
 
     def own_rows(self, weight: Tensor) -> Tensor:
-        """Of a weight with as many rows, those that are this rank's."""
+        """This rank's rows of a weight with the shape of the table."""
         return weight[: len(self._tokens)]
 
     def take_rows_of(self, linear: Linear) -> None:
-        """Read a layer's packed weights from now on, if they can be read, and free the table."""
+        """Read the packed weights of `linear` from now on if their rows can be read, and free the table."""
         if (table := linear.table) is not None:
             self._rows = table.rows
             self.weight = self.weight.new_empty(0)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """token_ids: [num_tokens] int64; returns [num_tokens, hidden_size] in float32."""
+        """token_ids: [num_tokens] int64; returns [num_tokens, hidden_size] float32."""
         if self._ranks.size == 1:
             return self._rows(token_ids)
         rows = token_ids - self._tokens.start

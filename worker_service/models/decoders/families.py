@@ -1,8 +1,8 @@
-"""How the config.json of each native family reads as a `DecoderConfig`: one function a family.
+"""Reads the config.json of each native family as a `DecoderConfig`: one function per family.
 
-Where a file leaves out anything but sizes, the family's own default holds, as transformers has it. All raise
-ValueError for a file that describes no such network. What a function does not read is refused by
-`config_keys.check_all_read`, unless it changes nothing.
+If a file lacks a key other than a size, the family's default in transformers holds. All functions raise ValueError for
+a file that does not describe their family's network. `config_keys.check_all_read` refuses keys that a function does not
+read, unless they change nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,9 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def _llama(json: ReadKeys) -> DecoderConfig:
-    """Touvron et al., 2023; SmolLM2 too."""
+    """Llama; SmolLM2 too. (Touvron et al., 2023.)"""
     if json.plain.get("hidden_act", "silu") == "silu":
-        json.neutral(activation="swiglu")  # Falcon 3's files have both
+        json.neutral(activation="swiglu")  # Falcon 3's files have both keys
     attention_bias = json.boolean("attention_bias", False)
     return _read(json, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=json.boolean("mlp_bias", False))
 
@@ -53,13 +53,13 @@ def _mixtral(json: ReadKeys) -> DecoderConfig:
 
 
 def _qwen2(json: ReadKeys) -> DecoderConfig:
-    """Biases on query, key and value; windows in the layers behind the first ones, if at all. (Yang et al., 2024.)"""
+    """Biases on query, key and value; optional windows in all layers after the first ones. (Yang et al., 2024.)"""
     json.neutral(attention_bias=True)
     return _read(json, qkv_bias=True, num_kv_heads=32, windows=_qwen_windows(json))
 
 
 def _mimo(json: ReadKeys) -> DecoderConfig:
-    """Qwen2 with a layer for multi-token prediction beside it, for guesses by "mtp". (Xiaomi LLM-Core Team, 2025.)"""
+    """Qwen2 with an additional layer for multi-token prediction: --speculate mtp. (Xiaomi LLM-Core Team, 2025.)"""
     json.without_effect("num_nextn_predict_layers")
     return _qwen2(json)
 
@@ -79,7 +79,7 @@ def _qwen3(json: ReadKeys) -> DecoderConfig:
 
 
 def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
-    """Qwen3 with experts in all layers, or in all but some. A window, if any, is in all layers. (Yang et al., 2025.)"""
+    """Qwen3 with experts in all or most layers. A window, if any, is in all layers. (Yang et al., 2025.)"""
     json.neutral(use_qk_norm=True)
     num_layers, interval = _num_layers(json), json.integer("decoder_sparse_step", 1)
     mixture = Mixture(
@@ -107,7 +107,7 @@ def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
 
 
 def _smollm3(json: ReadKeys) -> DecoderConfig:
-    """Llama where every fourth layer sees no positions. (Bakouch et al., 2025.)"""
+    """Llama with no positions in every fourth layer. (Bakouch et al., 2025.)"""
     num_layers = _num_layers(json)
     interval = json.integer("no_rope_layer_interval", 4)
     rotated = json.integers("no_rope_layers", num_layers, least=0, most=1)
@@ -129,7 +129,7 @@ def _smollm3(json: ReadKeys) -> DecoderConfig:
 
 
 def _phi3(json: ReadKeys) -> DecoderConfig:
-    """Fused projections in the checkpoint; often only a part of a head is rotated. (Abdin et al., 2024.)"""
+    """Fused projections in the checkpoint; often only a part of each head is rotated. (Abdin et al., 2024.)"""
     num_layers = _num_layers(json)
     rope = read_rope(json, _head_dim(json), parts_of_heads=True, original=4096)
     return _read(
@@ -142,15 +142,15 @@ def _phi3(json: ReadKeys) -> DecoderConfig:
 
 
 def _gemma(json: ReadKeys) -> DecoderConfig:
-    """Scaled embeddings, norm weights stored less one, wide heads. (Gemma Team, 2024.)"""
+    """Scaled embeddings, norm weights stored minus 1, wide heads. (Gemma Team, 2024.)"""
     return _read_gemma(json, "hidden_act", num_kv_heads=16)
 
 
 def _gemma2(json: ReadKeys) -> DecoderConfig:
-    """Norms behind both halves of a layer, soft caps, a window in every other layer. (Gemma Team, 2024.)"""
+    """Norms after both halves of a layer, soft caps, a window in every other layer. (Gemma Team, 2024.)"""
     slides = [number % 2 == 0 for number in range(_num_layers(json))]
     window = json.integer("sliding_window", 4096, null=None)
-    json.neutral(sliding_window_size=window)  # its first files have both
+    json.neutral(sliding_window_size=window)  # its first files have both keys
     return _read_gemma(
         json,
         num_kv_heads=4,
@@ -163,7 +163,8 @@ def _gemma2(json: ReadKeys) -> DecoderConfig:
 
 
 def _gemma3(json: ReadKeys) -> DecoderConfig:
-    """Normalised queries and keys in place of the caps; layers with a window turn faster. (Gemma Team, 2025.)"""
+    """Normalised queries and keys in place of the caps; layers with a window have a smaller theta. (Gemma Team,
+    2025.)"""
     num_layers, pattern = _num_layers(json), json.integer("sliding_window_pattern", 6)
     window = json.integer("sliding_window", 4096, null=None)
     windows = _windows(json, window, [(number + 1) % pattern != 0 for number in range(num_layers)])
@@ -195,11 +196,11 @@ FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = {
     "qwen3_moe": _qwen3_moe,
     "smollm3": _smollm3,
 }
-"""By the `model_type` of config.json."""
+"""Readers by the `model_type` of config.json."""
 
 
 def read_decoder(json: Mapping[str, Any]) -> DecoderConfig:
-    """Read the config.json of a native family. What it says is obeyed, or refused by name."""
+    """Read the config.json of a native family. Raises ValueError that names any key whose value is not supported."""
     keys = ReadKeys(json)
     family = keys.choice("model_type", FAMILIES)
     check_generates(json)
@@ -227,7 +228,8 @@ def _read(
     attention_scale: float | None = None,
     **options: Any,
 ) -> DecoderConfig:
-    """Fields that all families write alike. `num_kv_heads`, `head_dim`, `eps` and `tied_embeddings` are defaults."""
+    """Read the fields that all families name alike. `num_kv_heads`, `head_dim`, `eps` and `tied_embeddings` are
+    defaults."""
     if activation is None:
         activation = json.choice("hidden_act", _ACTIVATIONS, "silu")
     num_heads, num_layers = _size(json, "num_attention_heads"), _num_layers(json)
@@ -261,12 +263,12 @@ def _read(
 
 
 def _read_gemma(json: ReadKeys, act_name: str = "hidden_activation", **options: Any) -> DecoderConfig:
-    """act_name: the key that counts; a file that has the other one too must say the same there."""
+    """Read a Gemma. act_name: the key of the activation; the other key, if present, must agree."""
     if json.boolean("use_bidirectional_attention", False, null=False):
         raise ValueError("use_bidirectional_attention is True, and attention to later tokens is not supported")
     activation = json.choice(act_name, _ACTIVATIONS, "gelu_pytorch_tanh", null="gelu_pytorch_tanh")
     if act_name == "hidden_act" and activation == "gelu":
-        activation = "gelu_pytorch_tanh"  # which the first files mean
+        activation = "gelu_pytorch_tanh"  # the first files mean this variant
     json.neutral(hidden_act=activation, hidden_activation=activation)
     attention_bias = json.boolean("attention_bias", False)
     return _read(
@@ -283,7 +285,8 @@ def _read_gemma(json: ReadKeys, act_name: str = "hidden_activation", **options: 
 
 
 def _gemma3_rope(json: ReadKeys, kind: str, theta_name: str, theta: float) -> Rope:
-    """Newer files have parameters for each kind of layer; older ones scale those that see everything."""
+    """The positions of a kind of layer. Newer files have parameters for each kind; older files scale only full
+    attention."""
     older = json.group("rope_scaling") if kind == "full_attention" else ReadKeys({})
     newer = json.group("rope_parameters").group(kind)
     if older.plain and newer.plain:
@@ -294,7 +297,7 @@ def _gemma3_rope(json: ReadKeys, kind: str, theta_name: str, theta: float) -> Ro
 
 
 def _max_model_len(json: ReadKeys, ropes: Sequence[Rope | None]) -> int:
-    """The longest text that its positions are for, and that none of the other keys for a length rules out."""
+    """The shortest length among the network's positions and its other keys for lengths."""
     length = _size(json, "max_position_embeddings")
     lengths = [length if rope is None else rope.max_positions or length for rope in ropes]
     others = [other for name in _OTHER_LENGTHS if (other := json.integer(name, None, null=None)) is not None]
@@ -302,7 +305,7 @@ def _max_model_len(json: ReadKeys, ropes: Sequence[Rope | None]) -> int:
 
 
 def _size(json: ReadKeys, name: str, default: int = REFUSED, *, null: int = REFUSED) -> int:
-    """One of `SIZES`. All of them are at least 1 here."""
+    """The value of a key in `SIZES`; at least 1."""
     return json.integer(name, default, null=null, most=SIZES[name][1])
 
 
@@ -311,7 +314,7 @@ def _num_layers(json: ReadKeys) -> int:
 
 
 def _num_experts(json: ReadKeys, default: int) -> int:
-    """Its key has two names."""
+    """The number of experts, which has two key names."""
     names = ("num_experts", "num_local_experts")
     numbers = {_size(json, name) for name in names if name in json}
     if len(numbers) > 1:
@@ -329,7 +332,7 @@ def _head_dim(json: ReadKeys, default: int | None = None) -> int:
 
 
 def _window(json: ReadKeys, default: int | None) -> int | None:
-    """That of families which have one only if they say so."""
+    """The window in families that need `use_sliding_window` to be true."""
     window, uses = json.integer("sliding_window", default, null=None), json.boolean("use_sliding_window", False)
     return window if uses else None
 
@@ -340,7 +343,7 @@ def _qwen_windows(json: ReadKeys) -> list[int | None]:
 
 
 def _windows(json: ReadKeys, window: int | None, slides: Sequence[bool]) -> list[int | None]:
-    """The window in the layers that `layer_types` names, or else in those that `slides`."""
+    """The window of each layer: `layer_types` names the layers with a window, or else `slides` does."""
     types = json.choices("layer_types", _KINDS, len(slides))
     if types is not None:
         slides = [kind == "sliding_attention" for kind in types]

@@ -1,8 +1,8 @@
-"""The layer of a head that drafts, and the states that a head keeps beside its keys and values.
+"""The layer of a drafting head, and the states that the head keeps beside its keys and values.
 
-A head computes a token from what was computed of the token before it: the target's states, or, where the target has not
-computed that token because it is a draft itself, the head's own. They are kept in the head's cache, where keys and
-values of further layers would lie, so that whatever moves, copies or shares a block does so with them.
+A head computes a token from a state of the token before it. The state is the target's, or the head's own if the token
+before is itself a draft. States lie in the head's cache, in the place of further layers' keys and values. A block that
+is moved, copied or shared thus takes its states along.
 """
 
 from collections.abc import Sequence
@@ -22,45 +22,46 @@ from worker_service.models.layers.linear import Linear
 
 
 def num_state_layers(config: DecoderConfig) -> int:
-    """Layers of keys and values that have room for a state."""
+    """Layers of keys and values that have room for one state."""
     return -(-config.hidden_size // (2 * config.num_kv_heads * config.head_dim))
 
 
 class Head(Protocol):
     """A network that drafts from a target's states.
 
-    cache: [num_blocks, 1 + num_state_layers, 2, block_size, num_kv_heads, head_dim]; slots: [num_tokens] int64, as the
-    target stores keys and values of these tokens.
+    cache: [num_blocks, 1 + num_state_layers, 2, block_size, num_kv_heads, head_dim]; slots: [num_tokens] int64, the
+    slots of these tokens' keys and values in the target's cache.
     """
 
     @property
     def states_before(self) -> Sequence[int]:
-        """The states that it reads, as `Decoder.show_states` has them."""
+        """The states that the head reads; see `Decoder.show_states`."""
 
     def read(self, states: Sequence[Tensor], slots: Tensor, cache: Tensor) -> None:
-        """Keep what the target's states make, which are [num_tokens, target's hidden_size] each."""
+        """Compute and keep the head's input states from the target's states, [num_tokens, target's hidden_size]
+        each."""
 
     def keep(self, states: Tensor, slots: Tensor, cache: Tensor) -> None:
-        """Keep states of its own, [num_tokens, hidden_size]."""
+        """Keep the head's own states, [num_tokens, hidden_size]."""
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
     ) -> Tensor:
-        """Compute tokens from the states of those before them, which lie in these slots at these positions.
+        """Compute tokens, each from the kept state of the token before it. Returns states, [num_tokens, hidden_size].
 
-        token_ids, positions, slots: [num_tokens] int64. Returns states of its own, [num_tokens, hidden_size].
+        token_ids: [num_tokens] int64. positions, slots: [num_tokens] int64, of the tokens before them.
         """
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """states: [rows, hidden_size] of `forward`; returns [rows, vocabulary_size] float32, -inf for tokens that have
-        none."""
+        """states: [rows, hidden_size] from `forward`. Returns [rows, vocabulary_size] float32, -inf for tokens without
+        a logit."""
 
 
 class HeadLayer:
-    """One layer over its cache, behind the norm of its inputs."""
+    """One layer over its cache; the input is already normalised."""
 
     def __init__(self, config: DecoderConfig, num_inputs: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights, without values yet. num_inputs: of its attention."""
+        """Allocate the weights without values. num_inputs: width of the input of its attention."""
         self._config = config
         self._dtype = dtype
         self._ops: Ops = ops_for(device)
@@ -81,7 +82,7 @@ class HeadLayer:
         self._frequencies, self._rope_scale = rope.inverse_frequencies.to(device), rope.scale
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """As `Loadable` has it; names within the layer."""
+        """Implements `Loadable.checkpoint_tensors`; names are within the layer."""
         query, key, value = self._qkv_sizes
         hidden, inner = self._config.hidden_size, self._config.intermediate_size
         tensors = {
@@ -96,7 +97,7 @@ class HeadLayer:
         return tensors
 
     def pack(self) -> None:
-        """As `Loadable` has it."""
+        """Implements `Loadable.pack`."""
         for linear in (self._qkv, self._out, self._gate_up, self._down):
             linear.pack()
 
@@ -109,7 +110,7 @@ class HeadLayer:
         attention: AttentionMetadata,
         cache: Tensor,
     ) -> None:
-        """Add what the layer makes of x, [num_tokens, num_inputs], to residual, [num_tokens, hidden_size] float32."""
+        """Add the layer's output for x, [num_tokens, num_inputs], to residual, [num_tokens, hidden_size] float32."""
         config, ops = self._config, self._ops
         rotation = rotary_tables(positions, self._frequencies, self._rope_scale)
         attended = ops.qkv_attention(
@@ -127,7 +128,7 @@ class HeadLayer:
         residual += self._down(ops.gated_activation(self._gate_up(x), config.activation))
 
     def keep(self, states: Tensor, slots: Tensor, cache: Tensor) -> None:
-        """As `Head` has it."""
+        """Implements `Head.keep`."""
         num_layers, (num_heads, head_dim) = cache.shape[1] - 1, cache.shape[4:]
         room = num_layers * 2 * num_heads * head_dim
         padded = functional.pad(states.to(self._dtype), (0, room - states.shape[1]))
@@ -136,7 +137,7 @@ class HeadLayer:
             self._ops.store_kv(parts[:, number, 0], parts[:, number, 1], cache[:, 1 + number], slots)
 
     def kept(self, slots: Tensor, cache: Tensor) -> Tensor:
-        """The states of the tokens in these slots, [num_tokens, hidden_size] float32."""
+        """The kept states in these slots, [num_tokens, hidden_size] float32."""
         block_size = cache.shape[3]
         blocks = torch.div(slots, block_size, rounding_mode="floor")
         found = cache[blocks, 1:, :, slots - blocks * block_size]

@@ -1,6 +1,6 @@
-"""The second half of a decoder's layer: a gated feed-forward network, or a mixture of several of them.
+"""The second half of a decoder's layer: a gated feed-forward network, or a mixture of several.
 
-The experts of a mixture take adapters no more than its router does: only a dense network does.
+Only a dense network takes adapters; experts and router take none.
 """
 
 from functools import partial
@@ -17,11 +17,11 @@ from worker_service.models.layers.expert_linear import ExpertLinear
 from worker_service.models.layers.linear import Linear
 
 Projection = tuple[Linear, dict[str, int]]
-"""A product, with the names in a checkpoint and the numbers of outputs of what is fused into it."""
+"""A product of fused projections, with each projection's name in a checkpoint and number of outputs."""
 
 
 class Mlp(Protocol):
-    """What a layer needs of either."""
+    """Interface of a dense or mixture half-layer."""
 
     @property
     def projections(self) -> list[Projection]:
@@ -29,10 +29,10 @@ class Mlp(Protocol):
 
     @property
     def adapted(self) -> list[Projection]:
-        """Those that adapters may add to."""
+        """The products to which adapters may add."""
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        """x: [rows, hidden_size]; lora_slots: as `Linear` has it. Returns this rank's summand of the result."""
+        """x: [rows, hidden_size]; lora_slots: as for `Linear`. Returns this rank's summand of the result."""
 
 
 class DenseMlp:
@@ -49,7 +49,7 @@ class DenseMlp:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """inner: this rank's part of the intermediate size; deferred, ops: as `Linear` has them."""
+        """inner: this rank's part of the intermediate size; deferred, ops: as for `Linear`."""
         self._config, self._inner, self._ops = config, inner, ops or ops_for(device)
         allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=self._ops)
         hidden, wide = config.hidden_size, self._ops.WIDE_PRODUCTS
@@ -58,7 +58,7 @@ class DenseMlp:
 
     @property
     def projections(self) -> list[Projection]:
-        """As `Mlp` has it."""
+        """Implements `Mlp.projections`."""
         if self._config.fused_checkpoint:
             gate_up = {"mlp.gate_up_proj": 2 * self._inner}
         else:
@@ -67,20 +67,20 @@ class DenseMlp:
 
     @property
     def adapted(self) -> list[Projection]:
-        """As `Mlp` has it."""
+        """Implements `Mlp.adapted`."""
         return self.projections
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        """As `Mlp` has it."""
+        """Implements `Mlp.__call__`."""
         activated = self._ops.gated_activation(self._gate_up(x, lora_slots), self._config.activation)
         return self._down(activated, lora_slots)
 
 
 class MixtureMlp:
-    """A router that chooses some of several experts for each row, and the sum of what these return, by its weights.
+    """A router chooses several experts for each row; the output is their weighted sum.
 
-    The router's logits are float32, and it is not quantised with others: a token's experts hang on small differences.
-    Each rank holds a part of every expert, and the router whole.
+    The router's logits are float32, and `pack` leaves the router unquantised: small differences decide a token's
+    experts. Each rank holds a part of every expert, and the whole router.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class MixtureMlp:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """inner: this rank's part of an expert's intermediate size; deferred, ops: as `ExpertLinear` has them."""
+        """inner: this rank's part of an expert's intermediate size; deferred, ops: as for `ExpertLinear`."""
         self._config, self._mixture, self._inner = config, mixture, inner
         self._ops: Ops = ops or ops_for(device)
         router = torch.empty(mixture.num_experts, config.hidden_size, dtype=dtype, device=device)
@@ -105,7 +105,7 @@ class MixtureMlp:
 
     @property
     def projections(self) -> list[Projection]:
-        """As `Mlp` has it."""
+        """Implements `Mlp.projections`."""
         names = self._mixture.names
         projections = [(self._router, {names.router: self._mixture.num_experts})]
         for number, (gate_up, down) in enumerate(zip(self._gate_up.experts, self._down.experts, strict=True)):
@@ -116,11 +116,11 @@ class MixtureMlp:
 
     @property
     def adapted(self) -> list[Projection]:
-        """As `Mlp` has it."""
+        """Implements `Mlp.adapted`: experts take no adapters."""
         return []
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:  # noqa: ARG002 (dense ones use it)
-        """As `Mlp` has it, in float32."""
+        """Implements `Mlp.__call__`; returns float32."""
         weights, experts = choose_experts(self._router(x), self._mixture.num_chosen, self._mixture.renormalise)
         rows = group_rows(experts, self._mixture.num_experts)
         inner = self._gate_up(x.index_select(0, rows.tokens), rows.ends)

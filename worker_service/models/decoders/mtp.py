@@ -1,8 +1,8 @@
-"""The head of multi-token prediction that MiMo's checkpoints have: a layer that was trained beside the model itself.
+"""MiMo's head for multi-token prediction: a layer that was trained along with the model.
 
-For a token it takes the token's embedding and the model's last state of the token before it, and has the model's own
-head make logits. (Xiaomi LLM-Core Team, 2025; the idea in this form: DeepSeek-AI, 2024.) Files with several such layers
-have been trained for drafts further ahead; the first is used for all of them.
+Its input is the token's embedding and the model's last state of the token before it. The model's own head computes the
+logits. (Xiaomi LLM-Core Team, 2025; the idea in this form: DeepSeek-AI, 2024.) In files with several such layers, each
+layer is trained for drafts at one distance. Here the first layer drafts at all distances.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from worker_service.models.decoders.head_layer import HeadLayer
 from worker_service.models.layers.linear import Linear
 
 NAME = "model.mtp_layers.0"
-"""Of the layer in a checkpoint."""
+"""Name of the layer in a checkpoint."""
 
 
 class MtpHead:
-    """A `Head`."""
+    """The `Head` of multi-token prediction."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights, without values yet. config: the model's."""
+        """Allocate the weights without values. config: the model's."""
         self.states_before = (config.num_layers + 1,)
         self._eps = config.rms_norm_eps
         self._ops: Ops = ops_for(device)
@@ -38,7 +38,7 @@ class MtpHead:
         self._target: Decoder | None = None
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """As `Loadable` has it."""
+        """Implements `Loadable.checkpoint_tensors`."""
         tensors = self._layer.checkpoint_tensors() | {
             "token_layernorm.weight": self._token_norm,
             "hidden_layernorm.weight": self._state_norm,
@@ -49,26 +49,26 @@ class MtpHead:
         return {f"{NAME}.{name}": tensor for name, tensor in tensors.items()}
 
     def pack(self, target: Decoder) -> None:
-        """Prepare the weights for use. Called once, when `checkpoint_tensors` have been filled."""
+        """Prepare the weights for use. Called once, after the `checkpoint_tensors` have been filled."""
         self._layer.pack()
         self._input.pack()
         self._target = target
 
     def read(self, states: Sequence[Tensor], slots: Tensor, cache: Tensor) -> None:
-        """As `Head` has it."""
+        """Implements `Head.read`."""
         self.keep(states[0], slots, cache)
 
     def keep(self, states: Tensor, slots: Tensor, cache: Tensor) -> None:
-        """As `Head` has it."""
+        """Implements `Head.keep`."""
         self._layer.keep(states, slots, cache)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
     ) -> Tensor:
-        """As `Head` has it; the states are normalised, as the model's are."""
+        """Implements `Head.forward`; the states are normalised, like the model's."""
         assert self._target is not None
         ops, eps = self._ops, self._eps
-        # It was trained without the embedding that follows the first state.
+        # The layer was trained with zeros in place of the embedding that follows the first state.
         embedded = self._target.embedding(token_ids).masked_fill((positions == 0).unsqueeze(1), 0)
         normed = ops.rms_norm(self._layer.kept(slots, cache), self._state_norm, eps)
         residual = self._input(torch.cat([normed, ops.rms_norm(embedded, self._token_norm, eps)], dim=1)).float()
@@ -77,6 +77,6 @@ class MtpHead:
         return ops.rms_norm(residual, self._norm, eps)
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """As `Head` has it."""
+        """Implements `Head.compute_logits`."""
         assert self._target is not None
         return self._target.compute_logits(states)

@@ -1,12 +1,12 @@
-"""What a rank holds of a network. (Shoeybi et al., 2019.)
+"""The part of a network that one rank holds. (Shoeybi et al., 2019.)
 
-Projections into a half of a layer are cut by outputs, that is by heads or by inner units; projections out of it are cut
-by inputs. A half therefore needs one sum over the ranks. Each expert of a mixture is cut so too; its router is held
-whole. The embedding and the logits' head are cut by tokens: whole, they would be a rank's largest weights, and the
-price is a sum over one more vector a token.
+Projections into a half of a layer are cut by outputs: by heads or by inner units. Projections out of it are cut by
+inputs, so each half needs one sum over the ranks. Each expert of a mixture is cut in the same way; every rank holds the
+whole router. The embedding and the logits' head are cut by tokens: whole, they would be a rank's largest weights. The
+price is a sum over one more vector per token.
 
-What a low-rank adapter adds to a projection is cut as its weights are, by cutting one half of the adapter: the one that
-leads to the outputs, or the one that leads from the inputs. Where inputs are cut, ranks add it before they sum up.
+An adapter is cut like the weights of its projection: B if outputs are cut, A if inputs are cut. If inputs are cut,
+ranks add the adapter's product before the sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.parallel.ranks import Ranks
 
 _ALIGNMENT = 16
-"""Inner units that stay together if possible: products of odd lengths are slow."""
+"""Inner units that stay together if possible: products of odd sizes are slow."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Shard:
     heads: range
     kv_heads: range
     inner: range
-    """A stretch of the intermediate size."""
+    """Stretch of the intermediate size."""
     expert_inner: range
-    """The same of each expert; empty where there are none."""
+    """Stretch of each expert's intermediate size; empty without experts."""
     vocabulary: range
 
     @classmethod
     def of(cls, config: DecoderConfig, rank: int, size: int) -> "Shard":
-        """The part of rank `rank` of `size`. Raises StartError if the network cannot be cut into so many parts.
+        """The part of rank `rank` of `size`. Raises StartError if the network cannot be cut into `size` parts.
 
-        Key-value heads stay together with their query heads. Where there are fewer of them than ranks, several ranks
-        hold the same one, with some of its query heads each.
+        Key-value heads stay together with their query heads. If there are more ranks than key-value heads, several
+        ranks hold the same key-value head, each with some of its query heads.
         """
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         group, copies = num_heads // num_kv_heads, max(1, size // num_kv_heads)
@@ -69,7 +69,7 @@ class Shard:
         )
 
     def cuts(self, config: DecoderConfig) -> Mapping[str, Cut]:
-        """The parts of a checkpoint's tensors, by the names that a `Decoder` has for them; others are held whole."""
+        """The parts of a checkpoint's tensors, by their names in `Decoder`; tensors without an entry are held whole."""
         hidden, head_dim = range(config.hidden_size), config.head_dim
         query, key = (_times(heads, head_dim) for heads in (self.heads, self.kv_heads))
         sizes = [count * head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
@@ -107,7 +107,8 @@ class Shard:
 
 
 def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
-    """This rank's number of key-value heads, and its part of the checkpoint. Raises StartError if there can be none."""
+    """This rank's number of key-value heads, and its part of the checkpoint. Raises StartError if the model cannot be
+    cut."""
     if ranks.size == 1:
         return config.num_kv_heads, UNCUT
     if not isinstance(config, DecoderConfig):
@@ -120,7 +121,7 @@ def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
 
 
 def _stretch(total: int, part: int, parts: int) -> range:
-    """One of parts that are as nearly equal as possible."""
+    """One of `parts` stretches of nearly equal length."""
     return range(total * part // parts, total * (part + 1) // parts)
 
 
@@ -135,7 +136,7 @@ def _times(stretch: range, factor: int) -> range:
 
 
 def _joined(parts: Sequence[tuple[int, range]]) -> tuple[int, list[range]]:
-    """Stretches of tensors of the given lengths, as stretches of the tensor that joins them one behind the other."""
+    """Stretches of tensors of the given lengths, shifted to the tensor that concatenates these tensors."""
     total, stretches = 0, []
     for length, stretch in parts:
         stretches.append(range(total + stretch.start, total + stretch.stop))

@@ -1,8 +1,7 @@
-"""An encoder, run through its own code in transformers with attention of ours: texts of any lengths in one flat batch.
+"""An encoder: its own code in transformers with our attention, on texts of any lengths in one flat batch.
 
-All tokens of a step go through the network as one row, without padding. Only attention looks across tokens, and it
-takes the texts of one length together. Where weights
-are packed, as the decoder's are, what a text comes to is the same to the bit whatever is beside it.
+All tokens of a step go through the network as one row, without padding. Only attention looks across tokens; it computes
+texts of equal length together. With packed weights, a text's result is batch-invariant to the bit.
 """
 
 import copy
@@ -26,15 +25,17 @@ from worker_service.models.encoders.encoder_config import EncoderConfig
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized
 
 NAME = "pagewire-encoder"
-"""The value for a network's `attn_implementation`."""
+"""Value of a network's `attn_implementation`."""
 
 SHORT = 32
-"""Tokens of texts whose attention on a CPU is two products of matrices. With 2,048 tokens in texts of 16, torch's
-function takes 5.4 ms a layer of MiniLM on two cores and these take 1.9; of 32 6.0 and 3.8, of 64 7.0 and 12.8.
+"""Tokens of texts up to which attention on a CPU is two matrix products.
+
+Time per layer of MiniLM on two cores for 2,048 tokens, torch's function against two products. Texts of 16 tokens: 5.4
+ms against 1.9; of 32: 6.0 against 3.8; of 64: 7.0 against 12.8.
 """
 
 _FAR = 1 << 30
-"""Farther than any window."""
+"""Tokens: a distance beyond any window."""
 
 _lengths: ContextVar[Sequence[int]] = ContextVar("lengths")
 
@@ -43,17 +44,17 @@ class Encoder:
     """The network from token ids to states."""
 
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights, without values yet."""
+        """Allocate the weights without values."""
         self.config = config
         self._network = build_network(config, dtype, device, NAME, **config.options)
         self._body = self._network.base_model if config.num_labels else self._network
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """As `CausalModel` has it."""
+        """Implements `Loadable.checkpoint_tensors`."""
         return {f"{self.config.prefix}{name}": place for name, place in checkpoint_places(self._network).items()}
 
     def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
-        """As `CausalModel` has it, but never quantised."""
+        """Implements `Loadable.pack`, without quantisation."""
         assert quantization == "none"
         assert not quantized
         for module in list(self._body.modules()):
@@ -63,13 +64,15 @@ class Encoder:
                     packed.pack()
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
-        """As `CausalModel` has it: it takes no adapters."""
+        """Implements `Loadable.allocate_lora`: an encoder takes no adapters."""
         del num_slots, max_rank
         return {}
 
     def forward(self, token_ids: Tensor, positions: Tensor, types: Tensor, lengths: Sequence[int]) -> Tensor:
-        """token_ids, positions, types: [num_tokens] int64, text after text, those of one length side by side; types: 1
-        for the second text of a pair. lengths: of each text. Returns states, [num_tokens, hidden_size].
+        """Compute texts. Returns states, [num_tokens, hidden_size].
+
+        token_ids, positions, types: [num_tokens] int64, text after text, with texts of equal length side by side;
+        types: 1 for the second text of a pair. lengths: tokens of each text.
         """
         others = {"token_type_ids": types[None]} if self.config.has_types else {}
         with _within(lengths):
@@ -80,7 +83,7 @@ class Encoder:
         return states
 
     def classify(self, states: Tensor) -> Tensor:
-        """states: [tokens, hidden_size] of one text. Returns what the network's head makes of them, [num_labels]."""
+        """states: [tokens, hidden_size] of one text. Returns the output of the network's classifier, [num_labels]."""
         head = copy.copy(self._network)
         body = _GivenStates(states, getattr(self._body, "pooler", None))
         head._modules = {**self._network._modules, self._network.base_model_prefix: body}
@@ -98,7 +101,7 @@ def _within(lengths: Sequence[int]) -> Iterator[None]:
 
 
 class _GivenStates(nn.Module):
-    """Takes the place of the body, and returns states that were computed before, pooled as the body would."""
+    """Replaces the body, and returns states that were computed before, pooled like the body's."""
 
     def __init__(self, states: Tensor, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -112,13 +115,13 @@ class _GivenStates(nn.Module):
 
 @dataclass(frozen=True)
 class _Mask:
-    """Tokens see all of their text, or with a window those at most so far away."""
+    """Attention mask: the whole text, or tokens at most `window` away."""
 
     window: int | None
 
 
 def _describe_mask(*, config: Any, use_vmap: bool, mask_function: Any, **_: Any) -> _Mask:
-    """Takes the place of the function that fills a mask."""
+    """Replaces the function that fills a mask."""
     if use_vmap:
         raise ValueError("its attention has a mask of its own")
     here = torch.tensor(0)
@@ -153,7 +156,7 @@ def _attend(
 
 
 def _attend_short(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None) -> Tensor:
-    """What torch's function does, [texts, heads, tokens, head_dim], faster where texts are short."""
+    """Attention of torch's function, [texts, heads, tokens, head_dim], faster for short texts."""
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(2, 3)
     if attn_mask is not None:
         scores.masked_fill_(~attn_mask, float("-inf"))
@@ -161,7 +164,7 @@ def _attend_short(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[length, length] bool: which tokens are at most `window` apart; None where all are."""
+    """[length, length] bool: True where tokens are at most `window` apart; None if all are."""
     if window is None or window >= length - 1:
         return None
     places = torch.arange(length, device=device)

@@ -1,4 +1,4 @@
-"""The config.json of an encoder: a network whose tokens attend to all tokens of their text, before and behind them."""
+"""The config.json of an encoder: every token attends to all tokens of its text, before and after it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,36 +17,36 @@ from worker_service.wording import named
 
 _FILLS_GAPS = ("ForMaskedLM", "ForPreTraining")
 _HEADS = {"bert": "cls", "roberta": "lm_head", "xlm-roberta": "lm_head", "modernbert": "head|decoder"}
-"""The parts of each network that filled gaps in its first training."""
+"""Parts of each network that predicted masked tokens in its first training."""
 _UNUSED = (
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
     "pooler_type", "sbert_ce_default_activation_function", "sentence_transformers",
 )  # fmt: skip
-"""Of a pooler that no network has, and what the scheduler reads of a classifier's scores."""
+"""Keys of a pooler that no supported network has, and a key for classifier scores that the scheduler reads."""
 MAX_LABELS = 1 << 16
-"""transformers makes a name for each, before anything else is looked at."""
+"""Labels. transformers creates a name for each before it looks at anything else."""
 
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """A network of one of `registry.ENCODERS`, and the class that computes it. There is nothing for a cache to hold."""
+    """A network of one of `registry.ENCODERS`, and the class that computes it. It needs no cache."""
 
     network: Any
-    """The configuration as transformers has it."""
+    """The configuration object of transformers."""
     network_class: Any
     prefix: str
-    """What the names of its body's tensors begin with in a checkpoint. One of the body alone may lack it."""
+    """Prefix of the body's tensor names in a checkpoint. A checkpoint of the body alone may lack it."""
     vocabulary_size: int
     hidden_size: int
     max_model_len: int
     num_labels: int
-    """Numbers that its classifier makes of a text; 0 without one."""
+    """Outputs of the classifier for a text; 0 without a classifier."""
     first_position: int
-    """Positions are counted from here: RoBERTa has those before it for padding."""
+    """First position of a text: RoBERTa reserves smaller positions for padding."""
     has_types: bool
-    """Whether it tells the two texts of a pair apart."""
+    """Whether the network distinguishes the two texts of a pair."""
     ignored_tensors: tuple[str, ...]
-    """Patterns of tensors that a checkpoint may have and this network lacks: the pooler, and the masked-language-model
+    """Name patterns of checkpoint tensors that this network does not use: the pooler, and the masked-language-model
     head."""
 
     num_layers = num_kv_heads = head_dim = 0
@@ -54,11 +54,12 @@ class EncoderConfig:
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "EncoderConfig":
-        """Raises ValueError where it describes no network that can be run."""
+        """Raises ValueError if the file describes no supported network."""
         keys = ReadKeys(json)
         keys.integer("num_labels", None, null=None, most=MAX_LABELS)
         names = architectures(json) or [""]
-        # Neither changes what a network computes; one refuses odd numbers of tokens, the other one gives no names.
+        # Neither key changes the result. With the first, odd token counts may fail; with the second, outputs have no
+        # names.
         network, name = parse({**json, "chunk_size_feed_forward": 0, "return_dict": True}), names[0]
         classifies = name.endswith("ForSequenceClassification")
         mapping = (AutoModelForSequenceClassification if classifies else AutoModel)._model_mapping
@@ -84,7 +85,7 @@ class EncoderConfig:
         return cls(
             network=network,
             network_class=network_class,
-            prefix="" if classifies else f"{body.base_model_prefix}.",  # a classifier's network has it in its names
+            prefix="" if classifies else f"{body.base_model_prefix}.",  # a classifier's own names have the prefix
             vocabulary_size=network.vocab_size,
             hidden_size=network.hidden_size,
             max_model_len=longest - first,
@@ -98,19 +99,19 @@ class EncoderConfig:
     own_tensors: ClassVar[frozenset[str]] = frozenset()
 
     def untied(self, own: frozenset[str]) -> "EncoderConfig":
-        """As `ModelConfig` has it: it ties none."""
+        """Implements `ModelConfig.untied`: an encoder ties no tensors."""
         del own
         return self
 
     @property
     def options(self) -> dict[str, Any]:
-        """For the network's constructor: bodies come without the pooler that their first training had."""
+        """Arguments of the network's constructor: bodies are built without the pooler of their first training."""
         has_pooler = not self.num_labels and "add_pooling_layer" in signature(self.network_class.__init__).parameters
         return {"add_pooling_layer": False} if has_pooler else {}
 
 
 def _first_position(network: Any) -> int:
-    """RoBERTa's positions begin behind the number of the token that fills rows."""
+    """The first position of a text: in RoBERTa, the padding token's id plus 1."""
     token, longest = network.pad_token_id, network.max_position_embeddings
     if token is None or not 0 <= token < longest - 1:
         raise ValueError(

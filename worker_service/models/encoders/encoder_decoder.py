@@ -1,10 +1,10 @@
-"""A network of encoder and decoder, run through its own code in transformers with attention of ours in both.
+"""A network of encoder and decoder: its own code in transformers with our attention in both parts.
 
-The encoder reads one input at a time, so that what it makes of it depends on nothing else. Of its states each layer of
-the decoder makes keys and values, once, and these go into blocks: `encode`. The decoder computes the tokens of a step
-as one row, as other networks do; its layers attend to two tables of blocks, their own tokens' and the encoder's.
+The encoder reads one input at a time, so the result is batch-invariant. `encode` runs it once; each decoder layer
+computes keys and values from the encoder's states, which are stored in blocks. The decoder computes all tokens of a
+step as one row, like other networks. Its layers attend to two block tables: the decoder's tokens and the encoder's.
 
-T5 adds to each score a number that depends on how far apart two tokens are (Raffel et al., 2020); BART (Lewis et al.,
+T5 adds to each score a number that depends on the distance of two tokens (Raffel et al., 2020). BART (Lewis et al.,
 2020) and Whisper (Radford et al., 2023) add an embedding of the position to the token.
 """
 
@@ -28,10 +28,10 @@ from worker_service.models.encoders.encoder_decoder_config import EncoderDecoder
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized
 
 NAME = "pagewire-encoder-decoder"
-"""The value for a network's `attn_implementation`."""
+"""Value of a network's `attn_implementation`."""
 
 _CROSS = ("EncDecAttention", "encoder_attn")
-"""What families call the attention of a decoder's layer to the encoder's tokens."""
+"""Module names of a decoder layer's attention to the encoder's tokens."""
 _SELF = ("SelfAttention", "self_attn")
 
 
@@ -39,7 +39,7 @@ class EncoderDecoder:
     """The network from an encoder's input and token ids to logits."""
 
     def __init__(self, config: EncoderDecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights, without values yet; tensors that the configuration determines have theirs."""
+        """Allocate the weights without values; tensors that the configuration determines get their values."""
         self.config = config
         network = self._network = build_network(config, dtype, device, NAME)
         self._dtype, self._device = dtype, device
@@ -48,7 +48,7 @@ class EncoderDecoder:
         self._layers = {id(m): layer for names in (_SELF, _CROSS) for layer, m in enumerate(self._named(names))}
         self._cross = self._named(_CROSS)
         self._bias: Tensor | None = None
-        self._loras: dict[int, Linear] = {}  # by the identity of the layer whose product they add to
+        self._loras: dict[int, Linear] = {}  # key: id() of the layer to whose product the adapters add
         self._head = Head(network, self._decoder)
 
     def _named(self, names: tuple[str, ...]) -> list[Any]:
@@ -56,11 +56,11 @@ class EncoderDecoder:
         return [module for name, module in self._decoder.named_modules() if name.rpartition(".")[2] in names]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """As `CausalModel` has it."""
+        """Implements `CausalModel.checkpoint_tensors`."""
         return checkpoint_places(self._network)
 
     def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
-        """As `CausalModel` has it, but never quantised."""
+        """Implements `CausalModel.pack`, without quantisation."""
         assert quantization == "none"
         assert not quantized
         self._head.pack()
@@ -75,10 +75,10 @@ class EncoderDecoder:
                         setattr(module, name, _AdaptedLinear(child, self._loras.get(id(child))))
 
     def _bias_by_distance(self) -> Tensor:
-        """T5's, [num_heads, distances] float32. Beyond the last one it stays the same.
+        """T5's bias by distance, [num_heads, distances] float32; for larger distances the last bias holds.
 
-        The decoder's first layer makes it for all; made anew in each step it would have a number for each pair of the
-        step's tokens.
+        In transformers the decoder's first layer computes the bias for all layers, in each step and for each pair of
+        tokens.
         """
         attention = self._named(_SELF)[0]
         farthest = self.config.network.relative_attention_max_distance
@@ -91,7 +91,7 @@ class EncoderDecoder:
         return table
 
     def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
-        """As `CausalModel` has it, for the linear layers of encoder and decoder."""
+        """Implements `CausalModel.allocate_lora` for the linear layers of encoder and decoder."""
         places = {}
         parts = {id(module) for part in (self._encoder, self._decoder) for module in part.modules()}
         for name, module in self._network.named_modules():
@@ -101,10 +101,10 @@ class EncoderDecoder:
         return places
 
     def encode(self, given: Tensor, slots: Tensor, cache: Tensor, lora_slots: Tensor | None = None) -> None:
-        """Have the encoder read one input, and store what each layer of the decoder makes of it.
+        """Run the encoder over one input, and store each decoder layer's keys and values of the result.
 
-        given: [num_tokens] int64, or of a sound [num_mel_bins, num_frames] float32; slots: [num_tokens] int64; cache
-        and lora_slots: as `CausalModel.forward` has them.
+        given: a text, [num_tokens] int64, or a sound, [num_mel_bins, num_frames] float32; slots: [num_tokens] int64;
+        cache and lora_slots: as for `CausalModel.forward`.
         """
         with _within(_Whole(), lora_slots):
             if self.config.num_mel_bins:
@@ -129,16 +129,16 @@ class EncoderDecoder:
         lora_slots: Tensor | None = None,
         queries: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """As `CausalModel` has it. cross: the same sequences, with the encoder's tokens as their contexts.
+        """Implements `CausalModel.forward`. cross: the same sequences, with the encoder's tokens as their contexts.
 
-        queries: takes the queries of each layer's cross attention, scaled, [num_tokens, num_heads, head_dim].
+        queries: filled with each layer's scaled cross-attention queries, [num_tokens, num_heads, head_dim].
         """
         nothing = torch.zeros((1, 1, self.config.hidden_size), dtype=self._dtype, device=self._device)
         with _within(_Paged(self._layers, positions, slots, attention, cross, cache, self._bias, queries), lora_slots):
             output = self._decoder(
                 input_ids=token_ids[None],
                 attention_mask=token_ids.new_ones((1, len(token_ids))),
-                # A network without it would leave cross attention out; what attention is handed of it is not used.
+                # Without these states a network would skip cross attention; our attention ignores their values.
                 encoder_hidden_states=nothing,
                 use_cache=False,
             )
@@ -146,13 +146,14 @@ class EncoderDecoder:
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """As `CausalModel` has it."""
-        states = (hidden[None],)  # the encoder's, which nothing reads
+        """Implements `CausalModel.compute_logits`."""
+        states = (hidden[None],)  # stands for the encoder's states, which nothing reads
         return self._head(encoder_outputs=states, decoder_inputs_embeds=hidden[None])
 
 
 class _Attention(Protocol):
-    """Computes the attention of one layer after the other: [1, num_heads, num_tokens, head_dim] each."""
+    """Computes a layer's attention; layers call it in order. query, key, value: [1, num_heads, num_tokens,
+    head_dim]."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
@@ -161,7 +162,7 @@ class _Attention(Protocol):
 
 
 class _Whole:
-    """Of an encoder: all tokens see each other. bias: [1, num_heads, num_tokens, num_tokens]."""
+    """Attention of an encoder: all tokens attend to each other. bias: [1, num_heads, num_tokens, num_tokens]."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
@@ -173,7 +174,7 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _Paged:
-    """Of a decoder, over the paged cache."""
+    """Attention of a decoder, over the paged cache."""
 
     layers: dict[int, int]
     positions: Tensor
@@ -187,7 +188,7 @@ class _Paged:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        del bias  # that of a whole row of tokens, which is made for no step
+        del bias  # the network's bias is for one whole row of tokens; `self.bias` replaces it
         ops = ops_for(self.cache.device)
         layer = self.layers[id(module)]
         layer_cache = self.cache[:, layer]
@@ -216,7 +217,7 @@ def _within(attention: _Attention, lora_slots: Tensor | None) -> Iterator[None]:
 
 
 class _AdaptedLinear(PackedLinear):
-    """Takes the place of a linear layer, with room for adapters."""
+    """Replaces a linear layer, and adds adapters to its product."""
 
     def __init__(self, linear: nn.Linear, lora: Linear | None) -> None:
         super().__init__(linear)
@@ -226,14 +227,14 @@ class _AdaptedLinear(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         product = super().forward(x)
         slots = _lora_slots.get()
-        # In a decoder's pass, cross attention has keys and values made of a single row, which nothing reads.
+        # In a decoder's pass, cross attention computes keys and values of a single row that nothing reads.
         if self._lora is not None and slots is not None and slots.numel() == product[..., 0].numel():
             self._lora.add_lora(product.flatten(0, -2), x.flatten(0, -2), slots)
         return product
 
 
 class _Positions(nn.Module):
-    """Takes the place of a decoder's embedding of positions, which counts from the first token of a row."""
+    """Replaces a decoder's embedding of positions, which counts from the first token of a row."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -247,7 +248,7 @@ class _Positions(nn.Module):
 
 
 def _describe_mask(**_: Any) -> str:
-    """Takes the place of the function that fills a mask: which tokens see which is known without."""
+    """Replaces the function that fills a mask: our attention knows which tokens see each other."""
     return NAME
 
 

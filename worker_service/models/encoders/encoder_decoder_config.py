@@ -1,4 +1,4 @@
-"""The config.json of a network of two parts: an encoder that reads a text or a sound whole, and a decoder."""
+"""The config.json of a network of two parts: an encoder that reads a whole text or sound, and a decoder."""
 
 import copy
 from collections.abc import Callable, Collection, Mapping
@@ -21,25 +21,25 @@ _NEUTRAL: Mapping[str, object] = {
     "add_bias_logits": False, "add_final_layer_norm": False, "extra_pos_embeddings": 2, "normalize_before": False,
     "normalize_embedding": True, "static_position_embeddings": False,
 }  # fmt: skip
-"""What older code than this wrote of BART, which is always so now."""
+"""Values that older code wrote for BART; its current code always uses them."""
 _LARGEST = 1 << 20
-"""Of any size: larger than that of any existing network."""
+"""Maximum of any size; all existing networks are smaller."""
 _FARTHEST = 1 << 16
 _SOUND_TOKENS = 1500
 _FRAMES_PER_TOKEN = 2
-"""Of a sound: Whisper's second convolution makes one token of two frames."""
+"""Frames that Whisper's second convolution combines into one token."""
 
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig:
     """A network of one of `registry.ENCODER_DECODERS`, and the class that computes it.
 
-    Layers, heads and lengths without another word are the decoder's; its cross attention has heads of the same number
-    and size as its self-attention.
+    Layers, heads and lengths are the decoder's unless the name says otherwise. Number and size of heads are the same in
+    its cross attention as in its self-attention.
     """
 
     network: Any
-    """The configuration as transformers has it."""
+    """The configuration object of transformers."""
     network_class: Any
     vocabulary_size: int
     hidden_size: int
@@ -48,23 +48,25 @@ class EncoderDecoderConfig:
     head_dim: int
     max_model_len: int
     max_encoder_len: int
-    """Tokens that the encoder reads of a text at most, and of a sound always."""
+    """Tokens that the encoder reads: the maximum for a text, the fixed number for a sound."""
     num_mel_bins: int = 0
-    """Numbers of a sound's frame; 0 for text."""
+    """Numbers in a frame of a sound; 0 for text."""
     median_filter_width: int = 1
-    """Encoder's tokens over which weights of attention are smoothed where words are timed."""
+    """Encoder tokens over which attention weights are smoothed to time words."""
     own_tensors: frozenset[str] = frozenset()
-    """Those of the tensors that it ties which have values of their own. T5 ties its head in any case; its
-    tie_word_embeddings says whether states are scaled before logits are made of them."""
+    """Tied tensors that have values of their own in the checkpoint.
+
+    T5 always ties its head; its tie_word_embeddings says whether states are scaled before the logits.
+    """
 
     sliding_window = None
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "EncoderDecoderConfig":
-        """Raises ValueError where it describes no network that can be run."""
+        """Raises ValueError if the file describes no supported network."""
         keys = ReadKeys(json)
         keys.neutral(**_NEUTRAL)
-        keys.without_effect("n_positions")  # T5's, which `_t5` reads
+        keys.without_effect("n_positions")  # T5's; `_t5` reads it
         network = parse(json)
         if not network.is_encoder_decoder:
             raise ValueError(f"is_encoder_decoder is false; a model {network.model_type} is supported with both parts")
@@ -92,27 +94,27 @@ class EncoderDecoderConfig:
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """As `ModelConfig` has it."""
+        """Implements `ModelConfig.tied`."""
         every = tied_tensors(self._blueprint)
         return {name: other for name, (_, other) in every.items() if name not in self.own_tensors}
 
     def untied(self, own: frozenset[str]) -> "EncoderDecoderConfig":
-        """As `ModelConfig` has it."""
+        """Implements `ModelConfig.untied`."""
         return replace(self, own_tensors=own)
 
     @property
     def ignored_tensors(self) -> Collection[str]:
-        """As `ModelConfig` has it."""
+        """Implements `ModelConfig.ignored_tensors`."""
         return tuple(self._blueprint._keys_to_ignore_on_load_unexpected or ())
 
     @property
     def num_frames(self) -> int:
-        """Of a sound."""
+        """Frames of a sound."""
         return self.max_encoder_len * _FRAMES_PER_TOKEN
 
     @property
     def feature_bytes(self) -> int:
-        """Of a sound's features; 0 for text."""
+        """Bytes of a sound's features; 0 for text."""
         return self.num_mel_bins * self.num_frames * 4
 
 
@@ -130,7 +132,7 @@ def _t5(network: Any) -> dict[str, Any]:
             f"relative_attention_num_buckets is {shown(buckets)} and relative_attention_max_distance {shown(farthest)}"
             f"; the first must be a whole number from 4 on, and the second one from there to {_FARTHEST}"
         )
-    # Nothing in the network bounds its lengths; this is what it was trained with.
+    # Nothing in the network limits its lengths; this is its length in training.
     longest = _size(network, "n_positions", 512)
     return {
         "num_layers": _size(network, "num_decoder_layers"),
@@ -164,7 +166,7 @@ def _whisper(network: Any) -> dict[str, Any]:
 
 
 def _decoder(network: Any) -> dict[str, Any]:
-    """BART's, and Whisper's."""
+    """The decoder's sizes in BART and Whisper."""
     width = _size(network, "d_model")
     for name in ("encoder_attention_heads", "decoder_attention_heads"):
         if width % _size(network, name):

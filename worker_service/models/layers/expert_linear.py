@@ -1,4 +1,4 @@
-"""One linear layer of all experts of a mixture, each with a weight of its own and some of the rows."""
+"""One linear layer of a mixture's experts: each expert has its own weight and some of the rows."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,11 +13,11 @@ from worker_service.models.layers.linear import Linear, Quantization, joined
 
 
 class ExpertLinear:
-    """`x[row] @ weights[expert].T`, where sums of a row are the same whatever other rows there are.
+    """`x[row] @ weights[expert].T`. A row's sums are batch-invariant: they do not depend on the other rows.
 
-    Where the kernels multiply all experts at once, their weights are one stack, in floating point or in fp8, whose
-    parts are filled one by one. Elsewhere each is packed alone, and only those that have rows are read; so no more than
-    one expert's weight is in memory twice at any time.
+    If the kernels multiply all experts at once, the weights are one stack, in floating point or in fp8, filled expert
+    by expert. Otherwise each expert is packed alone, and a step reads only experts that have rows. At most one expert's
+    weight is in memory twice at any time.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ExpertLinear:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """Allocates the weights, without values yet. wide, deferred, ops: as `Linear` has them."""
+        """Allocate the weights without values. wide, deferred, ops: as for `Linear`."""
         self._ops: Ops = ops or ops_for(device)
         self._wide = wide
         self._stack: _Stack | None = None
@@ -46,7 +46,7 @@ class ExpertLinear:
             self.experts = [Linear(weight, wide=wide, alike=True, device=device, ops=ops) for weight in weights]
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x: [rows, inputs], at least one; ends: as `ExpertRows` of `kernels.linear.experts` has them.
+        """x: [rows, inputs], at least one row; ends: see `ExpertRows` of `kernels.linear.experts`.
 
         Returns [rows, outputs].
         """
@@ -59,31 +59,32 @@ class ExpertLinear:
 
 
 class _Stack:
-    """The weights of all experts, allocated when the first of them has a place in it."""
+    """The weights of all experts, allocated when the first expert needs its place."""
 
     def __init__(self, num_experts: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self.device = (num_experts, outputs, inputs), dtype, device
         self._wide: Tensor | None = None
         self.narrow: Float8Weight | None = None
-        """Of [num_experts, ...] numbers and scales."""
+        """Numbers and scales of all experts, [num_experts, ...] each."""
         self._has_wide = False
 
     def wide(self) -> Tensor:
-        """[num_experts, outputs, inputs] in floating point."""
+        """Weights in floating point, [num_experts, outputs, inputs]."""
         if self._wide is None:
             self._wide = torch.empty(self._shape, dtype=self._dtype, device=self.device)
         return self._wide
 
     def keep_wide(self) -> None:
-        """Say that an expert stays in floating point. Raises ValueError where another one does not."""
+        """Record that an expert stays in floating point. Raises ValueError if another expert is in fp8."""
         self._has_wide = True
         self._check()
 
     def put(self, number: int, weight: Float8Weight) -> None:
-        """Raises ValueError where another expert has other scales, or none."""
+        """Store an expert's fp8 weight. Raises ValueError if another expert has a different number of scales, or is not
+        in fp8."""
         groups = weight.scales.shape[1]
         if self.narrow is None:
-            self._wide = None  # views of it are filled, until they are packed too
+            self._wide = None  # views of it are being filled, and are packed next
             numbers = torch.empty(self._shape, dtype=weight.numbers.dtype, device=self.device)
             scales = torch.empty((*self._shape[:2], groups), dtype=torch.float32, device=self.device)
             self.narrow = Float8Weight(numbers, scales)
@@ -98,21 +99,21 @@ class _Stack:
 
 
 class _Stacked(Linear):
-    """One expert, whose weight is packed to its place in a stack."""
+    """One expert, whose weight is packed into its place in a stack."""
 
     def __init__(self, weight: Tensor, stack: _Stack, number: int, ops: Ops) -> None:
         super().__init__(weight, device=stack.device, ops=ops)
         self._stack, self._number = stack, number
 
     def materialise(self, quantization: Quantization = "none") -> bool:
-        """As `Linear` has it: where it stays, if it stays as it is."""
+        """Implements `Linear.materialise`. A weight that stays in floating point is allocated in its final place."""
         if quantization == "fp8" or not self.weight.is_meta:
             return super().materialise(quantization)
         self.weight = self._stack.wide()[self._number]
         return True
 
     def pack(self, quantization: Quantization = "none") -> None:
-        """As `Linear` has it."""
+        """Implements `Linear.pack`."""
         if quantization in ("none", "gguf"):
             self._stack.keep_wide()
         elif quantization == "fp8":
@@ -121,7 +122,7 @@ class _Stacked(Linear):
             raise ValueError(f"these kernels multiply no stack of experts in {quantization}")
 
     def pack_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
-        """As `Linear` has it."""
+        """Implements `Linear.pack_parts`."""
         self.check_parts(parts, sizes)
         weight = joined(parts)
         if not isinstance(weight, Float8Weight) or weight.input_scale is not None:

@@ -1,4 +1,4 @@
-"""A linear layer whose weights can be packed once for the products of a step."""
+"""A linear layer whose weights are packed once for the products of all steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,14 +16,15 @@ from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, QuantizedWeigh
 from kernels.reference import wide_linear
 
 Quantization = Literal["none", "fp8", "int8", "w8a8", "int4", "gguf"]
-"""w8a8: weights and inputs of products in 8 bits; gguf: as the file that the weights come from had them."""
+"""w8a8: weights and inputs of products in 8 bits. gguf: quantised as in the GGUF file that the weights come from."""
 Quantized = Mapping[str, QuantizedWeight]
-"""Weights that are quantised already, by their names in a checkpoint."""
+"""Weights that are already quantised, by their names in a checkpoint."""
 NONE_QUANTIZED: Quantized = MappingProxyType({})
 
 
 def packing(ops: Ops, quantization: Quantization) -> Callable[[Tensor, bool], Product | None]:
-    """The function of the kernels that packs a weight so; with `gguf` one that no file had quantised."""
+    """The kernels' function that packs a weight as `quantization`. With `gguf`, weights that the file did not quantise
+    stay in floating point."""
     if quantization == "fp8":
         return lambda weight, wide: ops.pack_float8(quantize_float8(weight), wide)
     return {
@@ -32,15 +33,18 @@ def packing(ops: Ops, quantization: Quantization) -> Callable[[Tensor, bool], Pr
 
 
 def can_pack(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> bool:
-    """Whether weights of this type can be quantised so there."""
+    """Whether the kernels can quantise weights of this type on this device."""
     some = torch.ones(2, 2, dtype=dtype, device=device)
-    scheme: Quantization = "int4" if quantization == "gguf" else quantization  # which are multiplied alike
+    scheme: Quantization = "int4" if quantization == "gguf" else quantization  # both have the same products
     return packing(ops_for(device), scheme)(some, False) is not None
 
 
 def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> Quantization:
-    """Of the weights that make logits. In 4 bits they would cost 5% of perplexity, where all others cost 0.2%; of fp8
-    checkpoints they are not part."""
+    """The quantisation of the logits' head.
+
+    In 4 bits the head would cost 5% of perplexity, where all other weights cost 0.2%. fp8 checkpoints leave the head
+    unquantised.
+    """
     if quantization == "fp8":
         return "none"
     if quantization not in ("int4", "gguf"):
@@ -51,11 +55,14 @@ def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Qu
 class Linear:
     """`x @ weight.T + bias`. weight: [outputs, inputs]; bias: [outputs] or None.
 
-    wide: whether the result is in float32, as it is summed, rather than in the dtype of x. If the results are summed
-    over the ranks, only one rank adds the bias, though all ranks load it. alike: whether, once packed, it sums up a row
-    the same whatever the number of rows, though the kernels promise it of none. quantisable: whether it may be
-    quantised with others. device: where the weight is to be, if it has no memory yet and is on the meta device. ops:
-    the kernels, by default the fastest of that device.
+        wide         the result is float32, the type of its sums, instead of the dtype of x
+        adds_bias    False on all ranks but one if results are summed over ranks; every rank loads the bias
+        alike        packed products are batch-invariant, even if the kernels do not promise it
+        quantisable  `pack` may quantise the weight
+        device       of the weight, if the weight is still on the meta device
+        ops          the kernels; by default the device's fastest
+
+    Until `pack` or `pack_parts` is called, products use the unpacked weight.
     """
 
     def __init__(
@@ -96,15 +103,15 @@ class Linear:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> "Linear":
-        """Allocates the weights, without values yet; the weight not before `materialise`, if it is `deferred`."""
+        """Allocate the weights without values. If `deferred`, `materialise` allocates the weight."""
         bias = torch.empty(outputs, dtype=dtype, device=device) if biased else None
         weight = torch.empty(outputs, inputs, dtype=dtype, device="meta" if deferred else device)
         return cls(weight, bias, wide=wide, adds_bias=adds_bias, device=device, ops=ops)
 
     def materialise(self, quantization: Quantization = "none") -> bool:  # noqa: ARG002 (experts use it)
-        """Allocate the weight if it has no memory yet, and return whether it had none.
+        """Allocate the weight if it is still on the meta device; returns whether it was.
 
-        quantization: as it will be packed.
+        quantization: the scheme that `pack` will get.
         """
         if not self.weight.is_meta:
             return False
@@ -112,20 +119,24 @@ class Linear:
         return True
 
     def pack(self, quantization: Quantization = "none") -> None:
-        """Pack the weights as they are now, if packing helps, and free the unpacked ones. Raises ValueError for weights
-        that cannot be quantised so."""
+        """Pack the current weights if packing helps, and free the unpacked ones.
+
+        Raises ValueError for weights that cannot be quantised as requested.
+        """
         scheme = quantization if self._quantisable else "none"
         pack = packing(self._ops, scheme)
-        if self._alike and scheme in ("none", "gguf"):  # quantised weights are multiplied so in any case
+        if self._alike and scheme in ("none", "gguf"):  # quantised products are batch-invariant anyway
             pack = self._ops.pack_alike
         self._product = pack(self.weight, self._wide)
         if self._product is not None:
             self.free()
 
     def pack_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
-        """Have weights that are quantised already take the places of consecutive parts of the outputs, of these sizes.
-        A part without one is packed as it is; if there is none, the weight needs no memory. Raises ValueError where one
-        does not fit."""
+        """Replace consecutive parts of the outputs, of these sizes, with weights that are already quantised.
+
+        None in `parts` means that this part of the weight is packed unquantised. If no part is None, the weight needs
+        no memory. Raises ValueError if a part does not fit.
+        """
         ops = self._ops
         self.check_parts(parts, sizes)
         own = torch.split(self.weight, list(sizes))
@@ -144,23 +155,23 @@ class Linear:
         self.free()
 
     def check_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
-        """Raises ValueError where one does not fit."""
+        """Raise ValueError if a part does not fit."""
         for size, part in zip(sizes, parts, strict=True):
             needed = [size, self._shape[1]]
             if part is not None and list(part.numbers.shape) != needed:
                 raise ValueError(f"a weight is {list(part.numbers.shape)} where {needed} is needed")
 
     def free(self) -> None:
-        """The weight's memory: it is packed."""
+        """Free the unpacked weight."""
         self.weight = torch.empty(0, dtype=self.weight.dtype, device=self._device)
 
     @property
     def table(self) -> Table | None:
-        """The packed weights, if their rows can be read again."""
+        """The packed weights if their rows can be read, otherwise None."""
         return self._product if isinstance(self._product, Table) else None
 
     def allocate_lora(self, parts: Sequence[int], num_slots: int, max_rank: int) -> LoraWeights:
-        """Make room for what adapters add, which is nothing yet. parts: how many outputs each projection has."""
+        """Allocate slots for adapters, filled with zeros. parts: number of outputs of each projection."""
         _, inputs = self._shape
         zeros = partial(torch.zeros, device=self._device)
         self._lora = LoraWeights(
@@ -172,8 +183,10 @@ class Linear:
         return self._lora
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None = None) -> Tensor:
-        """x: [rows, inputs]; lora_slots: [rows] int32, the slot of each row's adapter, negative for none, or None where
-        no row has one. Returns [rows, outputs]."""
+        """x: [rows, inputs]. Returns [rows, outputs].
+
+        lora_slots: [rows] int32, the slot of each row's adapter, negative for none, or None if no row has an adapter.
+        """
         if self._product is not None:
             product = self._product(x, self._added)
         else:
@@ -183,12 +196,12 @@ class Linear:
         return product
 
     def add_lora(self, product: Tensor, x: Tensor, lora_slots: Tensor) -> None:
-        """Add what adapters add to the product of x, in place."""
+        """Add the adapters' products of x to `product`, in place."""
         assert self._lora is not None
         self._ops.add_lora(product, x, lora_slots, self._lora)
 
     def parts(self, names: dict[str, int]) -> dict[str, Tensor]:
-        """Names for consecutive slices of the outputs, given their sizes."""
+        """Consecutive slices of the outputs, by name. names: size of each slice."""
         weights = dict(zip(names, torch.split(self.weight, list(names.values())), strict=True))
         tensors = {f"{name}.weight": weight for name, weight in weights.items()}
         if self.bias is not None:
@@ -202,7 +215,7 @@ def _unpacked(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Ten
 
 
 def joined(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
-    """The parts as one weight, if there are all of them and they are alike: one product is faster than several."""
+    """All parts as one weight, if none is None and all have the same layout: one product is faster than several."""
     in_floats = [part for part in parts if isinstance(part, Float8Weight)]
     if in_floats:
         kinds = {
@@ -237,7 +250,7 @@ def _product(ops: Ops, weight: QuantizedWeight, device: torch.device, wide: bool
 
 
 class _Ordered:
-    """The table of a weight whose groups are of inputs in this order."""
+    """A packed weight whose groups cover inputs in the given order."""
 
     def __init__(self, table: Table, order: Tensor) -> None:
         self._table, self._order = table, order
@@ -251,7 +264,7 @@ class _Ordered:
 
 
 def _beside(products: Sequence[Product], sizes: Sequence[int]) -> Product:
-    """A product whose outputs are those of several, one after the other."""
+    """A product whose outputs are the concatenated outputs of several products."""
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         biases = [None] * len(products) if bias is None else torch.split(bias, list(sizes))
