@@ -173,7 +173,8 @@ class SequenceGroup:
     """One request: `sampling.n` sequences that start from the same prompt, or the running beams of a search.
 
     `prompt_token_ids` are the prompt's, four bytes each; an array is taken as it is, and must not change. `error` says,
-    in a sentence for the client, why a group ended without being served. `has_unforked` is set while followers wait for
+    in a sentence for the client, why a group ended without being served. `is_plain` if its sequences gain tokens and
+    nothing else: no log-probabilities, no vectors, and none is a beam. `has_unforked` is set while followers wait for
     the leader's prompt. `suspicion` is None until a worker is lost with it in flight. Groups of equal `cache_root` and
     adapter may share cached prefixes; `num_cached_tokens` is what was found of the prompt when it was first admitted.
     `lora_name` is the adapter that it needs, empty for the base model. `arrived_at` is in seconds of the clock that
@@ -200,6 +201,7 @@ class SequenceGroup:
         "ended",
         "error",
         "has_unforked",
+        "is_plain",
         "left_until",
         "lora_name",
         "num_cached_tokens",
@@ -246,6 +248,7 @@ class SequenceGroup:
         self.cache_root = cache_root
         self.num_cached_tokens: int | None = None
         self.sampling = sampling
+        self.is_plain = not sampling.reports  # kept, because it is asked for every sequence and step
         self.prompt_token_ids: array[int] = (
             prompt_token_ids if isinstance(prompt_token_ids, array) else array("I", prompt_token_ids)
         )
