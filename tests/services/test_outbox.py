@@ -18,7 +18,7 @@ from scheduler_service.core import (
     SequenceStatus,
 )
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.engine.calls.calls import outbox as outbox_module
+from scheduler_service.engine.calls import outbox as outbox_module
 from scheduler_service.engine.calls.outbox import MOST_LOGPROBS, MOST_ROWS, MOST_WAITING, Outbox
 
 

@@ -24,7 +24,8 @@ from scheduler_service.engine.worker_link.step_split import RoundTrips, StepSpli
 from scheduler_service.engine.workers import worker_loop
 from scheduler_service.engine.workers.answer_check import check_answer
 from scheduler_service.engine.workers.worker_loop import WorkerLoop, WorkerStatus
-from scheduler_service.frontend.output.request import GenerationRequest, RequestState
+from scheduler_service.frontend.output.request import GenerationRequest
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.settings import SchedulerSettings
 
 NEVER = 1000.0

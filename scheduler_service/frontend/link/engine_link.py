@@ -21,8 +21,8 @@ from scheduler_service.access.keys import Keyring
 from scheduler_service.frontend.link.patience import patience
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.gained import decode_gained
-from scheduler_service.frontend.output.request import RequestState
 from scheduler_service.frontend.output.request_memory import UnreadOutput
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.turns import Turns
 from scheduler_service.frontend.text.tokenization import without_panic
 from scheduler_service.statistics.counts import CountsByTenant
