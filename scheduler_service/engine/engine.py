@@ -422,7 +422,7 @@ class Engine:
         """Bring what sequences gained to the front ends of their requests."""
         requests, running, num_tokens = self.requests, SequenceStatus.RUNNING, 0
         for item in gained:
-            sequence, token_id, _, _, _, goes_on, _ = item
+            sequence, token_id, logprobs, prompt_logprobs, _, goes_on, _ = item
             group = sequence.group
             call = requests.get(group.request_id)
             if call is None or call.group is not group:
@@ -430,7 +430,8 @@ class Engine:
             if group.beams is not None and group.is_finished:
                 num_tokens += sum(len(hypothesis.token_ids) for hypothesis in group.beams.hypotheses)
             num_tokens += token_id is not None
-            if token_id is None or not group.is_plain or (sequence.status is not running and not goes_on):
+            has_more = not group.is_plain and (logprobs is not None or prompt_logprobs is not None)
+            if token_id is None or has_more or (sequence.status is not running and not goes_on):
                 call.tell_gained(item)
             else:
                 call.outbox.outputs.append(call.first_output + sequence.index)

@@ -190,6 +190,7 @@ class Wire:
     """Requests in the engine and in a front end, and what goes between the two."""
 
     def __init__(self, requests: list[GenerationRequest], model: ServedModel, *, is_full: bool) -> None:
+        self.is_full, self.num_tokens = is_full, 0
         self.engine, self.outbox = Engine(SchedulerSettings(workers=["gone:1"], model="fake")), Outbox()
         self.engine.outboxes.add(self.outbox)
         self.link = EngineLink("unix:/of-no-engine")
@@ -206,7 +207,7 @@ class Wire:
             for sequence in call.group.sequences:
                 sequence.status = SequenceStatus.RUNNING
             if is_full:
-                call.group.is_plain = state._is_plain = False
+                state._is_plain = False
 
     def publish(self, step: list[tuple[int, int, int, str]]) -> None:
         """What sequences gained in a step; one that has ended gains nothing."""
@@ -233,7 +234,12 @@ class Wire:
                 "stops": STOPPED,
             }.get(how, CAPPED)
             gained.append(SequenceOutput(sequence, None if how == "fails" else token_id, logprobs))
-        self.engine.publish(gained)
+        if self.is_full:
+            for output in gained:
+                self.engine.requests[output.sequence.group.request_id].tell_gained(output)
+        else:
+            self.engine.publish(gained)
+        self.num_tokens += sum(output.token_id is not None for output in gained)
 
     def deliver(self, now: float) -> None:
         while len(self.outbox):
@@ -255,7 +261,6 @@ class Wire:
                 got.append((outputs, str(error)))
             got.append((state.metrics(200.0), state.counts.encode("x"), state.trace.told))  # type: ignore[union-attr]
         got.append([(event.call, event.stop_output.index) for event in self.link._events])
-        got.append(self.engine.statistics.num_output_tokens)
         return got
 
     async def close(self) -> None:
@@ -285,5 +290,6 @@ async def test_a_row_brings_what_an_event_would(
                 wire.deliver(now)
     assert await rows.read() == await events.read()
     assert not events.num_rows
+    assert rows.engine.statistics.num_output_tokens == rows.num_tokens
     for wire in (rows, events):
         await wire.close()
