@@ -6,8 +6,7 @@ PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup serving proto demo test fuzz chaos soak test-gpu lint fmt up down bench bench-fidelity bench-gateway bench-forms bench-fleet bench-scheduler bench-simulate bench-speculation bench-adapters bench-embeddings bench-transcribe bench-packed bench-gpu \
-  demo-embed demo-transcribe
+.PHONY: setup serving proto demo demo-embed demo-transcribe test fuzz chaos soak test-gpu lint fmt up down bench bench-all bench-gpu
 # Modules are compiled to bytecode when a process first imports them, since most of transformers' never are. No process
 # would keep the bytecode if the environment said so, and each would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -87,13 +86,6 @@ GPU_TESTS := tests/kernels $(addprefix tests/worker/,execution/test_batch.py exe
 test-gpu:
 	$(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider -ra $(GPU_TESTS)
 
-# On a machine with a GPU, whose PYTHON has torch, triton and transformers: it takes no setup and no network. PEER: where
-# `python -m bench.gpu.pack join` has unpacked vLLM and what this project needs. MODELS, LOADS: names, separated by
-# commas. OUTPUT: a file to which figures are appended after each load.
-bench-gpu:
-	PYTHONPATH="$(CURDIR):$(CURDIR)/protos$(PEER:%=:%/pagewire)" $(PYTHON) -m bench.serve_gpu $(PEER:%=--peer %) \
-	  $(MODELS:%=--models %) $(LOADS:%=--loads %) $(ROUNDS:%=--rounds %) $(OUTPUT:%=--output %)
-
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -110,56 +102,23 @@ up:
 down:
 	$(COMPOSE) down
 
-# All optional. PEER: a folder with venv/, a virtual environment that can run vLLM, and model/, the weights as a Hugging
-# Face directory. TRACE: a CSV file, replayed SPEEDUP times as fast. LOADS: names, separated by commas. CHART: a file.
-# FLAGS: further ones of our worker. MODEL: what it serves instead, such as the same weights in a GGUF file.
+# PEER, for vLLM: a folder with venv/, a virtual environment that can run it, and model/, the weights as a Hugging Face
+# directory. TRACE: a CSV file, replayed SPEEDUP times as fast. LOADS: names, separated by commas. CHART: a file. FLAGS:
+# further ones of our worker. MODEL: what it serves instead, such as the same weights in a GGUF file. All are optional.
 bench: setup
-	$(BIN)/python -m bench $(PEER:%=--peer %) $(TRACE:%=--trace %) $(SPEEDUP:%=--speedup %) $(LOADS:%=--loads %) \
+	$(BIN)/python -m bench serving $(PEER:%=--peer %) $(TRACE:%=--trace %) $(SPEEDUP:%=--speedup %) $(LOADS:%=--loads %) \
 	  $(MODEL:%=--model %) $(if $(FLAGS),--flags="$(FLAGS)") $(ROUNDS:%=--rounds %) $(CHART:%=--chart %)
 
-# MODEL: as a worker takes it. PEER: as `make bench` has it, whose model it is then. PROMPTS: a file in the form of
-# MT-bench's questions, for more texts.
-bench-fidelity: setup
-	$(BIN)/python -m bench.fidelity $(MODEL:%=--model %) $(PEER:%=--peer %) $(PROMPTS:%=--prompts %)
+# Every benchmark that needs no files but those of PEER, which is optional. `python -m bench` lists all others.
+BENCHES := serving gateway forms fidelity adapters speculation
+bench-all: setup
+	for name in $(BENCHES); do $(BIN)/python -m bench $$name $(PEER:%=--peer %) || exit; done
+	$(BIN)/python -m bench scheduler $(PEER:%=%/venv/bin/python)
+	$(BIN)/python -m bench fleet
 
-# PEER: the path of a Python that can import vllm, whose scheduler is then measured too.
-bench-scheduler: setup
-	$(BIN)/python -m bench.scheduler $(PEER)
-
-# PARTS: names, separated by commas. MOST: workers that the scheduler is given at most.
-bench-fleet: setup
-	$(BIN)/python -m bench.fleet $(PARTS:%=--parts %) $(MOST:%=--most %)
-
-# PEER, LOADS, ROUNDS: as `make bench` has them. What HTTP costs, and what a JSON schema costs.
-bench-gateway: setup
-	$(BIN)/python -m bench.gateway $(PEER:%=--peer %) $(LOADS:%=--loads %) $(ROUNDS:%=--rounds %)
-
-bench-forms: setup
-	$(BIN)/python -m bench.forms $(PEER:%=--peer %) $(SEQUENCES:%=--sequences %) $(ROUNDS:%=--rounds %)
-
-# SEQUENCES: numbers, separated by commas. DRAFT: a model with the vocabulary of MODEL, to guess beside n-grams; both are
-# taken for models of code. HEAD: an EAGLE-3 head of MODEL instead.
-bench-speculation: setup
-	$(BIN)/python -m bench.speculation $(SEQUENCES:%=--sequences %) $(ROUNDS:%=--rounds %) $(MODEL:%=--model %) \
-	  $(PEER:%=--peer %) \
-	  $(DRAFT:%=--speculate ngram,draft --code --draft-model %) $(HEAD:%=--speculate ngram,eagle --draft-model %)
-
-# SEQUENCES, ADAPTERS: numbers, separated by commas. PEER: as `make bench` has it.
-bench-adapters: setup
-	$(BIN)/python -m bench.adapters $(SEQUENCES:%=--sequences %) $(ADAPTERS:%=--adapters %) $(ROUNDS:%=--rounds %) \
-	  $(PEER:%=--peer %)
-
-# MODEL: a folder that sentence-transformers reads. PEER: a folder with it, if it is not installed.
-bench-embeddings: setup
-	$(BIN)/python -m bench.embeddings $(MODEL) $(PEER:%=--peer %) $(ROUNDS:%=--rounds %)
-
-# MODEL: a folder of a Whisper. SOUND: a file. PEERS: a folder with faster-whisper, if it is not installed.
-bench-transcribe: setup
-	$(BIN)/python -m bench.transcribe $(MODEL) $(SOUND) $(PEERS:%=--peers %) $(ROUNDS:%=--rounds %)
-
-# FILE: a GGUF file. PEER: llama.cpp's program llama-batched-bench.
-bench-packed: setup
-	$(BIN)/python -m bench.packed $(FILE) --peer $(PEER) $(ROUNDS:%=--rounds %)
-
-bench-simulate: setup
-	$(BIN)/python -m bench.simulate $(TRACES)
+# On a machine with a GPU, whose PYTHON has torch, triton and transformers: it takes no setup and no network. PEER: where
+# `python -m bench.gpu.pack join` has unpacked vLLM and what this project needs. MODELS, LOADS: names, separated by
+# commas. OUTPUT: a file to which figures are appended after each load.
+bench-gpu:
+	PYTHONPATH="$(CURDIR):$(CURDIR)/protos$(PEER:%=:%/pagewire)" $(PYTHON) -m bench serve_gpu $(PEER:%=--peer %) \
+	  $(MODELS:%=--models %) $(LOADS:%=--loads %) $(ROUNDS:%=--rounds %) $(OUTPUT:%=--output %)

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.attention.metadata import PART_KEYS, AttentionMetadata, SharedParts
 from kernels.backends import ops_for
-from kernels.metadata import PART_KEYS, AttentionMetadata, SharedParts
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 DTYPE = torch.bfloat16
@@ -83,7 +83,7 @@ class Setting:
 def main() -> None:
     """Measure and print."""
     if not torch.cuda.is_available():
-        sys.exit("bench.kernels_gpu measures kernels on an NVIDIA GPU, and torch finds none on this machine.")
+        sys.exit("bench kernels_gpu measures kernels on an NVIDIA GPU, and torch finds none on this machine.")
     device = torch.device("cuda")
     name = torch.cuda.get_device_name(device)
     bandwidth, rate = copy_bandwidth(device), matmul_rate(device)

@@ -28,7 +28,8 @@ from worker_service.execution.adapters.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.execution.startup.profiling import measure_prefill
 from worker_service.execution.steps.decode_graphs import DecodeGraphs
-from worker_service.execution.steps.model_runner import ModelRunner, RunningStep
+from worker_service.execution.steps.model_runner import ModelRunner
+from worker_service.execution.steps.running_step import RunningStep
 from worker_service.loading.adapter import Adapter
 from worker_service.loading.dummy_weights import DummyWeights
 from worker_service.models.causal_model import CausalModel
@@ -59,7 +60,7 @@ BLOCK_SIZE = 16
 def main() -> None:
     """Measure and print."""
     if not torch.cuda.is_available():
-        sys.exit("bench.steps_gpu measures steps on an NVIDIA GPU, and torch finds none on this machine.")
+        sys.exit("bench steps_gpu measures steps on an NVIDIA GPU, and torch finds none on this machine.")
     device = torch.device("cuda")
     bandwidth = copy_bandwidth(device)
     say(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}: copy {bandwidth / 1e9:.0f} GB/s")

@@ -1,7 +1,8 @@
 """The operations of a decoder layer that each backend has: a module with one function for every one of `Ops`.
 
 A backend that does an operation no better than eager torch takes it from `kernels.reference`. The docstrings there and
-in `kernels.composed` and `kernels.experts` say what each operation computes. `kernels.backends` chooses a backend.
+in `kernels.composed` and `kernels.linear.experts` say what each operation computes. `kernels.backends` chooses a
+backend.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from kernels.attention.metadata import AttentionMetadata
 from kernels.float8 import Float8Weight
-from kernels.metadata import AttentionMetadata
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
 """Computes `x @ weight.T + bias` of x, [rows, inputs], and bias, [outputs] or None."""

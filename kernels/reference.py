@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import composed
-from kernels.attention_options import check_attention_options
-from kernels.experts import combine_rows as combine_rows
-from kernels.experts import grouped_float8 as grouped_float8
-from kernels.experts import grouped_linear as grouped_linear
-from kernels.experts import pack_alike as pack_alike
+from kernels.attention.metadata import AttentionMetadata
+from kernels.attention.narrow_cache import is_narrow, narrowed, widened
+from kernels.attention.options import check_attention_options
 from kernels.float8 import FLOAT8
-from kernels.metadata import AttentionMetadata
-from kernels.narrow_cache import is_narrow, narrowed, widened
+from kernels.linear.experts import combine_rows as combine_rows
+from kernels.linear.experts import grouped_float8 as grouped_float8
+from kernels.linear.experts import grouped_linear as grouped_linear
+from kernels.linear.experts import pack_alike as pack_alike
 from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -80,8 +80,8 @@ def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -
     """Write new keys and values into the cache slots of their tokens, in place.
 
     keys, values: [num_tokens, num_kv_heads, head_dim], where the tokens may lie any distance apart; layer_cache:
-    [num_blocks, 2, block_size, num_kv_heads, head_dim], or in 8 bits as `kernels.narrow_cache` has it, of which the
-    compiled kernels of CPUs have int8 alone; slots: [num_tokens] int64, no slot twice.
+    [num_blocks, 2, block_size, num_kv_heads, head_dim], or in 8 bits as `kernels.attention.narrow_cache` has it, of
+    which the compiled kernels of CPUs have int8 alone; slots: [num_tokens] int64, no slot twice.
     """
     if is_narrow(layer_cache.dtype):
         keys, values = narrowed(keys, layer_cache.dtype), narrowed(values, layer_cache.dtype)
@@ -214,102 +214,6 @@ def pack(weight: Tensor, wide: bool = False) -> Product | None:
 def wide_itemsize(dtype: torch.dtype) -> int:  # noqa: ARG001 (others use it)
     """On a CPU the bytes of a number of this dtype in the copy that `pack` makes for a wide product."""
     return torch.float32.itemsize
-
-
-WEIGHT_GROUP = 32
-"""Neighbouring inputs of an output whose quantised weights share a scale."""
-
-
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest int8 numbers, and for each group of an output the scale that turns them into weights again.
-
-    weight: [outputs, inputs]; returns [outputs, inputs] int8 within ±127 and [outputs, groups] bf16, where the last
-    group may have fewer inputs.
-    """
-    numbers, scales = [], []
-    # Some rows at a time: a large vocabulary in float32 would take more memory than anything else at start.
-    for rows in torch.split(weight, 4096):
-        groups = _groups(rows)
-        largest = groups.abs().amax(dim=2).clamp_(min=127 * torch.finfo(torch.bfloat16).tiny)
-        scales.append((largest / 127).bfloat16())
-        rounded = (groups / scales[-1].float()[:, :, None]).round_().clamp_(-127, 127).to(torch.int8)
-        numbers.append(rounded.flatten(1)[:, : rows.shape[1]])
-    return torch.cat(numbers), torch.cat(scales)
-
-
-W8A8_GROUP = 64
-"""Neighbouring inputs of an output, or of a row of x, that share a scale where both have 8 bits."""
-
-
-def quantize_w8a8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest int8 numbers, and the scales that turn them into weights again.
-
-    weight: [outputs, inputs]; returns [outputs, inputs] int8 within ±127 and [outputs, groups] float32, where the last
-    group may have fewer inputs. Raises ValueError for weights that are not finite.
-    """
-    numbers, scales = [], []
-    for rows in torch.split(weight, 4096):  # as in `quantize_int8`
-        groups = _groups(rows, W8A8_GROUP)
-        largest = groups.abs().amax(dim=2)
-        if not largest.isfinite().all():
-            raise ValueError("a weight is not finite")
-        scales.append(largest.clamp_(min=1e-30) / 127)
-        rounded = (groups / scales[-1][:, :, None]).round_().clamp_(-127, 127).to(torch.int8)
-        numbers.append(rounded.flatten(1)[:, : rows.shape[1]])
-    return torch.cat(numbers).contiguous(), torch.cat(scales)
-
-
-def quantize_int4(weight: Tensor) -> GroupedWeight:
-    """The nearest numbers of 4 bits, with a scale and a minimum for every 32, as in GGUF's Q4_1.
-
-    The numbers of a group are those for which the sum of the squared errors is smallest, of some ranges that they may
-    span: the largest weights alone would make the steps of all others larger than need be.
-
-    weight: [outputs, inputs]. Raises ValueError for weights that float16 has no scale for.
-    """
-    numbers, scales, minimums = [], [], []
-    # Few rows at a time, which stay in a core's cache: a thousand took twelve times as long.
-    for rows in torch.split(weight, max(1, 2**18 // weight.shape[1])):
-        groups = _groups(rows)
-        low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
-        least = torch.full_like(low, torch.inf)
-        scale, minimum, chosen = torch.zeros_like(low), torch.zeros_like(low), torch.zeros_like(groups)
-        for share in _INT4_SHARES:
-            step = (high - low) * (share / 15)
-            start = (high + low - 15 * step) / 2
-            tried = ((groups - start) / step).round_().clamp_(0, 15).nan_to_num_(0.0)
-            fitted_scale, fitted_minimum = _fit(tried, groups)
-            tried = ((groups + fitted_minimum) / fitted_scale).round_().clamp_(0, 15).nan_to_num_(0.0)
-            error = (tried * fitted_scale - fitted_minimum - groups).square_().sum(2, keepdim=True)
-            is_less = error < least
-            least = torch.where(is_less, error, least)
-            scale, minimum = torch.where(is_less, fitted_scale, scale), torch.where(is_less, fitted_minimum, minimum)
-            chosen = torch.where(is_less, tried, chosen)
-        if not least.isfinite().all():
-            raise ValueError("a weight is not finite, or too large for int4")
-        numbers.append(chosen.to(torch.uint8).flatten(1)[:, : rows.shape[1]])
-        scales.append(scale.squeeze(2).half())
-        minimums.append(minimum.squeeze(2).half())
-    return GroupedWeight(torch.cat(numbers), torch.cat(scales), torch.cat(minimums), 4)
-
-
-_INT4_SHARES = (1.0, 0.94, 0.88, 0.82)
-"""Of the range of a group's weights."""
-
-
-def _fit(numbers: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and the minimum, rounded to float16, with which these numbers are nearest to the weights."""
-    mean, mean_of_weights = numbers.mean(2, keepdim=True), groups.mean(2, keepdim=True)
-    deviation = numbers - mean
-    spread = deviation.square().sum(2, keepdim=True)
-    scale = (deviation * groups).sum(2, keepdim=True) / spread.clamp_(min=1e-20)
-    return scale.half().float(), (scale * mean - mean_of_weights).half().float()
-
-
-def _groups(rows: Tensor, size: int = WEIGHT_GROUP) -> Tensor:
-    """[rows, groups, inputs of a group] in float32; what is missing of the last group is like its last input."""
-    padding = (0, -rows.shape[1] % size)
-    return functional.pad(rows.float(), padding, mode="replicate").view(len(rows), -1, size)
 
 
 def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)

@@ -1,4 +1,4 @@
-"""What both services are made of besides their purpose: settings, logs, and the life of a gRPC server.
+"""Parts of both services that have nothing to do with their purpose: settings, logs, and the life of a gRPC server.
 
 Nothing here knows about requests, blocks or models.
 """

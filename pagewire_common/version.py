@@ -6,5 +6,5 @@ DISTRIBUTION = "pagewire"
 
 
 def version_of(program: str) -> str:
-    """What --version shows."""
+    """The text of --version."""
     return f"{program} {version(DISTRIBUTION)}"

@@ -2,33 +2,39 @@
 
 import enum
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
+from unittest.mock import patch
 
 import pytest
 from fuzz import parse_arguments as fuzz_arguments
 from persons import persons_in
 
-from bench.gpu.pack import parse_arguments as pack_arguments
-from bench.serve_gpu import parse_arguments as serve_gpu_arguments
-from pagewire_client.__main__ import parse_arguments as client_arguments
+from bench.__main__ import BENCHES
+from bench.__main__ import main as bench
+from pagewire.v1.inference_service_pb2 import SamplingParams
+from pagewire_client.cli.parser import parse_arguments as client_arguments
+from pagewire_client.cli.request_options import SAMPLING
 from pagewire_common.calls.errors import MOST_FIELDS
+from pagewire_common.sampling import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    NUMBERS,
+    PARAMETERS,
+)
 from pagewire_common.serving.server import OPTIONS
 from pagewire_common.settings import ServiceSettings
 from scheduler_service.engine.calls.admission import MAX_SIDE_CALLS
 from scheduler_service.fit import parse_arguments as fit_arguments
 from scheduler_service.frontend.calls.text_calls import IN_FLIGHT, MAX_TEXTS
 from scheduler_service.frontend.checking.prompt import MAX_MESSAGES, MAX_TOKENIZE
-from scheduler_service.frontend.checking.sampling_validation import (
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIASES,
-    MAX_N,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKENS,
-)
-from scheduler_service.frontend.link.engine_link import BYTES_PER_TOKEN
+from scheduler_service.frontend.link.message_limits import BYTES_PER_TOKEN
 from scheduler_service.operations.admin_servicer import MAX_WATCHES
 from scheduler_service.replay import parse_arguments as replay_arguments
 from scheduler_service.settings import SchedulerSettings
@@ -37,7 +43,11 @@ from worker_service.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "deploy/README.md", *ROOT.glob("docs/*.md")]
+RESULTS = sorted(ROOT.glob("bench/results/*.md"))
+PAGES = [
+    *(README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "deploy/README.md", ROOT / "bench/README.md"),
+    *(*ROOT.glob("docs/*.md"), *RESULTS),
+]
 SERVICES: tuple[type[ServiceSettings], ...] = (SchedulerSettings, WorkerSettings)
 COMMANDS = {
     "client": [
@@ -51,7 +61,18 @@ COMMANDS = {
     "replay": [(replay_arguments, [])],
     "fit": [(fit_arguments, [])],
 }
-PROGRAMS = [(serve_gpu_arguments, []), (fuzz_arguments, []), *((pack_arguments, [name]) for name in ("make", "join"))]
+
+
+def bench_arguments(arguments: list[str]) -> None:
+    with patch.object(sys, "argv", ["bench", *arguments]):
+        bench()
+
+
+PROGRAMS = [
+    (fuzz_arguments, []),
+    *((bench_arguments, [name]) for name in BENCHES),
+    *((bench_arguments, ["pack", command]) for command in ("make", "join")),
+]
 OTHERS_PROGRAMS = ("curl", "docker", "docker-compose", "git", "grpcurl", "kubectl", "pip")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -141,7 +162,11 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 
 
 def test_the_readme_links_to_every_page() -> None:
-    assert set(PAGES) - {README} <= {file for file, _ in links(README)}
+    assert set(PAGES) - {README, *RESULTS} <= {file for file, _ in links(README)}
+
+
+def test_the_page_of_performance_links_to_every_page_of_results() -> None:
+    assert set(RESULTS) <= {file for file, _ in links(ROOT / "docs/performance.md")}
 
 
 @each_page
@@ -149,6 +174,8 @@ def test_every_flag_that_a_page_names_exists(page: Path, capsys: pytest.CaptureF
     known = {flag(name) for settings in SERVICES for name in settings.model_fields}
     known |= {flag(f"no_{name}") for settings in SERVICES for name, field in settings.model_fields.items()
               if field.annotation is bool}  # fmt: skip
+    if page.name == "flags.md":
+        known |= {flag(old) for settings in SERVICES for old in settings.old_names}
     known |= {"--help", "--no-", "--version"}.union(
         *(options(capsys, commands) for commands in (*COMMANDS.values(), PROGRAMS))
     )
@@ -161,7 +188,10 @@ def test_every_flag_that_a_page_names_exists(page: Path, capsys: pytest.CaptureF
 @each_page
 def test_every_variable_that_a_page_names_is_a_setting(page: Path) -> None:
     known = {name.upper() for settings in SERVICES for name in settings.model_fields}
-    known |= {"TARGET", "ADMIN_TARGET", "HTTP_LISTEN", "HTTP_TLS", "HTTP_MUTUAL_TLS"}
+    if page.name == "flags.md":
+        known |= {old.upper() for settings in SERVICES for old in settings.old_names}
+    known |= {"TARGET", "ADMIN_TARGET", "HTTP_LISTEN", "HTTP_HOST", "HTTP_PORT", "HTTP_TLS", "HTTP_MUTUAL_TLS"}
+    known |= {"CLIENT_TLS", "CLIENT_API_KEY"}
     assert set(re.findall(r"\bPAGEWIRE_([A-Z_]+)", page.read_text())) <= known
 
 
@@ -177,12 +207,28 @@ def test_the_page_of_limits_has_the_numbers_of_the_code(number: int) -> None:
     assert re.search(rf"(?<!\d)(?<!\d,){number:,}(?!,?\d)", (ROOT / "docs/limits.md").read_text())
 
 
+def test_the_page_of_sampling_parameters_has_the_rows_of_their_table() -> None:
+    """A row that differs is printed as it should be."""
+    assert set(PARAMETERS) == set(SamplingParams.DESCRIPTOR.fields_by_name)
+    expected: dict[str, list[str]] = {"Numbers": [], "Others": []}
+    for name, one in PARAMETERS.items():
+        cells = [f"`{name}`", f"`{flag(name)}`" if name in SAMPLING else "–", one.values, one.default]
+        if name not in NUMBERS:
+            cells += [", ".join(one.readers), "yes" if one.with_beams else "no"]
+        expected["Numbers" if name in NUMBERS else "Others"].append(f"| {' | '.join(cells)} |")
+    for heading, wanted in expected.items():
+        section = (ROOT / "docs/sampling.md").read_text().split(f"\n## {heading}\n")[1].split("\n#")[0]
+        assert re.findall(r"^\| `.*$", section, re.MULTILINE) == wanted
+
+
 @each_page
 def test_every_command_that_a_page_names_is_there(page: Path) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for text in code(page):
         for module in re.findall(r"python -m ([a-z_.]+)", text):
             assert find_spec(module) is not None, text
+        for name in re.findall(r"python -m bench ([a-z]\w*)", text):
+            assert name in BENCHES, text
         for target in re.findall(r"(?:^|[ ;&])make ([a-z-]+)", text):
             assert target in targets, text
 
@@ -199,10 +245,21 @@ def test_every_setting_is_in_the_table_of_flags_with_its_default_and_its_choices
                 assert f"`{choice}`" in default + meaning, name
 
 
+def test_every_old_name_is_in_the_table_of_old_names_with_its_new_name() -> None:
+    section = (ROOT / "docs/flags.md").read_text().split("\n## Old names\n")[1].split("\n#")[0]
+    table = [line.split(" | ", 1) for line in section.splitlines() if line.startswith("| `")]
+    for settings in SERVICES:
+        for old, new in settings.old_names.items():
+            assert any(flag(old) in flags_in(row[0]) and flag(new) in flags_in(row[1]) for row in table), old
+            assert old not in settings.model_fields
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_of_a_command_is_in_the_page_of_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     (table,) = re.findall(r"\n## Commands\n(.*)", (ROOT / "docs/flags.md").read_text(), re.DOTALL)
     described = [row for row in table.splitlines() if f"_{command}" in row or f".{command}" in row]
+    if command == "client":
+        described += re.findall(r"^\| `\w+` \| (`--.*?`)", (ROOT / "docs/sampling.md").read_text(), re.MULTILINE)
     assert flags_in("\n".join(described)) == options(capsys, COMMANDS[command])
 
 

@@ -187,7 +187,7 @@ class SlowEncoderDecoder:
         """
         import torch
 
-        from kernels.noise import gumbel_noise, row_keys
+        from kernels.sampling.noise import gumbel_noise, row_keys
 
         decoder = [START, *output[:-1]]
         with torch.inference_mode():

@@ -23,8 +23,8 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from bench.drive import BenchError
 from bench.fleet import bystanders, failover, feeding, front_ends, overhead, tracing
+from bench.loads.drive import BenchError
 from pagewire_client import ServerError
 from pagewire_common.serving.open_files import raise_open_files_limit
 from pagewire_common.settings import load_settings
@@ -100,7 +100,7 @@ def run(parts: list[str], most: int, model: Path, console: Console) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.fleet", description="Measures what a fleet bears and costs.")
+    parser = argparse.ArgumentParser(prog="bench fleet", description="Measures what a fleet bears and costs.")
     parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,…", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--most", type=int, default=32, help="most workers to feed (default 32)")
     arguments = parser.parse_args()
@@ -114,9 +114,9 @@ def main() -> None:
         model = find_model("default", load_settings(WorkerSettings, "bench", []).cache.expanduser()).path
         report = run(parts, arguments.most, model, Console(file=sys.stdout, width=240))
     except (BenchError, ServerError, StartError, OSError) as error:
-        sys.exit(f"bench.fleet: {error}")
+        sys.exit(f"bench fleet: {error}")
     except (grpc.RpcError, psutil.Error) as error:
-        sys.exit(f"bench.fleet: {type(error).__name__}: {error}")
+        sys.exit(f"bench fleet: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
     sys.stdout.write(json.dumps(report) + "\n")

@@ -12,13 +12,13 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.drive import drive
-from bench.figures import Run, median_interval, rate
 from bench.fleet.fleet import Fleet
 from bench.fleet.http2 import WIDEST, Connection
 from bench.fleet.overhead import WORKER_ARGUMENTS, Targets
 from bench.fleet.raw_load import PATH
-from bench.load import streams
+from bench.loads.drive import drive
+from bench.loads.figures import Run, median_interval, rate
+from bench.loads.load import streams
 from pagewire.v1 import inference_service_pb2 as pb
 
 NUM_SILENT_CONNECTIONS = 1000

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from bench.drive import BenchError
+from bench.loads.drive import BenchError
 
 
 async def report(describe: Callable[[], object]) -> None:

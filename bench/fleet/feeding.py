@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from bench.drive import BenchError
 from bench.fleet.child import Child
 from bench.fleet.sleeping_servicer import MAX_NUM_SEQS
-from bench.processes import cpu_seconds
+from bench.loads.drive import BenchError
+from bench.systems.processes import cpu_seconds
 from pagewire_client.local import ADMIN, ServiceProcess
 
 STEP_MS = 20.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from bench.drive import BenchError
+from bench.loads.drive import BenchError
 from pagewire.v1.admin_service_pb2 import (
     ClusterState,
     DrainWorkerRequest,

@@ -14,12 +14,12 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.drive import Stream, drive
-from bench.figures import Run, median_interval, rate
 from bench.fleet.fleet import Fleet
-from bench.load import Load, streams
-from bench.measure import PAUSE_SECONDS
-from bench.processes import cpu_seconds
+from bench.loads.drive import Stream, drive
+from bench.loads.figures import Run, median_interval, rate
+from bench.loads.load import Load, streams
+from bench.measurements.measure import PAUSE_SECONDS
+from bench.systems.processes import cpu_seconds
 from pagewire_client import Client, SamplingParams
 
 WORKER_ARGUMENTS = ("--threads", "1", "--kv-cache-memory", "0.25", "--max-model-len", "2048")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from bench.drive import BenchError
-from bench.report import OURS, new_table
+from bench.loads.drive import BenchError
+from bench.measurements.report import OURS, new_table
 
 UNKNOWN = "not known"
 
@@ -58,7 +58,7 @@ def read_rows(file: Path) -> list[Row]:
             rows.append(Row(**json.loads(line)))
         except (TypeError, ValueError) as error:
             if number < len(lines) or line.endswith("\n"):
-                raise BenchError(f"{file}, line {number} is not of bench.serve_gpu: {error}") from error
+                raise BenchError(f"{file}, line {number} is not of bench serve_gpu: {error}") from error
     return rows
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from kernels import composed, reference
-from kernels.attention_options import check_attention_options
+from kernels.attention.metadata import AttentionMetadata
+from kernels.attention.options import check_attention_options
 from kernels.cpu.library import library_path, load_library, supported, what_is_missing
-from kernels.metadata import AttentionMetadata
+from kernels.linear.quantization import W8A8_GROUP, WEIGHT_GROUP, quantize_int4, quantize_int8, quantize_w8a8
 from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
-from kernels.reference import W8A8_GROUP, WEIGHT_GROUP
 
 _built = [name for name in supported() if library_path(name).exists()]
 if not _built:
@@ -124,21 +124,21 @@ def wide_itemsize(dtype: torch.dtype) -> int:
 def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:
     if weight.dtype is not torch.bfloat16 or not _library.can_pack_int8(weight.shape[1]):
         return None
-    outputs, packed = len(weight), _library.pack_int8(*reference.quantize_int8(weight))
+    outputs, packed = len(weight), _library.pack_int8(*quantize_int8(weight))
     return lambda x, bias: _library.linear(x, packed, bias, outputs, wide)
 
 
 def pack_int4(weight: Tensor, wide: bool = False) -> Product | None:
     if weight.dtype is not torch.bfloat16 or not _library.can_pack(weight.shape[1]):
         return None
-    return pack_grouped(reference.quantize_int4(weight), wide)
+    return pack_grouped(quantize_int4(weight), wide)
 
 
 def pack_w8a8(weight: Tensor, wide: bool = False) -> Table | None:
     outputs, inputs = weight.shape
     if weight.dtype is not torch.bfloat16 or not _library.can_pack(inputs):
         return None
-    return _Packed(_library.pack_w8a8(*reference.quantize_w8a8(weight)), outputs, inputs, wide)
+    return _Packed(_library.pack_w8a8(*quantize_w8a8(weight)), outputs, inputs, wide)
 
 
 def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:

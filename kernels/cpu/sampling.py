@@ -3,25 +3,25 @@
 from torch import Tensor
 
 from kernels.cpu.ops import _library
-from kernels.log_probabilities import log_probabilities
-from kernels.sampling import Draws
+from kernels.sampling.eager import Draws
+from kernels.sampling.log_probabilities import log_probabilities
 
 __all__ = ["draw", "greedy", "keep", "log_probabilities"]
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """As `kernels.sampling.greedy`."""
+    """As `kernels.sampling.eager.greedy`."""
     token_ids, largest = _library.greedy(logits.contiguous())
     return token_ids, largest
 
 
 def keep(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """As `kernels.sampling.keep`."""
+    """As `kernels.sampling.eager.keep`."""
     _library.keep(logits, rows, bits)
 
 
 def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    """As `kernels.sampling.draw`."""
+    """As `kernels.sampling.eager.draw`."""
     token_ids: Tensor = _library.draw(
         logits.contiguous(),
         largest.float(),

@@ -9,20 +9,20 @@ take processors from them.
 """
 
 from kernels.reference import pack_grouped, pack_int4, pack_int8, pack_w8a8, wide_itemsize
-from kernels.triton.add_lora import add_lora
-from kernels.triton.attention_by_position import shared_tokens
-from kernels.triton.combine_rows import combine_rows
-from kernels.triton.copy_blocks import copy_blocks
-from kernels.triton.float8_linear import pack_float8
-from kernels.triton.gated_activation import gated_activation
-from kernels.triton.grouped_float8 import grouped_float8
-from kernels.triton.grouped_linear import grouped_linear, pack_alike
-from kernels.triton.linear import pack
-from kernels.triton.paged_attention import paged_attention
-from kernels.triton.qkv_attention import qkv_attention
-from kernels.triton.rms_norm import add_rms_norm, rms_norm
-from kernels.triton.rotary_embedding import rotary_embedding
-from kernels.triton.store_kv import store_kv
+from kernels.triton.attention.attention_by_position import shared_tokens
+from kernels.triton.attention.copy_blocks import copy_blocks
+from kernels.triton.attention.paged_attention import paged_attention
+from kernels.triton.attention.qkv_attention import qkv_attention
+from kernels.triton.attention.store_kv import store_kv
+from kernels.triton.layers.gated_activation import gated_activation
+from kernels.triton.layers.rms_norm import add_rms_norm, rms_norm
+from kernels.triton.layers.rotary_embedding import rotary_embedding
+from kernels.triton.linear.add_lora import add_lora
+from kernels.triton.linear.combine_rows import combine_rows
+from kernels.triton.linear.float8_linear import pack_float8
+from kernels.triton.linear.grouped_float8 import grouped_float8
+from kernels.triton.linear.grouped_linear import grouped_linear, pack_alike
+from kernels.triton.linear.linear import pack
 
 WIDE_PRODUCTS = False
 """Not measured: a library's product of bf16 into float32, against the product into bf16."""

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from kernels import triton
-from kernels.triton.attention_by_position import attention_by_position as paged_attention
-from kernels.triton.invariant_linear import pack as pack
+from kernels.triton.attention.attention_by_position import attention_by_position as paged_attention
+from kernels.triton.linear.invariant_linear import pack as pack
 
 __all__ = list(triton.__all__)
 

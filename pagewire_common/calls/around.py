@@ -1,4 +1,4 @@
-"""What interceptors put around the calls of a method, of whatever kind it is."""
+"""Wraps the calls of a gRPC method, unary or streaming, in a context manager. Interceptors use it."""
 
 import inspect
 from collections.abc import AsyncGenerator, Callable

@@ -54,7 +54,7 @@ class _Unparsed(NamedTuple):
 
 
 class RequestLimits(NamedTuple):
-    """What a request's message may have for the time being."""
+    """Current limits of a request's message."""
 
     num_bytes: int
     num_opaque_bytes: int = 0
@@ -66,9 +66,9 @@ class RequestLimits(NamedTuple):
 _HEALTH = "/grpc.health."
 _SERVED = ("/pagewire.", "/vllm.", _HEALTH, "/grpc.reflection.")
 _CLIENTS = ("/pagewire.v1.InferenceService/", "/pagewire.v1.AdminService/")
-"""What clients of any release call. Services tell each other the version of their protocol."""
+"""Prefixes of the methods that clients of any release call. Services check each other's protocol version instead."""
 MOST_HEALTH_BYTES = 256
-"""Of the name of a service: health is open to every caller."""
+"""Bytes of a service's name in a health check, which every caller may make."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -137,7 +137,7 @@ def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _known(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """What a client says and this server does not know is refused: an answer without it would be another one."""
+    """Refuses requests with fields that this server does not know: an answer that ignores them would be wrong."""
 
     def known(data: bytes) -> Any:
         request = parse(data)

@@ -14,7 +14,7 @@ import grpc
 
 DIRECT = (("grpc.enable_http_proxy", 0),)
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""As gRPC reads them: the first that is set counts, for TLS and for plain text alike."""
+"""Environment variables in gRPC's order: the first that is set counts, both with TLS and in plain text."""
 EXCEPTION_VARIABLES = ("no_grpc_proxy", "no_proxy")
 
 
@@ -70,7 +70,7 @@ def _http_address(variable: str, url: str) -> str:
 
 
 def _matches(host: str, exception: str) -> bool:
-    """As gRPC matches: the end of a name, or a network; and * for all, as others have it."""
+    """Whether gRPC would match: the end of a name, or a network. "*" matches every host, as in curl."""
     if not exception:
         return False
     if exception == "*" or host.endswith(exception.removeprefix(".")):

@@ -11,7 +11,7 @@ import grpc
 from pagewire_common.connection.channel import proxy_of, split_target
 
 PROBE_SECONDS = 2.0
-"""For a TLS handshake with a port that closes connections in plain text."""
+"""Seconds for a TLS handshake with a port that closes connections in plain text."""
 _CLOSED = ("Socket closed", "Connection reset", "Broken pipe")
 """How a connection in plain text ends at a port that speaks TLS; and at one whose server is leaving."""
 _OF_THE_CONNECTION = ("failed to connect", "errors resolving", *_CLOSED)

@@ -34,7 +34,7 @@ class _Files(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """Of the files that are there."""
+        """Names of the files that are there."""
         return {name for name, data in zip((CERTIFICATE, KEY, AUTHORITY), self, strict=True) if data is not None}
 
     @property
@@ -60,7 +60,7 @@ class TlsFolder:
         self._seen, self._seen_at = self._stamp, 0.0  # the last look, and when the first one had found the same
 
     def _look(self) -> tuple[object, ...]:
-        """What changes with the files, or with the right to read them."""
+        """A value that changes with the files, or with the right to read them."""
         stamps: list[object] = []
         for name in (CERTIFICATE, KEY, AUTHORITY):
             try:
@@ -197,8 +197,8 @@ def _no_password() -> str:
 
 
 class Security(NamedTuple):
-    """What the callers of a server need: TLS if there is a folder, a certificate of their own if it is `mutual`, and
-    one that has the name `identity` if that is not empty.
+    """Conditions for calling a server: TLS if there is a folder, a client certificate if it is `mutual`, and the name
+    `identity` in that certificate unless it is empty.
     """
 
     tls: TlsFolder | None = None

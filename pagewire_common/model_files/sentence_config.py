@@ -1,4 +1,4 @@
-"""What the files of sentence-transformers say of scores: config_sentence_transformers.json, and notes in config.json.
+"""Keys about scores in files of sentence-transformers: config_sentence_transformers.json, and notes in config.json.
 
 Workers read them to refuse at start what is not obeyed, and front ends for their values.
 """

@@ -15,7 +15,7 @@ from pagewire_common.calls.patient_writer import PatientWriter
 
 MOST_WATCHES = 4096
 MOST_SECONDS = 60.0
-"""That a watcher may leave a status unread."""
+"""Seconds that a watcher may leave a status unread."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -14,7 +14,7 @@ _OPEN = "/grpc.health.v1.Health/"
 """Probes have neither keys nor certificates of ours."""
 
 Check = Callable[[grpc.HandlerCallDetails], None]
-"""Of a call by its method and metadata; raises RequestError."""
+"""Checks a call by its method and metadata; raises RequestError."""
 
 
 class Lock(grpc.aio.ServerInterceptor):

@@ -39,11 +39,11 @@ OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 MAX_CONNECTIONS = 1024
-"""Of a server that has no setting for it."""
+"""Connections of a server without a setting for them."""
 
 LIVENESS = "liveness"
-"""What a liveness probe asks health for: SERVING while events are handled at all, whether the service is ready or not.
-A worker is therefore not restarted because it loads, drains or is busy."""
+"""The health service's name for liveness probes. It is SERVING while the event loop runs, ready or not, so a worker
+that loads, drains or is busy is not restarted."""
 
 
 class GrpcServer:
@@ -105,7 +105,7 @@ class GrpcServer:
         return address
 
     async def set_alive(self, alive: bool) -> None:
-        """What a liveness probe is shown; SERVING from the start."""
+        """Set the status of liveness probes, which is SERVING from the start."""
         self._health.set(LIVENESS, serving=alive)
 
     async def set_serving(self, serving: bool) -> None:

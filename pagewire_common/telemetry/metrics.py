@@ -32,11 +32,11 @@ log = structlog.get_logger()
 
 SCRAPE_SECONDS = 10.0
 MOST_SECONDS = 30.0
-"""For one connection."""
+"""Seconds of one connection."""
 MOST_CONNECTIONS = 16
 MOST_HEAD_BYTES = 16 << 10
 _PEER_NAMES = "pagewire.peer_names"
-"""Of a request's environment: the names in the certificate of its other side."""
+"""Key of a request's WSGI environment: the names in the client's certificate."""
 
 Families = Callable[[], Awaitable[Iterable[Metric]]]
 MayRead = Callable[[str], bool]
@@ -115,7 +115,7 @@ def _guarded(
     reason: str,
     *headers: tuple[str, str],
 ) -> "WSGIApplication":
-    """What may not pass is answered with this status and this reason."""
+    """Answers requests that may not pass with this status and reason."""
 
     def guarded(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         if may_pass(environ):
@@ -168,7 +168,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._room.release()
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
-        """What a scraper does wrong is its own affair: a plain-text one is refused, and others go away."""
+        """Log errors of a scraper at debug level: its own log tells why a scrape failed."""
         log.debug("scrape failed", exc_info=True)
 
 
@@ -182,7 +182,7 @@ def _cut(connection: socket.socket) -> None:
 
 
 class _Head:
-    """What a client sends, until it is too much."""
+    """A request's head, read up to a limit of bytes and seconds."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

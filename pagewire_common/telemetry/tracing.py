@@ -27,7 +27,7 @@ _HEADERS = (TRACE_PARENT, "tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
 logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # it warns of a tracestate with its text
 EXPORT_SECONDS = 3.0
-"""For one batch. Services took 1.2 and 1.0 s to end where nothing listened at the endpoint."""
+"""Seconds to export one batch. Services took 1.2 and 1.0 s to end where nothing listened at the endpoint."""
 
 
 def check_endpoint(endpoint: str | None) -> str | None:

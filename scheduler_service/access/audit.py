@@ -34,7 +34,7 @@ _has_line: ContextVar[bool] = ContextVar("has_line", default=False)
 
 
 def note(**names: str) -> None:
-    """What the call under way is about, such as a worker's address, for its line."""
+    """Add names (such as a worker's address) to the log line of the current call."""
     _noted.set({name: value[:MAX_NOTED] for name, value in names.items()})
 
 

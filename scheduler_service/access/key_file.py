@@ -43,7 +43,7 @@ class KeyFile:
                 raise StartError(f"cannot use the API keys of {file or 'the environment'}: {error}") from None
 
     def _look(self) -> tuple[int, ...] | None:
-        """What changes with the file, or with the right to read it."""
+        """A value that changes with the file, or with the right to read it."""
         try:
             status = self._file.stat() if self._file is not None else None
         except OSError:

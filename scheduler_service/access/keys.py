@@ -9,7 +9,7 @@
     concurrency = 16                # requests in flight
     models = ["default"]            # that it may use; all unless given
     adapters = ["poet"]             # that it may name; all unless given
-    weight = 2.0                    # share of its tenant under --policy fair; the same for all keys of a tenant
+    weight = 2.0                    # share of its tenant under the fair policy; the same for all keys of a tenant
     admin = false                   # whether AdminService is open to it
     metrics = false                 # whether metrics are
 
@@ -32,7 +32,7 @@ from pagewire_common.calls.errors import RequestError
 
 MAX_NAME = 64
 MOST_BYTES = 4 << 20
-"""Of a file of keys, which front ends are sent in one message."""
+"""Bytes of a key file, which the engine sends to front ends in one message."""
 _SCHEME = "bearer "
 _START = 8
 
@@ -141,7 +141,7 @@ class Keyring:
         return key
 
     def encode(self) -> pb.Keys:
-        """What front ends know of the keys."""
+        """The message that tells front ends the keys' names and limits."""
         return pb.Keys(
             keys=[
                 pb.Key(
@@ -170,8 +170,8 @@ class Keyring:
 
 
 _NO_KEY = (
-    "an API key is needed: pagewire's commands take it from the environment, as PAGEWIRE_API_KEY; other clients send "
-    "authorization: Bearer KEY"
+    "an API key is needed: pagewire's commands take it from the environment, as PAGEWIRE_CLIENT_API_KEY; other clients "
+    "send authorization: Bearer KEY"
 )
 
 

@@ -21,7 +21,7 @@ class Bucket:
         self._at = 0.0
 
     def used(self, per_minute: int, now: float) -> float:
-        """What has not come back yet."""
+        """The used part of the quota at `now`: a bucket that leaks `per_minute` / 60 a second."""
         self._used = max(0.0, self._used - (now - self._at) * per_minute / 60)
         self._at = now
         return self._used
@@ -48,7 +48,7 @@ class _Use:
 
 
 class Quotas:
-    """What the keys have used.
+    """Tokens and requests that each key has used.
 
     A key that is taken out of the ring keeps what it has used until that has come back: it may be put in again.
     """

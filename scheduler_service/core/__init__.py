@@ -16,11 +16,11 @@ from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, Sched
 from scheduler_service.core.placement.balancer import Balancer
 from scheduler_service.core.placement.choice import Placement, PlacementReason
 from scheduler_service.core.placement.worker import WorkerScheduler
-from scheduler_service.core.planning.budget import SchedulingBudget
-from scheduler_service.core.planning.scheduler import Scheduler
+from scheduler_service.core.planning.step import SchedulingBudget
 from scheduler_service.core.queues.fair_queue import FairQueue
 from scheduler_service.core.queues.priority_queue import PriorityQueue
 from scheduler_service.core.queues.waiting_queue import WaitingQueue
+from scheduler_service.core.scheduler import Scheduler
 
 __all__ = [
     "AllocStatus",

@@ -1,4 +1,4 @@
-"""What a scheduler must know of its worker and its limits, checked once."""
+"""A scheduler's limits and the sizes of its worker, checked once."""
 
 import enum
 import math
@@ -9,7 +9,7 @@ MAX_BLOCKS = 2**22
 
 
 class PreemptionMode(enum.Enum):
-    """What happens to the blocks of a preempted group.
+    """The fate of a preempted group's blocks.
 
     RECOMPUTE frees its blocks and computes its tokens again; SWAP copies its blocks to host memory and back; AUTO takes
     the cheaper way by the worker's measured speeds. If host memory has no room, every mode recomputes.
@@ -29,62 +29,62 @@ class PhaseRule(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Sizes and budgets; raises ValueError with the field and its bound.
-
-    `max_num_batched_tokens` and `max_num_seqs` bound one step; `max_model_len` bounds prompt and output of one
-    sequence; `watermark` is the share of device blocks that admission leaves free so that running sequences can grow
-    before one has to be preempted.
-
-    AUTO compares two times: that of copying blocks out and back in, from `block_bytes` and `swap_bytes_per_second`, and
-    that of computing tokens again at `prefill_tokens_per_second`. Blocks that the other pool already has are not
-    copied; blocks that other groups hold on the device are neither copied back nor computed again. A way whose speed is
-    0 counts as never finishing.
-
-    While other sequences want a share of the step, the first long prompt computes at most `max_prefill_chunk` tokens of
-    it. Each further prompt that is as long computes at most half as many as the one before it, so all of them at most
-    about twice as many: long prompts do not hold up requests behind them. Tokens of the step that are then left go to
-    the long prompts; 0 is no bound.
-
-    `max_loras` bounds the adapters of the groups that run at a time. The worker holds at most `max_held_loras` adapters
-    in host memory (0: all adapters); copying an adapter to the device takes `lora_copy_seconds`.
-
-    `num_lookahead_slots` is the room that every sequence has past the tokens it computes next. With a `sliding_window`
-    each token attends to so many tokens, itself included (0: to all). Blocks behind the window are freed, and prefixes
-    are not cached, because their first blocks would be missing.
-
-    A worker without device blocks has an encoder, which keeps no keys and values: a prompt is computed whole in one
-    step, and uses nothing but the step's token budget.
-
-    In a step, encoders of encoder-decoder models read up to `max_num_encoder_tokens` (0 for other models).
-    `max_step_bytes` bounds the bytes in which a step describes sequences that are new to the worker; see step_bytes.py.
-
-    With SEPARATE phases admission waits until a request has waited for `delay_factor` times the last prompt step, so
-    that prompts batch up; 0 admits at once. CHUNKED phases take no delay: prompts share the steps that the decodes take
-    anyway, so that waiting would gain them nothing.
-    """
+    """Sizes and budgets; raises ValueError with the field and its bound."""
 
     block_size: int
+    """Tokens of a block."""
     num_device_blocks: int
+    """0 for a worker with an encoder, which keeps no keys and values: a prompt is computed whole in one step, and uses
+    nothing but the step's token budget."""
     max_num_batched_tokens: int
+    """Tokens of a step."""
     max_num_seqs: int
+    """Sequences of a step."""
     max_model_len: int
+    """Tokens of one sequence, prompt and output together."""
     watermark: float = 0.01
+    """The share of device blocks that admission leaves free, so that running sequences can grow before one has to be
+    preempted."""
     num_host_blocks: int = 0
+    """Blocks in host memory, for groups that are swapped out."""
     max_prefill_chunk: int = 0
+    """Tokens that the first long prompt computes in a step at most, while other sequences want a share of the step
+    (0: no bound). Each further prompt that is as long computes at most half as many as the one before it, so that long
+    prompts do not hold up requests behind them. Tokens of the step that are then left go to the long prompts."""
     max_loras: int = 1
+    """Adapters of the groups that run at a time."""
     max_held_loras: int = 0
+    """Adapters that the worker holds in host memory (0: all adapters)."""
     lora_copy_seconds: float = 0.0
+    """Seconds that copying an adapter to the device takes."""
     num_lookahead_slots: int = 0
+    """Tokens that every sequence has room for past the tokens it computes next."""
     sliding_window: int = 0
+    """Tokens that each token attends to, itself included (0: all). Blocks behind the window are freed, and prefixes are
+    not cached, because their first blocks would be missing."""
     prefix_caching: bool = True
+    """Whether blocks are found by the tokens in them."""
     phase_rule: PhaseRule = PhaseRule.CHUNKED
+    """Whether prompts and decodes share steps."""
     delay_factor: float = 0.0
+    """Admission with SEPARATE phases waits until a request has waited for so many times the last prompt step, so that
+    prompts batch up; 0 admits at once. CHUNKED phases take no delay: prompts share the steps that the decodes take
+    anyway, so that waiting would gain them nothing."""
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
+    """AUTO compares copying a group's blocks out and back in with computing its tokens again. Blocks that the
+    other pool already has are not copied; blocks that other groups hold on the device are neither copied back nor
+    computed again."""
     block_bytes: int = 0
+    """Bytes to copy of each block, for AUTO."""
     swap_bytes_per_second: int = 0
+    """Speed of copying, for AUTO; 0 counts as never finishing."""
     prefill_tokens_per_second: int = 0
+    """Speed of computing, for AUTO; 0 counts as never finishing."""
     max_num_encoder_tokens: int = 0
-    max_step_bytes: int = 8 << 20  # a prompt of 131,072 tokens counts 0.7 MB; encoding so much takes about 15 ms
+    """Tokens that encoders of encoder-decoder models read in a step (0 for other models)."""
+    max_step_bytes: int = 8 << 20
+    """Bytes in which a step describes sequences that are new to the worker: see planning/step.py. A prompt of 131,072
+    tokens counts 0.7 MB; encoding the default takes about 15 ms."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -169,7 +169,7 @@ class SchedulerConfig:
 
 
 def default_prefill_chunk(max_num_batched_tokens: int) -> int:
-    """A quarter of a step: of the halves down to a sixteenth it held up the fewest, as docs/performance.md has it."""
+    """A quarter of a step: of the halves down to a sixteenth it held up the fewest (bench/results/scheduler.md)."""
     return -(-max_num_batched_tokens // 4)
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler decides in a step, what the worker answers, and what that means for each sequence."""
+"""The scheduler's decisions for a step, the worker's answer, and what that means for each sequence."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -64,7 +64,7 @@ class SchedulerOutput:
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of device blocks, copied third."""
     num_draft_tokens: dict[Sequence, int] = field(default_factory=dict)
-    """How many of a sequence's tokens are room for guesses, which the worker makes and verifies."""
+    """How many of a sequence's tokens are room for drafts, which the worker makes and verifies."""
     finished: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     ignored: list[SequenceGroup] = field(default_factory=list)
@@ -77,7 +77,7 @@ class SchedulerOutput:
     ask_again_at: float | None = None
     """When `schedule` should be called again at the latest: a group is left to another worker until then."""
     num_tokens: int = 0
-    """Without room for guesses."""
+    """Tokens of the step, without room for drafts."""
     planned_at: float = 0.0
     prompts_began: float | None = None
     """When the step was planned, if it computes prompts in a phase of their own."""
@@ -97,14 +97,14 @@ class TokenLogprobs(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """Of the token that stands there, 1 for the likeliest."""
+    """The rank of the token that stands there, 1 for the likeliest."""
 
 
 @dataclass(slots=True)
 class ModelOutput:
     """The worker's answer: one token for each sequence that samples, in the order of `SchedulerOutput.scheduled`.
 
-    `num_tokens`, where there are any, counts what each of them gained: guesses that were right come before the token
+    `num_tokens`, where there are any, counts what each of them gained: accepted draft tokens come before the token
     that was sampled after the last of them. A sequence of which a worker has yet to read what it has written in its
     form gained none, and computes its last token again. `num_draft_tokens`, likewise, are those that were verified, and
     `num_draft_tokens_wanted` those that steps should have room for from now on; without any that is as it was.
@@ -114,15 +114,15 @@ class ModelOutput:
     token_ids: list[int]
     num_tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """By sequence id, of each token that it gained."""
+    """Log-probabilities of each token that a sequence gained, by sequence id."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed_sequence_ids: frozenset[int] = frozenset()
     barred_sequence_ids: frozenset[int] = frozenset()
-    """Those of the failed ones whose logits were finite: their parameters or their form allow no token."""
+    """The failed sequences whose logits were finite: their parameters or their form allow no token."""
     num_draft_tokens: list[int] = field(default_factory=list)
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
     vectors: dict[int, bytes] = field(default_factory=dict)
-    """By sequence id, what was pooled of its states."""
+    """Vectors that were pooled of a sequence's states, by sequence id."""
 
     @property
     def has_tokens_alone(self) -> bool:
@@ -136,7 +136,7 @@ class ModelOutput:
 
 
 class SequenceOutput(NamedTuple):
-    """What a sequence gained: nothing (`token_id` None) while its prompt is computed, else one token.
+    """The gain of a sequence: nothing (`token_id` None) while its prompt is computed, else one token.
 
     A beam search reports once, when it is over: its outputs are the hypotheses of the sequence's group.
     `prompt_logprobs` belong to the positions from `prompt_start` on. A sequence that is pooled gains no token, but

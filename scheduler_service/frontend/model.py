@@ -75,7 +75,7 @@ class ServedModel:
 
     @property
     def tasks(self) -> list[str]:
-        """What it can be asked for."""
+        """Names of the calls that the model can answer."""
         able = {
             "generate": self.generates,
             "embed": self.embedding_size > 0,
@@ -114,7 +114,7 @@ class ServedModel:
 
 
 def _decoder_start(config: Mapping[str, Any], generation: GenerationConfig) -> tuple[int, ...]:
-    """What a decoder goes on from where nothing is said: its start token, and the first that some are made to take.
+    """The default prompt of a decoder: its start token, and the first token that some models are forced to take.
 
     Empty if the files name none. As transformers has it, a text may begin with the token of any text's beginning.
     """

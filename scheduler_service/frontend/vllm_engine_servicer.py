@@ -29,7 +29,7 @@ from scheduler_service.frontend.vllm_engine_codec import StreamedAnswers, WholeA
 from scheduler_service.wire.submission import floats
 
 PARSED_ID_BYTES = 8
-"""Of a token id in the request as it came, which gRPC holds for as long as the call is open."""
+"""Bytes of a token id in the received request, which gRPC holds while the call is open."""
 CHUNK_BYTES = 1 << 20
 MAX_ABORTS = 128
 """Requests that one call may end."""
@@ -99,7 +99,7 @@ class VllmEngine(VllmEngineServicer):
             await call.admit_side_call()
             model = await allowed_model(self._link)
         return vllm.GetServerInfoResponse(
-            active_requests=len(self._link.requests),
+            active_requests=len(self._link.requests.by_call),
             uptime_seconds=time.monotonic() - self._started_at,
             server_type="vllm-grpc",
             data_parallel_size=1,

@@ -1,1 +1,1 @@
-"""What operators see and may change: AdminService, the state of the cluster, metrics. It counts nothing itself."""
+"""Operators' view: AdminService, the state of the cluster, metrics. Counts come from `statistics`."""

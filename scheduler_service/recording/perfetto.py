@@ -148,7 +148,7 @@ class TraceWriter:
         if step.answer is not None and any(step.answer.num_draft_tokens):
             args |= {
                 "guesses": sum(step.answer.num_draft_tokens),
-                "guesses_right": sum(step.answer.num_tokens) - len(step.answer.num_tokens),
+                "guesses_right": sum(max(0, number - 1) for number in step.answer.num_tokens),
             }
         parts = [
             name

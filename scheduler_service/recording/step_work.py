@@ -1,4 +1,4 @@
-"""What a step makes its worker do, in the numbers that its time depends on."""
+"""A step's work for its worker, in the numbers that its time depends on."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from scheduler_service.core import SchedulerOutput
 
 
 class StepWork(NamedTuple):
-    """What the time of a step depends on.
+    """Sizes that the time of a step depends on.
 
     A prefill token is in a chunk of several tokens; a decode token is a chunk of its own. Guesses that are verified
     behind one count as prefill tokens. Context is summed over the scheduled sequences: the tokens that each sequence's

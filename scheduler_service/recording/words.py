@@ -10,7 +10,7 @@ MOST_ITEMS = 8
 
 
 def compare_steps(recorded: wire.SchedulerOutput | None, replayed: wire.SchedulerOutput | None) -> str:
-    """What each plan says in every part that differs, from the part's first different item on."""
+    """Both plans' text of every part that differs, from the part's first different item on."""
     if recorded is None or replayed is None:
         return f"recorded: {_summary(recorded)}; replayed: {_summary(replayed)}"
     parts: list[str] = []

@@ -10,16 +10,16 @@ from scheduler_service.core import ModelOutput, SchedulerOutput
 
 @dataclass(slots=True)
 class _Position:
-    """Of guesses at one place behind the last known token."""
+    """Counts of the drafts at one position behind the last known token."""
 
     made: int = 0
     reached: int = 0
-    """After others that were right."""
+    """Drafts whose predecessors were all accepted."""
     right: int = 0
 
 
 class GuessCounts:
-    """What became of a worker's guesses."""
+    """Counts of a worker's drafts by position."""
 
     def __init__(self) -> None:
         self._num_decodes = 0
@@ -42,7 +42,7 @@ class GuessCounts:
 
     @property
     def fields(self) -> dict[str, list[float]]:
-        """As `CostModel` has them; empty without guesses."""
+        """The fields of `CostModel` about drafts; empty without drafts."""
         if not self._positions:
             return {}
         return {
@@ -55,7 +55,7 @@ class Guessing:
     """The guesses of simulated workers. What is drawn is the same in every run of the same trace and policy."""
 
     def __init__(self, shares: Sequence[float], acceptance: Sequence[float]) -> None:
-        """As `CostModel` has them."""
+        """`shares` and `acceptance`: the fields of `CostModel`."""
         self._shares = shares
         self._acceptance = acceptance
         self._random = Random(0).random

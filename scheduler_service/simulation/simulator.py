@@ -33,7 +33,7 @@ TICK = 1e-6  # seconds; a worker is asked again just after the time until which 
 
 @dataclass(slots=True)
 class RequestTimes:
-    """What happened to one request, in seconds of the virtual clock."""
+    """Times of one request, in seconds of the virtual clock."""
 
     arrival: Arrival
     admitted: float | None = None
@@ -77,7 +77,7 @@ class Result:
     preemptions: dict[PreemptionMode, int] = field(default_factory=dict)
     cached_tokens: int = 0
     service_gap: float = 0.0
-    """In tokens, as `fairness` counts them."""
+    """Tokens, counted as in `fairness`."""
     balancer: Balancer = field(default_factory=Balancer)
 
     @property
@@ -229,7 +229,7 @@ class Simulator:
             request = self.result.requests[int(group.request_id)]
             if request.admitted is None:
                 request.admitted = now
-                self.result.cached_tokens += group.num_cached_tokens or 0
+                self.result.cached_tokens += group.history.num_cached_tokens or 0
                 self._service_gap.admitted(request.arrival.tenant, request.arrival.prompt_tokens)
         if self._guessing is not None:
             self._verified[worker] = self._guessing.make(output)

@@ -1,4 +1,4 @@
-"""What has happened since the scheduler started, in plain numbers that cost next to nothing to count.
+"""Counts since the scheduler started, in plain numbers that cost next to nothing to count.
 
 AdminService reads them, and a scrape of the metrics turns them into text; this file knows of neither. The engine counts
 tokens, front ends count requests; what a front end has counted comes to the engine when a scrape asks.

@@ -129,8 +129,8 @@ class FakeWorker:
     config: SchedulerConfig
     mirrors: dict[int, Mirror] = field(default_factory=dict)
     last_step: int = 0
-    guessing: Random | None = None
-    """Draws how many guesses are made, which are right, and for how many there should be room."""
+    drafting: Random | None = None
+    """Draws how many draft tokens are made, which of them are right, and for how many there should be room."""
     reading: Random | None = None
     """Draws which outputs in a form are still being read, so that they gain no token."""
 
@@ -160,6 +160,7 @@ class FakeWorker:
             assert num_tokens <= len(self.mirrors[parent_id].tokens)
             tokens = self.mirrors[parent_id].tokens[:num_tokens] + child.token_ids[num_tokens:]
             parent = self.mirrors[parent_id]
+            assert num_computed <= parent.num_computed, "a fork begins behind what its parent has computed"
             mirror = Mirror(tokens, list(table), child.index, num_computed, encoder=parent.encoder, seed=parent.seed)
             self.mirrors[child.id] = mirror
         for update in output.block_table_updates:
@@ -169,7 +170,7 @@ class FakeWorker:
         for sequence_id in output.finished:
             del self.mirrors[sequence_id]
         num_unused = {
-            sequence.id: room - self._guess(self.mirrors[sequence.id], room)
+            sequence.id: room - self._draft(self.mirrors[sequence.id], room)
             for sequence, room in output.num_draft_tokens.items()
         }
         scheduled = [(s, num_tokens - num_unused.get(s.id, 0), samples) for s, num_tokens, samples in output.scheduled]
@@ -190,8 +191,8 @@ class FakeWorker:
             answer.num_draft_tokens = [output.num_draft_tokens.get(s, 0) - num_unused.get(s.id, 0) for s in sampled]
         if output.num_draft_tokens or not all(sampled.values()):
             answer.num_tokens = [len(tokens) for tokens in sampled.values()]
-        if self.guessing is not None and self.guessing.random() < 0.5:
-            answer.num_draft_tokens_wanted = [self.guessing.randrange(7) for _ in sampled]
+        if self.drafting is not None and self.drafting.random() < 0.5:
+            answer.num_draft_tokens_wanted = [self.drafting.randrange(7) for _ in sampled]
         for sequence, tokens in sampled.items():
             if tokens and (num_logprobs := sequence.sampling.num_logprobs) is not None:
                 prefixes = self.mirrors[sequence.id].prefixes(end := len(self.mirrors[sequence.id].tokens))
@@ -201,12 +202,12 @@ class FakeWorker:
                 ]
         return answer
 
-    def _guess(self, mirror: Mirror, room: int) -> int:
-        """Put guesses behind a sequence's tokens, most of them right; returns how many."""
-        number = room if self.guessing is None else self.guessing.randint(0, room)
+    def _draft(self, mirror: Mirror, room: int) -> int:
+        """Put draft tokens behind a sequence's tokens, most of them right; returns how many."""
+        number = room if self.drafting is None else self.drafting.randint(0, room)
         for _ in range(number):
-            is_right = self.guessing is None or self.guessing.random() < 0.7
-            mirror.tokens.append(mirror.next_token() if is_right else self.guessing.randrange(VOCABULARY))
+            is_right = self.drafting is None or self.drafting.random() < 0.7
+            mirror.tokens.append(mirror.next_token() if is_right else self.drafting.randrange(VOCABULARY))
         mirror.num_draft = number
         return number
 
@@ -258,7 +259,7 @@ class FakeWorker:
         mirror.num_computed = end
 
     def _sample(self, mirror: Mirror, is_late: bool) -> list[int]:
-        """The sampled token, after those guesses that are what would have been sampled."""
+        """The sampled token, after those draft tokens that are what would have been sampled."""
         num_draft, mirror.num_draft = mirror.num_draft, 0
         draft = mirror.cut(mirror.num_computed - num_draft)
         if is_late:

@@ -17,7 +17,9 @@ from scheduler_service.core import (
     SequenceGroup,
     WaitingQueue,
 )
-from scheduler_service.core.suspects.suspicion import Background, Suspicion
+from scheduler_service.core.groups.suspicion import Suspicion
+from scheduler_service.core.placement.background import Background
+from scheduler_service.core.suspects import rule
 
 _numbers = itertools.count()
 
@@ -70,7 +72,7 @@ def suspect(group: SequenceGroup, num_losses: int = 2, *workers: str) -> Sequenc
     group.suspicion = Suspicion()
     for number in range(num_losses):
         worker = workers[number % len(workers)] if workers else "lost"
-        group.suspicion.lose(Background(), worker, 0.0, 0.0, alone=False)
+        rule.lose(group.suspicion, Background(), worker=worker, seconds=0.0, now=0.0, alone=False)
     return group
 
 

@@ -26,7 +26,7 @@ class CheckedBalancer(Balancer):
     def _holders(self, member: Member, group: SequenceGroup) -> list[Member]:
         """Those others whose own allocators find the most blocks in a row, from this worker's last one on."""
         leader = group.live[0]
-        keys = member.scheduler.blocks.keys.findable(leader)
+        keys = member.scheduler.blocks.cache.keys.findable(leader)
         here = [member.scheduler.blocks.device.find(key) is not None for key in keys]
         num_here = here.index(False) if False in here else len(here)
         lengths: dict[Member, int] = {}

@@ -40,8 +40,8 @@ class SlowSequence:
         self.parent: SlowSequence | None = None  # whose tokens it begins with, and how many
         self.num_parents_tokens = 0
         self.candidates = None
-        self.num_wanted = 0  # guesses that there should be room for
-        self.num_drafted = 0  # guesses that there is room for in the steps that are not answered yet
+        self.num_wanted = 0  # draft tokens that there should be room for
+        self.num_drafted = 0  # draft tokens that there is room for in the steps that are not answered yet
 
     @property
     def num_tokens(self) -> int:

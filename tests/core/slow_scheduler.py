@@ -23,7 +23,7 @@ class SlowStep:
     is_empty: bool
     began: float | None
     rooms: dict[SlowSequence, int]
-    """For guesses."""
+    """For drafts."""
 
 
 class SlowScheduler(SlowBlocks):
@@ -418,7 +418,7 @@ class SlowScheduler(SlowBlocks):
                 self.tell_of(sequence, most)
 
     def hand_out_rooms(self) -> None:
-        """For guesses, to those that are to compute one token, of what all else has left of tokens and free blocks."""
+        """For drafts, to those that are to compute one token, of what all else has left of tokens and free blocks."""
         self.rooms: dict[SlowSequence, int] = {}
         wanting = [s for s, num_tokens, _ in self.plan if num_tokens == s.uncomputed == 1 and s.num_wanted]
         share = self.tokens_left // max(1, len(wanting))
@@ -475,7 +475,7 @@ class SlowScheduler(SlowBlocks):
         return SlowStep(chunks, decisions, is_empty, began, rooms)
 
     def want(self, step: SlowStep, wanted: dict[SlowSequence, int]) -> None:
-        """For guesses, in all steps to come, behind sequences that this one has sampled after."""
+        """For drafts, in all steps to come, behind sequences that this one has sampled after."""
         for sequence, _, _, life in step.chunks:
             if sequence in wanted and sequence.num_lives == life and not sequence.group.beams:
                 sequence.num_wanted = min(wanted[sequence], self.config.num_lookahead_slots)
@@ -483,7 +483,7 @@ class SlowScheduler(SlowBlocks):
     # ---- the answer, and ends
 
     def take_in(self, step: SlowStep, answers: list[tuple[list[int], list[tuple[int, float]]]], now: float) -> None:
-        """An answer is the guesses that were right, one more token, and the likeliest tokens with their
+        """An answer is the accepted draft tokens, one more token, and the likeliest tokens with their
         log-probabilities."""
         if step.began is not None:
             self.prompt_seconds = now - step.began

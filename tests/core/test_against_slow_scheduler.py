@@ -143,12 +143,12 @@ class Both:
         assert fast.blocks.host.num_free == slow.num_host_free
         assert fast.num_preemptions == slow.num_preemptions
         assert fast.num_preemptions == {
-            PreemptionMode.RECOMPUTE: sum(group.num_recomputes for group, _ in self.groups),
-            PreemptionMode.SWAP: sum(group.num_swaps for group, _ in self.groups),
+            PreemptionMode.RECOMPUTE: sum(group.history.num_recomputes for group, _ in self.groups),
+            PreemptionMode.SWAP: sum(group.history.num_swaps for group, _ in self.groups),
         }
         for fast_group, slow_group in self.groups:
-            assert fast_group.num_cached_tokens == slow_group.num_cached
-            assert fast_group.num_overtaken == slow_group.num_overtaken
+            assert fast_group.history.num_cached_tokens == slow_group.num_cached
+            assert fast_group.placement.num_overtaken == slow_group.num_overtaken
             assert [(s.token_ids, s.status.is_finished and s.status) for s in fast_group.sequences] == [
                 (s.token_ids, s.status or False) for s in slow_group.sequences
             ]
@@ -176,17 +176,17 @@ class Both:
             slow.loras.drop(name)
         self.compare()
 
-    def take_in(self, output: SchedulerOutput, step: SlowStep, now: float, guessing: Random) -> None:
+    def take_in(self, output: SchedulerOutput, step: SlowStep, now: float, drafting: Random) -> None:
         """The worker's answer: a function of what is known of each sequence when the answer comes. It has verified as
-        many guesses as there is room for, or fewer, and wants room for none, some, or too many."""
+        many draft tokens as there is room for, or fewer, and wants room for none, some, or too many."""
         wanted = {}
         answer, answers = ModelOutput(output.step_id, []), []
         for (sequence, _, samples), (slow_sequence, *_) in zip(output.scheduled, step.chunks, strict=True):
             if samples:
-                num_guesses, likeliest = guessing.randint(0, step.rooms.get(slow_sequence, 0)), []
-                num_right = sum(1 for _ in takewhile(lambda _: guessing.random() < 0.8, range(num_guesses)))
+                num_drafted, likeliest = drafting.randint(0, step.rooms.get(slow_sequence, 0)), []
+                num_right = sum(1 for _ in takewhile(lambda _: drafting.random() < 0.8, range(num_drafted)))
                 tokens = next_tokens(sequence, 1 + num_right)
-                wanted[slow_sequence] = guessing.randint(0, 7)
+                wanted[slow_sequence] = drafting.randint(0, 7)
                 if sequence.sampling.beam_width:
                     likeliest = candidates(prefix_of(sequence.token_ids))[: sequence.sampling.num_logprobs]
                     answer.logprobs[sequence.id] = [
@@ -194,12 +194,12 @@ class Both:
                     ]
                 answer.token_ids += tokens
                 answer.num_tokens.append(len(tokens))
-                answer.num_draft_tokens.append(num_guesses)
+                answer.num_draft_tokens.append(num_drafted)
                 answers.append((tokens, likeliest))
         if not step.rooms:
             answer.num_tokens.clear()
             answer.num_draft_tokens.clear()
-        if self.fast.config.num_lookahead_slots and guessing.random() < 0.5:
+        if self.fast.config.num_lookahead_slots and drafting.random() < 0.5:
             answer.num_draft_tokens_wanted = list(wanted.values())
             self.slow.want(step, wanted)
         self.fast.update_from_output(output, answer, now)
@@ -228,7 +228,7 @@ def compare_decisions(seed: int, takes_part: list[bool], *, share: bool) -> None
     numbers = [number for number, takes in enumerate(takes_part) if takes]
     workload = [random_event(Random(f"{seed} {i}"), i, has_encoder=seed % 2 == 1, shares=share) for i in numbers]
     in_flight: list[tuple[SchedulerOutput, SlowStep]] = []
-    guesses, adapters, resets = (Random(f"{seed} {name}") for name in ("guesses", "adapters", "resets"))
+    drafts, adapters, resets = (Random(f"{seed} {name}") for name in ("drafts", "adapters", "resets"))
     for now in count():
         for event in workload:
             if event.arrives == now:
@@ -243,7 +243,7 @@ def compare_decisions(seed: int, takes_part: list[bool], *, share: bool) -> None
         if not output.is_empty:
             in_flight.append((output, step))
         if in_flight and (output.is_empty or len(in_flight) == max_in_flight):
-            both.take_in(*in_flight.pop(0), now + 0.5, guesses)
+            both.take_in(*in_flight.pop(0), now + 0.5, drafts)
         if now > 24 and not both.fast.has_work and not in_flight:
             break
         assert now < 3000, "the run does not end"

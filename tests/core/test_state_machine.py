@@ -274,7 +274,7 @@ class Fleet(RuleBasedStateMachine):
         assert len(self.balancer) == len(self.sessions)
         places = [place for s in self.sessions for place in (s.scheduler.running, s.scheduler.swapped)]
         for group in self.groups:
-            assert group.num_overtaken <= MAX_OVERTAKES
+            assert group.placement.num_overtaken <= MAX_OVERTAKES
             num_places = sum(group in place for place in places) + (group.request_id in self.waiting)
             assert num_places == (not group.is_finished)
         assert all(count == 1 for count in self.ends.values()), "something ended twice"

@@ -56,6 +56,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR2, _take_no_longer)
     ModelRunner.launch = _faulty  # type: ignore[method-assign]
     if "PAGEWIRE_TEST_GUESSES_ALWAYS" in os.environ:
-        drafter.numbers_of_guesses = lambda _, mosts, *__, **___: list(mosts)
+        drafter.numbers_of_drafts = lambda _, mosts, *__, **___: list(mosts)
     settings = load_settings(WorkerSettings, "worker_service")
     run("worker_service", lambda: serve(settings))

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton_helpers import DEVICE, randn, strict
 
 from kernels import reference, triton
-from kernels.metadata import AttentionMetadata
+from kernels.attention.metadata import AttentionMetadata
 
 ops = strict(triton)
 NAN = float("nan")

@@ -21,13 +21,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from kernels import triton as ops
+from kernels.attention.metadata import AttentionMetadata, SharedParts
+from kernels.attention.narrow_cache import stored_size
 from kernels.float8 import FLOAT8, Float8Weight
-from kernels.metadata import AttentionMetadata, SharedParts
-from kernels.narrow_cache import stored_size
 from kernels.ops import LoraWeights
-from kernels.sampling import Draws
+from kernels.sampling.eager import Draws
 from kernels.triton import invariant, sampling
-from kernels.triton.round_rows import round_rows
+from kernels.triton.linear.round_rows import round_rows
 
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
 """Bytes a program may take, by compute capability; of the generation of 8.0, 8.6 and 8.9 have the least."""
@@ -190,7 +190,7 @@ def main() -> None:
     run, JITFunction.run = JITFunction.run, compile_only
     for capability, most in SHARED_MEMORY.items():
         triton.runtime.driver.set_active(AbsentDevice(capability))
-        for module in ("paged_attention", "invariant_linear"):
+        for module in ("attention.paged_attention", "linear.invariant_linear"):
             import_module(f"kernels.triton.{module}").shared_memory = lambda _, most=most: most
         for name, launch in launches(capability):
             compiled.clear()

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import narrow_cache, reference
-from kernels.metadata import AttentionMetadata
+from kernels import reference
+from kernels.attention import narrow_cache
+from kernels.attention.metadata import AttentionMetadata
 
 BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 4, 2, 32
 

@@ -10,11 +10,11 @@ from attention_cases import CHUNKS, EDGES, Case, make_case
 from torch import Tensor
 from triton_helpers import DEVICE, DTYPES, randn, strict
 
-from kernels.metadata import AttentionMetadata
+from kernels.attention.metadata import AttentionMetadata
 from kernels.triton import invariant
 
 ops = strict(invariant)
-module = import_module("kernels.triton.attention_by_position")
+module = import_module("kernels.triton.attention.attention_by_position")
 OPTIONS: list[dict[str, object]] = [{}, {"window": 70}, {"window": 600}, {"soft_cap": 2.0}, {"bias": True}]
 
 

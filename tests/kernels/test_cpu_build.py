@@ -13,8 +13,10 @@ import pytest
 import torch
 from cpu_libraries import load_cpu_libraries
 
-from kernels import backends, reference, sampling, sampling_ops
+from kernels import backends, reference
 from kernels.cpu import build, library
+from kernels.sampling import eager as sampling
+from kernels.sampling import ops as sampling_ops
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import narrow_cache, reference
-from kernels.metadata import AttentionMetadata
+from kernels import reference
+from kernels.attention import narrow_cache
+from kernels.attention.metadata import AttentionMetadata
 from kernels.ops import LoraWeights
 
 NAN = float("nan")

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import filters, noise, sampling
-from kernels.sampling import Draws
+from kernels.sampling import eager as sampling
+from kernels.sampling import filters, noise
+from kernels.sampling.eager import Draws
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 VOCABULARIES = [1, 7, 123, 4097, 49152]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.experts import choose_experts, group_rows
+from kernels.linear.experts import choose_experts, group_rows
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ALONE = [range(1), range(17, 18), range(40, 41)]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.experts import grouped_float8
 from kernels.float8 import FLOAT8, Float8Weight, narrowed, quantize_float8, round_inputs, round_rows, widened
+from kernels.linear.experts import grouped_float8
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -24,7 +24,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return pytest.importorskip("kernels.cpu.ops", exc_type=ImportError, reason="the CPU's kernels are not compiled")
     if not util.find_spec("triton"):
         pytest.skip("triton is not installed")
-    module = import_module("kernels.triton.float8_linear")
+    module = import_module("kernels.triton.linear.float8_linear")
     monkeypatch.setattr(module, "multiplies_float8", lambda device: request.param == "torch's own")
     monkeypatch.setattr(module, "round_rows", round_rows)
     # Its kernel for several groups has tests of its own.

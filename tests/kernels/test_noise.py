@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.noise import gumbel_noise, random_bits, row_keys, uniform_noise
+from kernels.sampling.noise import gumbel_noise, random_bits, row_keys, uniform_noise
 
 M32, M64 = 2**32 - 1, 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15

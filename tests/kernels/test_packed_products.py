@@ -8,7 +8,7 @@ import pytest
 import torch
 from cpu_libraries import load_cpu_libraries
 
-from kernels import reference
+from kernels.linear import quantization
 from kernels.ops import GroupedWeight
 
 TYPES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -47,8 +47,8 @@ def test_int8_weights_give_the_product_of_the_numbers_that_they_are(
     if not kernels._library.can_pack_int8(2):
         assert product is None
         return
-    quantized, scales = reference.quantize_int8(weight)
-    scale_of = scales.repeat_interleave(reference.WEIGHT_GROUP, dim=1)[:, :inputs]
+    quantized, scales = quantization.quantize_int8(weight)
+    scale_of = scales.repeat_interleave(quantization.WEIGHT_GROUP, dim=1)[:, :inputs]
     wide = (quantized * scale_of.float()).bfloat16().double()
     assert ((wide - weight.double()).abs() <= 0.75 * scale_of.double() + weight.double().abs() / 256).all()
     for rows in (0, 1, 12, 13, 24, 25, 193):
@@ -64,8 +64,8 @@ def test_int8_weights_are_multiplied_as_the_bf16_numbers_that_they_are(
     product = kernels.pack_int8(weight, wide=True)
     if product is None:
         pytest.skip("this machine has no bf16 dot products, which int8 weights need")
-    quantized, scales = reference.quantize_int8(weight)
-    scale_of = scales.repeat_interleave(reference.WEIGHT_GROUP, dim=1)[:, :570]
+    quantized, scales = quantization.quantize_int8(weight)
+    scale_of = scales.repeat_interleave(quantization.WEIGHT_GROUP, dim=1)[:, :570]
     same = kernels.pack((quantized * scale_of.float()).bfloat16(), wide=True)
     for rows in (1, 12, 13, 25, 193):
         x = torch.randn(rows, 570, generator=generator).bfloat16()
@@ -82,7 +82,7 @@ def test_int4_weights_give_the_product_of_the_numbers_that_they_are(
     weight[0] = 0
     bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
     product = kernels.pack_int4(weight, wide=True)
-    exact = widened(reference.quantize_int4(weight))
+    exact = widened(quantization.quantize_int4(weight))
     for rows in (0, 1, 5, 6, 7, 13, 193):
         x = torch.randn(rows, inputs + 8, generator=generator).bfloat16()[:, :inputs]
         x[:, -1] = 0  # a group of it alone
@@ -102,15 +102,15 @@ def test_weights_and_inputs_of_8_bits_give_the_product_of_the_numbers_that_they_
     weight[:, ::40] *= 30
     bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
     product = kernels.pack_w8a8(weight, wide=True)
-    numbers, scales = reference.quantize_w8a8(weight)
-    exact = numbers * scales.double().repeat_interleave(reference.W8A8_GROUP, dim=1)[:, :inputs]
+    numbers, scales = quantization.quantize_w8a8(weight)
+    exact = numbers * scales.double().repeat_interleave(quantization.W8A8_GROUP, dim=1)[:, :inputs]
     assert ((exact - weight.double()).abs() <= 0.501 * scales.double().amax(dim=1, keepdim=True)).all()
     assert torch.equal(product.rows(torch.arange(outputs)).double(), exact.float().double())
     for rows in (0, 1, 5, 6, 7, 13, 193):
         x = torch.randn(rows, inputs + 8, generator=generator).bfloat16()[:, :inputs]
         x[:, -1] = 0
         expected = torch.nn.functional.linear(
-            in_8_bits(x, reference.W8A8_GROUP), exact, None if bias is None else bias.double()
+            in_8_bits(x, quantization.W8A8_GROUP), exact, None if bias is None else bias.double()
         )
         found = product(x, bias)
         torch.testing.assert_close(found.double(), expected, atol=1e-4 * inputs**0.5, rtol=1e-5)
@@ -124,7 +124,7 @@ def test_one_scale_for_an_output_is_read_as_one_for_many_inputs(
     weight = random_grouped(40, 128, Kind(8, 32, True), generator)
     whole = weight._replace(scales=weight.scales[:, :1].expand(40, 4).contiguous())
     x = torch.randn(9, 128, generator=generator).bfloat16()
-    expected = in_8_bits(x, reference.W8A8_GROUP) @ widened(whole).T
+    expected = in_8_bits(x, quantization.W8A8_GROUP) @ widened(whole).T
     torch.testing.assert_close(kernels.pack_grouped(whole, wide=True)(x, None).double(), expected, atol=1e-3, rtol=1e-5)
     expected = in_8_bits(x) @ widened(weight).T
     torch.testing.assert_close(
@@ -298,7 +298,7 @@ def test_products_of_integers_are_the_same_to_the_bit_with_every_instruction_set
     x = torch.randn(14, kind.whole(1000), generator=generator).bfloat16()
     first, *others = (built.linear(x, built.pack_grouped(*weight[:5]), None, 75, True) for built in libraries)
     assert all(torch.equal(first, other) for other in others)
-    both = reference.quantize_w8a8(torch.randn(75, x.shape[1], generator=generator))
+    both = quantization.quantize_w8a8(torch.randn(75, x.shape[1], generator=generator))
     first, *others = (built.linear(x, built.pack_w8a8(*both), None, 75, True) for built in libraries)
     assert all(torch.equal(first, other) for other in others)
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.linear import quantization
 from kernels.ops import LoraWeights
 
 
@@ -87,7 +88,7 @@ def test_weights_that_were_4_bits_once_are_found_again(generator: torch.Generato
     numbers[:, 1::32], numbers[:, 2::32] = 15, 0
     scales, minimums = torch.rand(2, 50, 3, generator=generator).half() / 10
     weight = widened(numbers, scales, minimums)
-    torch.testing.assert_close(widened(*reference.quantize_int4(weight)[:3]), weight, atol=1e-3, rtol=0)
+    torch.testing.assert_close(widened(*quantization.quantize_int4(weight)[:3]), weight, atol=1e-3, rtol=0)
 
 
 def test_4_bits_are_nearer_than_even_steps_between_the_extremes(generator: torch.Generator) -> None:
@@ -96,14 +97,14 @@ def test_4_bits_are_nearer_than_even_steps_between_the_extremes(generator: torch
     low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
     step = (high - low) / 15
     even = ((groups - low) / step).round() * step + low
-    found = widened(*reference.quantize_int4(weight)[:3])
+    found = widened(*quantization.quantize_int4(weight)[:3])
     assert (found - weight).square().mean() < 0.93 * (even - groups).square().mean()
     assert ((found - weight).view_as(groups).abs() < 2 * step).all()
 
 
 def test_equal_weights_keep_their_value_in_4_bits() -> None:
     weight = torch.tensor([[0.0], [0.25], [-3.0]]).expand(3, 40)
-    torch.testing.assert_close(widened(*reference.quantize_int4(weight)[:3]), weight)
+    torch.testing.assert_close(widened(*quantization.quantize_int4(weight)[:3]), weight)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e6])
@@ -111,4 +112,4 @@ def test_weights_that_4_bits_have_no_scale_for_are_refused(value: float) -> None
     weight = torch.zeros(2, 64)
     weight[1, 40] = value
     with pytest.raises(ValueError, match="not finite, or too large for int4"):
-        reference.quantize_int4(weight)
+        quantization.quantize_int4(weight)

@@ -9,11 +9,11 @@ from attention_cases import Case, make_case
 from attention_cases import ops as fastest
 from triton_helpers import DEVICE, DTYPES, strict
 
-from kernels.metadata import SharedParts
+from kernels.attention.metadata import SharedParts
 from kernels.triton import invariant, shared_tokens
 
 ops = strict(invariant)
-module = import_module("kernels.triton.attention_by_position")
+module = import_module("kernels.triton.attention.attention_by_position")
 CONTEXTS = [1030, 700, 1500, 513, 1025, 1024, 40, 530, 1600]
 """Of rows whose first parts, up to two, are the same blocks; but rows 3 and 7 share another, and row 6 has none."""
 

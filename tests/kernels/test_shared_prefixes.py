@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import narrow_cache
-from kernels.metadata import AttentionMetadata
+from kernels.attention import narrow_cache
+from kernels.attention.metadata import AttentionMetadata
 
 CPU = torch.device("cpu")
 BLOCK = 16

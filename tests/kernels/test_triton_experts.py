@@ -49,7 +49,7 @@ def test_rows_are_multiplied_with_their_experts_weights_in_8_bits(
     if not INTERPRETED and torch.cuda.get_device_capability() < FLOAT8_CAPABILITY:
         pytest.skip("this GPU has no e4m3")
     if INTERPRETED:  # where rows are rounded towards zero
-        monkeypatch.setattr(import_module("kernels.triton.grouped_float8"), "round_rows", round_rows)
+        monkeypatch.setattr(import_module("kernels.triton.linear.grouped_float8"), "round_rows", round_rows)
     weights = [random_weight(outputs, inputs, seed, groups=groups) for seed in range(len(counts))]
     numbers, scales = (torch.stack([weight[part] for weight in weights]).to(DEVICE) for part in (0, 1))
     x, ends = randn(sum(counts), inputs, dtype=dtype), torch.tensor(counts, device=DEVICE).cumsum(0)

@@ -9,7 +9,7 @@ from test_float8 import exactly, random_weight
 from triton_helpers import DEVICE, INTERPRETED, randn, strict
 
 from kernels import float8, triton
-from kernels.triton import round_rows as kernel
+from kernels.triton.linear import round_rows as kernel
 
 needs_gpu = pytest.mark.skipif(
     INTERPRETED or torch.cuda.get_device_capability() < (8, 9), reason="it needs a GPU of compute capability 8.9"

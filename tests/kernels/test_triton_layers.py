@@ -5,7 +5,7 @@ import torch
 from triton_helpers import DEVICE, DTYPES, quiet_interpreter, randn, strict
 
 from kernels import composed, reference, triton
-from kernels.metadata import AttentionMetadata
+from kernels.attention.metadata import AttentionMetadata
 from kernels.ops import LoraWeights
 
 ops = strict(triton)

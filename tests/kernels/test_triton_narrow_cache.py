@@ -9,9 +9,9 @@ from torch import Tensor
 from triton_helpers import DEVICE, INTERPRETED, quiet_interpreter, randn, strict
 
 from kernels import composed, reference, triton
+from kernels.attention.metadata import AttentionMetadata
+from kernels.attention.narrow_cache import narrowed, stored_size, widened
 from kernels.float8 import FLOAT8
-from kernels.metadata import AttentionMetadata
-from kernels.narrow_cache import narrowed, stored_size, widened
 
 ops = strict(triton)
 needs_gpu = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter rounds e4m3 wrongly: it needs a GPU")

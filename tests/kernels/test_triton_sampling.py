@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 from triton_helpers import DEVICE, DTYPES, quiet_interpreter, randn, strict, triton
 
-from kernels import filters, noise, sampling
-from kernels import log_probabilities as eager_log_probabilities
-from kernels.sampling import Draws
+from kernels.sampling import eager as sampling
+from kernels.sampling import filters, noise
+from kernels.sampling import log_probabilities as eager_log_probabilities
+from kernels.sampling.eager import Draws
 from kernels.triton import sampling as backend
-from kernels.triton.filter_thresholds import filter_thresholds
-from kernels.triton.noise import gumbel_noise, random_bits
+from kernels.triton.sampling.filter_thresholds import filter_thresholds
+from kernels.triton.sampling.noise import gumbel_noise, random_bits
 
 pytestmark = quiet_interpreter  # numpy warns of the infinities that bans and padding are made of
 

@@ -8,8 +8,8 @@ from tiny_model import write_byte_tokenizer, write_tiny_llama
 
 from pagewire_client import LocalServer
 from pagewire_common.connection import tls
-from scheduler_service.core.suspects import suspicion
-from scheduler_service.engine.workers import worker_loop
+from scheduler_service.core.suspects import rule
+from scheduler_service.engine.sessions import worker_loop
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.text.tokenization import Tokenizer
 from worker_service.speculation import drafter
@@ -34,8 +34,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     A suspect may wait for three seconds on a busy machine, and it may be ended there after a loss or two more.
     """
     monkeypatch.setattr(worker_loop, "LAST_RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(suspicion, "MOST_CONTROL_SECONDS", 3.0)
-    monkeypatch.setattr(suspicion, "NOTICE_SECONDS", 0.001)
+    monkeypatch.setattr(rule, "MOST_CONTROL_SECONDS", 3.0)
+    monkeypatch.setattr(rule, "NOTICE_SECONDS", 0.001)
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +75,7 @@ def tiny_server(tiny_model_directory: Path) -> Iterator[LocalServer]:
     with LocalServer(
         str(tiny_model_directory),
         worker_arguments=[
-            *("--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0", "--forms"),
+            *("--num-gpu-blocks-override", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0", "--forms"),
         ],
         scheduler_arguments=["--check-invariants"],
     ) as server:
@@ -98,7 +98,7 @@ def plain(tiny_server: LocalServer) -> Plain:
 @pytest.fixture
 def all_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """All guesses are made and verified, whether or not that is faster."""
-    monkeypatch.setattr(drafter, "numbers_of_guesses", lambda _, mosts, *__, **___: list(mosts))
+    monkeypatch.setattr(drafter, "numbers_of_drafts", lambda _, mosts, *__, **___: list(mosts))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from scheduler_service.core import (
     WaitingQueue,
 )
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.engine.workers.answer_check import check_answer
+from scheduler_service.engine.sessions.answer_check import check_answer
 
 
 def with_one_that_has_left() -> tuple[SchedulerOutput, Sequence, Sequence]:
@@ -235,7 +235,7 @@ def test_no_more_is_verified_than_there_is_room_for_and_no_more_is_right(
 def test_guesses_are_counted_for_every_sequence_that_samples(column: str) -> None:
     scheduler, output, sequence_id, entry = with_two_guesses()
     answer = replace(right_guess({sequence_id: [entry] * 2}), **{column: [2, 2]})
-    with pytest.raises(ValueError, match="counted guesses of 2 samples of 1"):
+    with pytest.raises(ValueError, match="counted drafts of 2 samples of 1"):
         scheduler.update_from_output(output, answer)
 
 

@@ -16,9 +16,9 @@ import pytest
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from pagewire_common.processes.child_process import start_child
+from scheduler_service.frontend.forms import forms as forms_module
 from scheduler_service.frontend.forms.form_compiler import compile_form
 from scheduler_service.frontend.forms.forms import FormError, Forms
-from scheduler_service.frontend.forms.forms import forms as forms_module
 from scheduler_service.frontend.limited import limited_process
 from scheduler_service.frontend.limited.limited_process import LimitedProcess, Limits
 

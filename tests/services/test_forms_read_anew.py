@@ -29,8 +29,8 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-def be_late(worker: ServedWorker, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Half of what is said of outputs that have begun comes later; returns how many answers did so, in a list."""
+def be_late(worker: ServedWorker, monkeypatch: pytest.MonkeyPatch, *, begun_only: bool = True) -> list[int]:
+    """Half of what is said of outputs, or of those that have begun, comes later; returns how many, in a list."""
     runner = worker.worker.runner
     assert isinstance(runner, ModelRunner)
     assert runner._forms is not None
@@ -41,13 +41,13 @@ def be_late(worker: ServedWorker, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         send(reader, items)
         begun.clear()
         for item in items:
-            is_late = bool(item.token_ids) and random.random() < 0.5
-            begun.extend(itertools.repeat(is_late, 1 + len(item.guesses)))
+            is_late = (bool(item.token_ids) or not begun_only) and random.random() < 0.5
+            begun.extend(itertools.repeat(is_late, 1 + len(item.drafts)))
             num_late[0] += is_late
 
     def received(reader: Connection) -> bytes:
         answer = receive(reader)
-        return HEAD.pack(0.0, 0, True) if begun.popleft() else answer
+        return HEAD.pack(0.0, 0, 0, True) if begun.popleft() else answer
 
     monkeypatch.setattr(runner._forms, "_send", noted)
     monkeypatch.setattr(runner._forms, "_receive", received)
@@ -60,9 +60,9 @@ async def ask(one: InProcess) -> list[Any]:
         return await asyncio.gather(*(outputs(client, "abcabcabc" * 4, **sampling) for sampling in ASKED * 2))
 
 
-@pytest.mark.parametrize("speculate", ["none", "ngram"])
+@pytest.mark.parametrize("speculative_config", [None, {"method": "ngram"}], ids=["plain", "ngram"])
 async def test_outputs_that_are_read_late_are_the_same(
-    tiny_model_directory: Path, speculate: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model_directory: Path, speculative_config: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With log-probabilities and guesses, and where blocks run out meanwhile."""
     async with (
@@ -70,7 +70,7 @@ async def test_outputs_that_are_read_late_are_the_same(
         scheduler(worker.address, model=str(tiny_model_directory)) as one,
     ):
         expected = await ask(one)
-    settings = {"forms": True, "num_device_blocks": 24, "speculate": speculate}
+    settings = {"forms": True, "num_gpu_blocks_override": 24, "speculative_config": speculative_config}
     async with (
         worker_in_process(tiny_model_directory, **settings) as worker,
         scheduler(worker.address, model=str(tiny_model_directory), preemption_mode="swap") as one,
@@ -79,6 +79,35 @@ async def test_outputs_that_are_read_late_are_the_same(
         assert await ask(one) == expected
         assert num_late[0] > 50
         assert num_preemptions(one) > 0
+
+
+async def test_an_output_is_resumed_beside_one_that_is_late_and_has_no_token(
+    tiny_model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session goes on: in it the last token of the prompt is computed again, which the other output begins with."""
+    sampling = pb.SamplingParams(regex="[ab]{8}", n=2, temperature=1.0, seed=4, max_tokens=9)
+    async with (
+        worker_in_process(tiny_model_directory, forms=True) as worker,
+        scheduler(worker.address, model=str(tiny_model_directory)) as one,
+        grpc.aio.insecure_channel(one.target) as channel,
+    ):
+        await one.engine.model()
+
+        async def tokens(held: Sequence[int]) -> dict[int, list[int]]:
+            resume = pb.ResumeState(outputs=[pb.ResumedOutput(index=1, token_ids=held)], seed=4) if held else None
+            request = pb.GenerateRequest(text="abc", sampling=sampling, resume=resume)
+            call = channel.unary_stream("/pagewire.v1.InferenceService/Generate")(request.SerializeToString())
+            found: dict[int, list[int]] = {0: [], 1: [*held]}
+            async for data in call:
+                message = pb.GenerateResponse.FromString(data)
+                found[message.index] += message.token_ids
+            return found
+
+        whole = await tokens(())
+        be_late(worker, monkeypatch, begun_only=False)
+        for _ in range(6):
+            assert await tokens(whole[1][:3]) == whole
+        assert one.engine.workers.all[0].num_losses == 0
 
 
 async def test_a_form_that_takes_too_long_ends_its_request_and_no_other(
@@ -98,7 +127,7 @@ async def test_a_form_that_takes_too_long_ends_its_request_and_no_other(
         def noted(reader: Connection, items: Sequence[Any]) -> None:
             send(reader, items)
             forms.clear()
-            forms.extend(item.form for item in items for _ in range(1 + len(item.guesses)))
+            forms.extend(item.form for item in items for _ in range(1 + len(item.drafts)))
 
         def received(reader: Connection) -> bytes:
             if "too slow" in forms.popleft():

@@ -192,15 +192,15 @@ class Wire:
     def __init__(self, requests: list[GenerationRequest], model: ServedModel, *, is_full: bool) -> None:
         self.is_full, self.num_tokens = is_full, 0
         self.engine, self.outbox = Engine(SchedulerSettings(workers=["gone:1"], model="fake")), Outbox()
-        self.engine.outboxes.add(self.outbox)
+        self.engine.requests.outboxes.add(self.outbox)
         self.link = EngineLink("unix:/of-no-engine")
-        self.link.unread.most = 1 << 40
+        self.link.requests.unread.most = 1 << 40
         self.states = [state_of(checked, model) for checked in requests]
         self.groups: list[SequenceGroup] = []
         self.num_rows = 0
         for number, state in enumerate(self.states, 1):
-            self.link.register(number, state)
-            call = self.engine.requests[str(number)] = Call(self.outbox, number, str(number))
+            self.link.requests.register(number, state)
+            call = self.engine.requests.in_flight[str(number)] = Call(self.outbox, number, str(number))
             call.group = SequenceGroup(str(number), state.request.prompt_token_ids, state.request.sampling)
             call.first_output = state.first_output
             self.groups.append(call.group)
@@ -236,16 +236,16 @@ class Wire:
             gained.append(SequenceOutput(sequence, None if how == "fails" else token_id, logprobs))
         if self.is_full:
             for output in gained:
-                self.engine.requests[output.sequence.group.request_id].tell_gained(output)
+                self.engine.requests.in_flight[output.sequence.group.request_id].tell_gained(output)
         else:
-            self.engine.publish(gained)
+            self.engine.requests.publish(gained)
         self.num_tokens += sum(output.token_id is not None for output in gained)
 
     def deliver(self, now: float) -> None:
         while len(self.outbox):
             message = pb.AttachResponse.FromString(self.outbox.take().SerializeToString())
             self.num_rows += len(message.outputs)
-            self.link._take(message, now)
+            self.link.take(message, now)
 
     async def read(self) -> list[Any]:
         """What each client gets: of each output its text and the like, and how that ended."""
@@ -260,12 +260,12 @@ class Wire:
             except Exception as error:  # of a request whose only output failed
                 got.append((outputs, str(error)))
             got.append((state.metrics(200.0), state.counts.encode("x"), state.trace.told))  # type: ignore[union-attr]
-        got.append([(event.call, event.stop_output.index) for event in self.link._events])
+        got.append([(event.call, event.stop_output.index) for event in self.link.connection._events])
         return got
 
     async def close(self) -> None:
-        await self.link.close()
-        await self.engine.workers[0].client.close()
+        await self.link.connection.close()
+        await self.engine.workers.all[0].client.close()
 
 
 HOW = ["goes on"] * 20 + ["prompt"] * 3 + ["was swapped out", "ends behind a guess", "fails", "stops", "is capped"]
@@ -290,6 +290,6 @@ async def test_a_row_brings_what_an_event_would(
                 wire.deliver(now)
     assert await rows.read() == await events.read()
     assert not events.num_rows
-    assert rows.engine.statistics.num_output_tokens == rows.num_tokens
+    assert rows.engine.requests.statistics.num_output_tokens == rows.num_tokens
     for wire in (rows, events):
         await wire.close()

@@ -68,15 +68,15 @@ class Ranks:
         return [int(other) for other in numbers]
 
     def send(self, epoch: int, message: bytes, drafts: Sequence["array[int]"] = ()) -> None:
-        """Send a step from the first rank to all others, of which there is at least one, and each chunk's guesses.
+        """Send a step from the first rank to all others, of which there is at least one, and each chunk's drafts.
 
         epoch: of the step, or `BETWEEN_STEPS` with another message.
         """
-        guessed = (
+        drafted = (
             array("q", chain.from_iterable((len(draft), *draft) for draft in drafts)).tobytes() if any(drafts) else b""
         )
-        header = b"".join(number.to_bytes(8, "little") for number in (epoch, len(message), len(guessed)))
-        content = header + message + guessed
+        header = b"".join(number.to_bytes(8, "little") for number in (epoch, len(message), len(drafted)))
+        content = header + message + drafted
         packet, rest = content[:_PACKET_BYTES].ljust(_PACKET_BYTES, b"\0"), content[_PACKET_BYTES:]
         with self.alike():
             dist.broadcast(torch.frombuffer(bytearray(packet), dtype=torch.uint8), 0)
@@ -84,7 +84,7 @@ class Ranks:
                 dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0)
 
     def receive(self) -> "tuple[int, bytes, list[array[int]]] | None":
-        """Wait for the first rank's next step: its epoch, the message, and each chunk's guesses, if there are any of
+        """Wait for the first rank's next step: its epoch, the message, and each chunk's drafts, if there are any of
         one; or for another message, whose epoch is `BETWEEN_STEPS`. None once that rank is gone."""
         packet = torch.empty(_PACKET_BYTES, dtype=torch.uint8)
         try:
@@ -92,8 +92,8 @@ class Ranks:
         except RuntimeError:
             return None
         content = packet.numpy().tobytes()
-        epoch, length, guessed = (int.from_bytes(content[begin : begin + 8], "little") for begin in (0, 8, 16))
-        num_bytes = _HEADER_BYTES + length + guessed
+        epoch, length, drafted = (int.from_bytes(content[begin : begin + 8], "little") for begin in (0, 8, 16))
+        num_bytes = _HEADER_BYTES + length + drafted
         if num_bytes > _PACKET_BYTES:
             rest = torch.empty(num_bytes - _PACKET_BYTES, dtype=torch.uint8)
             dist.broadcast(rest, 0)

@@ -14,14 +14,19 @@ _LOOK_SECONDS = 1e-4
 """How often to look whether the device has finished."""
 
 
-class Later(Generic[Result]):
-    """What work returns while the device still computes: `future` has its result after `settle`."""
+class Pending(Generic[Result]):
+    """Work that the device still computes: `future` has its result after `settle`."""
 
-    def __init__(self, is_done: Callable[[], bool], finish: Callable[[], Result]) -> None:
-        """finish: waits where `is_done` is not true yet."""
+    def __init__(self) -> None:
         self.future: Future[Result] = Future()
-        self._is_done = is_done
-        self._finish = finish
+
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait."""
+        raise NotImplementedError
+
+    def finish(self) -> Result:
+        """Wait for the device, and return the result."""
+        raise NotImplementedError
 
     @property
     def is_settled(self) -> bool:
@@ -30,7 +35,7 @@ class Later(Generic[Result]):
     def is_due(self) -> bool:
         """Whether `settle` would return at once. A device that raises an error when asked counts as done."""
         try:
-            return self.is_settled or self._is_done()
+            return self.is_settled or self.is_done()
         except Exception:  # `finish` raises it again, and the future then holds it
             return True
 
@@ -39,7 +44,7 @@ class Later(Generic[Result]):
         if self.is_settled:
             return
         try:
-            self.future.set_result(self._finish())
+            self.future.set_result(self.finish())
         except BaseException as error:
             self.future.set_exception(error)
 
@@ -47,13 +52,13 @@ class Later(Generic[Result]):
 class DeviceThread:
     """A single worker thread. Unlike an executor's it is a daemon: a process may end while it is busy.
 
-    Work may return a `Later`. It is settled when it is due, and other work may run before that.
+    Work may return a `Pending`. It is settled when it is due, and other work may run before that.
     """
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._last: Future[Any] | None = None
-        self._later: deque[Later[Any]] = deque()
+        self._pending: deque[Pending[Any]] = deque()
         threading.Thread(target=self._run, name="device", daemon=True).start()
 
     @property
@@ -61,7 +66,7 @@ class DeviceThread:
         """Whether everything submitted so far is done or cancelled."""
         return self._last is None or self._last.done()
 
-    def submit(self, work: Callable[[], Result | Later[Result]]) -> "Future[Result]":
+    def submit(self, work: Callable[[], Result | Pending[Result]]) -> "Future[Result]":
         """Run `work` after everything submitted before; the future carries its result or exception."""
         future: Future[Result] = Future()
         self._last = future
@@ -71,9 +76,9 @@ class DeviceThread:
     def _run(self) -> None:
         while True:
             with contextlib.suppress(queue.Empty):
-                self._do(*self._work.get(timeout=_LOOK_SECONDS if self._later else None))
-            while self._later and self._later[0].is_due():
-                self._later.popleft().settle()
+                self._do(*self._work.get(timeout=_LOOK_SECONDS if self._pending else None))
+            while self._pending and self._pending[0].is_due():
+                self._pending.popleft().settle()
 
     def _do(self, future: Future[Any], work: Callable[[], Any]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -83,8 +88,8 @@ class DeviceThread:
         except BaseException as error:
             future.set_exception(error)
             return
-        if isinstance(result, Later):
+        if isinstance(result, Pending):
             result.future = future
-            self._later.append(result)
+            self._pending.append(result)
         else:
             future.set_result(result)

@@ -60,7 +60,7 @@ def _follow(settings: WorkerSettings) -> None:
     from worker_service.execution.worker import load_worker
     from worker_service.parallel.ranks import BETWEEN_STEPS
     from worker_service.serving.codec import decode_scheduler_output  # torch takes a second to import
-    from worker_service.serving.compute import Computation, follow
+    from worker_service.serving.step_in_flight import StepInFlight
     from worker_service.session.session import Session
 
     worker = load_worker(settings)
@@ -75,7 +75,9 @@ def _follow(settings: WorkerSettings) -> None:
             session = Session(epoch, worker.limits)
         with contextlib.suppress(InvalidStepError, FencingError):  # it ends the session in the first rank, too
             output = decode_scheduler_output(SchedulerOutput.FromString(message), worker.limits)
-            Computation.launch(worker, session, follow(session, output, drafts)).finish()
+            step = StepInFlight.follow(worker, session, output, drafts)
+            step.launch()
+            step.answer()
 
 
 def _is_first_to_fail() -> bool:

@@ -41,7 +41,7 @@ class SequenceState:
     form_progress: object = None
     """Where its output is in its form, for the code that computes steps."""
     speculation: object = None
-    """What is known of guesses for it, for the code that makes them."""
+    """What is known of its drafts, for the code that makes them."""
     pooled: object = None
     """What is pooled of its states so far, for the code that computes steps."""
     is_encoder: bool = False
@@ -69,8 +69,8 @@ class ScheduledChunk(NamedTuple):
     samples: bool
     """Whether a token is sampled after the chunk, which then reaches the sequence's last token."""
     drafts: "array[int]" = array(TOKENS)
-    """Guesses at the tokens behind the sequence's last one, which are the end of the chunk. A token is sampled after
-    each of them as well. As the session returns it these are `PLACEHOLDER`s, for as many as there is room for."""
+    """Draft tokens behind the sequence's last token, which are the end of the chunk. A token is sampled after each of
+    them as well. As the session returns it these are `PLACEHOLDER`s, for as many as there is room for."""
 
     @property
     def chooses(self) -> bool:
@@ -82,7 +82,7 @@ class ScheduledChunk(NamedTuple):
         return self.sequence.token_ids[self.start : self.stop] + self.drafts
 
     def with_drafts(self, drafts: "array[int]") -> "ScheduledChunk":
-        """The same with these guesses in place of those that it has, or has room for."""
+        """The same with these drafts in place of those that it has, or has room for."""
         return self._replace(stop=self.stop - len(self.drafts) + len(drafts), drafts=drafts)
 
 
@@ -102,7 +102,7 @@ class Session:
         self.sequences: dict[int, SequenceState] = {}
         self._limits = limits
         self._next_step_id = 1
-        self._has_room = False  # whether the last step has any for guesses
+        self._has_room = False  # whether the last step has any for drafts
 
     def apply(self, output: SchedulerOutput) -> list[ScheduledChunk]:
         """Take over a step's differences and return its work, in the order of `output.sequence_ids`.
@@ -129,7 +129,7 @@ class Session:
     def follows_unseen(self, output: SchedulerOutput) -> bool:
         """Whether a step can be launched before the tokens of the last one are known to the host.
 
-        That is a step without guesses, none of whose sequences needs the values of earlier tokens to sample. One that
+        That is a step without drafts, none of whose sequences needs the values of earlier tokens to sample. One that
         sampled has one token that is not known, its last; all tokens of a new one, and of a prompt that goes on, are.
         The step reports nothing but tokens: what else there is is read behind all that was launched, so a step ahead
         would delay every sequence's token.
@@ -150,7 +150,7 @@ class Session:
     def advance(chunks: Iterable[ScheduledChunk]) -> None:
         """Note that the chunks have been launched; a sequence that samples grows by a placeholder.
 
-        How much a sequence grows that has guesses is not known yet.
+        How much a sequence grows that has drafts is not known yet.
         """
         for sequence, _, stop, samples, drafts in chunks:
             if drafts:

@@ -9,6 +9,8 @@ from array import array
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from pagewire_common.sampling import LOGIT_EDITS, SamplerParams
+
 TOKENS = "q"
 """The type code of arrays of token ids and block numbers: 64-bit, which torch reads without conversion."""
 
@@ -25,7 +27,7 @@ class Limits:
     max_num_batched_tokens: int
     max_num_seqs: int
     num_speculative_tokens: int = 0
-    """Guesses for one sequence in one step."""
+    """Drafts for one sequence in one step."""
     max_loras: int = 0
     """Adapters in one step."""
     max_cpu_loras: int = 0
@@ -108,16 +110,9 @@ class TranscriptParams:
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How to choose a sequence's tokens; the meaning of each field is SequenceSampling's."""
+class SamplingParams(SamplerParams):
+    """How to choose a sequence's tokens; the meaning of each field is GroupSampling's or NewSequence's."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     seed: int = 0
     index: int = 0
     min_tokens: int = 0
@@ -139,7 +134,8 @@ class SamplingParams:
     def edits_logits(self) -> bool:
         """Whether anything but the temperature and its filters changes which token is likeliest."""
         return bool(
-            self.penalizes or (self.min_tokens and self.eos_token_ids) or self.logit_bias
+            any(getattr(self, name) != nothing for name, nothing in LOGIT_EDITS.items())
+            or (self.min_tokens and self.eos_token_ids) or self.logit_bias
             or self.allowed_token_ids or self.bad_words or self.form or self.transcript
         )  # fmt: skip
 
@@ -222,7 +218,7 @@ class SchedulerOutput:
     finished: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     num_draft_tokens: tuple[int, ...] = ()
-    """A further column: how many of the tokens are room for guesses; empty if none is."""
+    """A further column: how many of the tokens are room for drafts; empty if none is."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +271,7 @@ class ModelOutput:
     num_tokens: list[int] = field(default_factory=list)
     """How many tokens each sequence gained that sampled, if not each gained one."""
     num_draft_tokens: list[int] = field(default_factory=list)
-    """How many guesses were verified of each sequence that sampled, if any were."""
+    """How many drafts were verified of each sequence that sampled, if any were."""
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
     """For how many each of them should have room from now on, if that has changed for any."""
     vectors: list[SequenceVectors] = field(default_factory=list)

@@ -1,1 +1,1 @@
-"""Guesses at how outputs go on, which the next step verifies. A guess that is wrong costs time, never a token."""
+"""Drafts of how outputs go on, which the next step verifies. A draft token that is wrong costs time, never a token."""

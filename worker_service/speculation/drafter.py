@@ -1,4 +1,4 @@
-"""What a worker guesses in a step, and what it learns from what came instead."""
+"""Which draft tokens a step verifies, and what is learnt from the tokens that came instead."""
 
 import time
 from array import array
@@ -19,7 +19,7 @@ from worker_service.speculation.policy import (
     HOPE,
     LEARNING,
     StepCost,
-    numbers_of_guesses,
+    numbers_of_drafts,
 )
 from worker_service.wording import reason
 
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """A sequence whose first `num_tokens` tokens are known, of which a proposer is to guess `number` more."""
+    """A sequence whose first `num_tokens` tokens are known, behind which a proposer is to draft `number` more."""
 
     sequence: SequenceState
     num_tokens: int
@@ -36,24 +36,24 @@ class Beginning:
 
 
 class Proposer(Protocol):
-    """Where guesses come from."""
+    """Where drafts come from."""
 
     @property
     def cost(self) -> StepCost | None:
-        """Of guessing one token for each of some sequences; None where that takes no time worth counting.
+        """Of drafting one token for each of some sequences; None where that takes no time worth counting.
 
-        What costs nothing is guessed behind every step, whether or not there is room for it in the next, so that there
+        What costs nothing is drafted behind every step, whether or not there is room for it in the next, so that there
         is always something to learn from.
         """
 
     def most_behind(self, num_tokens: int) -> int:
-        """How many guesses there can be behind so many tokens of a sequence."""
+        """How many drafts there can be behind so many tokens of a sequence."""
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
-        """The device is about to compute this step, with at most the guesses that there is room for."""
+        """The device is about to compute this step, with at most the drafts that there is room for."""
 
-    def guess(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
-        """The guesses for each of them, at most its number."""
+    def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
+        """The drafts for each of them, at most its number."""
 
 
 @dataclass(slots=True)
@@ -61,20 +61,20 @@ class _Record:
     """Of one sequence."""
 
     chance: float
-    """That a guess is right if those before it are."""
+    """That a draft is right if those before it are."""
     share: float
-    """How often there is any guess."""
-    guessed: list[int] = field(default_factory=list)
+    """How often there is any draft."""
+    drafted: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    """Of the sequence, when that was guessed."""
+    """Of the sequence, when that was drafted."""
     wanted: int = 0
-    """For how many guesses its steps should have room, as the scheduler knows it."""
+    """For how many drafts its steps should have room, as the scheduler knows it."""
 
 
 class Drafter:
-    """Guesses for one worker. Only the device thread uses it.
+    """Drafts tokens for one worker. Only the device thread uses it.
 
-    When a step `begins` that has room for guesses, those that are worth verifying are made; when it `ends`, what came
+    When a step `begins` that has room for drafts, those that are worth verifying are made; when it `ends`, what came
     is compared with them, and room is asked for in later steps.
     """
 
@@ -87,7 +87,7 @@ class Drafter:
         *,
         runs_ahead: bool = False,
     ) -> None:
-        """most: guesses for one sequence in one step. runs_ahead: whether steps without guesses are launched before
+        """most: drafts for one sequence in one step. runs_ahead: whether steps without drafts are launched before
         those before them have ended."""
         self._proposer = proposer
         self._most = most
@@ -101,7 +101,7 @@ class Drafter:
         self._has_failed = False
 
     def begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
-        """The step's chunks with the guesses that it is to verify, in place of the room for them."""
+        """The step's chunks with the drafts that it is to verify, in place of the room for them."""
         if self._has_failed:
             return [chunk.with_drafts(NO_DRAFTS) for chunk in chunks]
         self._proposer.step_begins(output, chunks)
@@ -109,22 +109,23 @@ class Drafter:
             return list(chunks)
         began = time.perf_counter()
         records = [self._record(chunk.sequence) for chunk in chunks]
-        rooms = [len(chunk.drafts) * may_be_guessed_for(chunk.sequence) for chunk in chunks]
+        rooms = [len(chunk.drafts) if may_be_drafted_for(chunk.sequence) else 0 for chunk in chunks]
         for row, (chunk, record) in enumerate(zip(chunks, records, strict=True)):
             num_known = chunk.start + 1
             if self._proposer.cost is None:
-                rooms[row] = min(rooms[row], len(record.guessed) * (record.num_tokens == num_known))
+                is_current = record.num_tokens == num_known
+                rooms[row] = min(rooms[row], len(record.drafted)) if is_current else 0
             elif rooms[row]:
                 rooms[row] = min(rooms[row], self._proposer.most_behind(num_known))
         # The pause for this step is paid already.
-        numbers = numbers_of_guesses(
-            [record.chance for record in records], rooms, self._cost, 0.0, guessing=self._proposer.cost
+        numbers = numbers_of_drafts(
+            [record.chance for record in records], rooms, self._cost, 0.0, drafting=self._proposer.cost
         )
         if self._proposer.cost is not None and any(numbers):
             proposing = time.perf_counter()
             self._propose_in_step(chunks, numbers)
             began += time.perf_counter() - proposing  # which has a cost of its own
-        drafts = [record.guessed[:number] for record, number in zip(records, numbers, strict=True)]
+        drafts = [record.drafted[:number] for record, number in zip(records, numbers, strict=True)]
         self._seconds_before = time.perf_counter() - began
         return [
             chunk.with_drafts(array(TOKENS, takewhile(self._is_token, drafted)))
@@ -132,15 +133,15 @@ class Drafter:
         ]
 
     def _propose_in_step(self, chunks: Sequence[ScheduledChunk], numbers: Sequence[int]) -> None:
-        """Guess so many tokens behind each chunk, and have what guesses follow prompts that are under way."""
+        """Draft so many tokens behind each chunk, and have what drafts follow prompts that are under way."""
         beginnings = [
             Beginning(chunk.sequence, chunk.start + 1, number)
             for chunk, number in zip(chunks, numbers, strict=True)
-            if may_be_guessed_for(chunk.sequence) and self._proposer.most_behind(chunk.start + 1)
+            if may_be_drafted_for(chunk.sequence) and self._proposer.most_behind(chunk.start + 1)
         ]
-        for one, guessed in zip(beginnings, self._propose(beginnings), strict=True):
+        for one, drafted in zip(beginnings, self._propose(beginnings), strict=True):
             record = self._record(one.sequence)
-            record.guessed, record.num_tokens = guessed, one.num_tokens
+            record.drafted, record.num_tokens = drafted, one.num_tokens
 
     def _is_token(self, token_id: int) -> bool:
         return 0 <= token_id < self._vocabulary_size
@@ -152,7 +153,7 @@ class Drafter:
             self._pause += LEARNING * (waited - self._pause)
 
     def ends(self, chunks: Sequence[ScheduledChunk], seconds: float) -> list[int]:
-        """For how many guesses each sequence that samples should have room from now on, after a step of these chunks
+        """For how many drafts each sequence that samples should have room from now on, after a step of these chunks
         that took so long; nothing if that is as it was."""
         began = time.perf_counter()
         numbers = self._wanted(chunks, seconds)
@@ -165,7 +166,7 @@ class Drafter:
         if not self._has_failed:
             if all(chunk.stop - chunk.start <= 1 + self._most for chunk in chunks):
                 self._cost.observe(sum(chunk.stop - chunk.start for chunk in chunks), seconds)
-            going_on = [chunk.samples and may_be_guessed_for(chunk.sequence) for chunk in chunks]
+            going_on = [chunk.samples and may_be_drafted_for(chunk.sequence) for chunk in chunks]
             ends = [
                 (chunk.sequence, _num_known(chunk)) for chunk, goes_on in zip(chunks, going_on, strict=True) if goes_on
             ]
@@ -177,15 +178,15 @@ class Drafter:
                 min(self._most, self._proposer.most_behind(_num_known(chunk))) if goes_on else 0
                 for chunk, goes_on in zip(chunks, going_on, strict=True)
             ]
-            numbers = numbers_of_guesses(
+            numbers = numbers_of_drafts(
                 [record.chance for record in records],
                 mosts,
                 self._cost,
                 self._pause,
                 shares=[record.share for record in records],
-                guessing=self._proposer.cost,
+                drafting=self._proposer.cost,
             )
-            # How many are worth verifying is found when it is known what is guessed.
+            # How many are worth verifying is found when it is known what is drafted.
             wanted = [most if number else 0 for most, number in zip(mosts, numbers, strict=True)]
         sampling = [
             (record, number) for record, number, chunk in zip(records, wanted, chunks, strict=True) if chunk.samples
@@ -197,35 +198,35 @@ class Drafter:
         return [number for _, number in sampling]
 
     def _look_up(self, ends: Sequence[tuple[SequenceState, int]]) -> None:
-        """Guess how these sequences go on behind so many tokens, whether or not it will be verified."""
+        """Draft how these sequences go on behind so many tokens, whether or not it will be verified."""
         found = self._propose([Beginning(sequence, num_tokens, self._most) for sequence, num_tokens in ends])
-        for (sequence, num_tokens), guessed in zip(ends, found, strict=True):
+        for (sequence, num_tokens), drafted in zip(ends, found, strict=True):
             record = self._record(sequence)
-            record.guessed, record.num_tokens = guessed, num_tokens
-            record.share += LEARNING * (bool(guessed) - record.share)
+            record.drafted, record.num_tokens = drafted, num_tokens
+            record.share = _observed(record.share, bool(drafted), LEARNING)
 
     def _propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
         try:
-            return self._proposer.guess(beginnings)
-        except Exception as error:  # the step has its tokens, whatever is wrong with guesses
+            return self._proposer.propose(beginnings)
+        except Exception as error:  # the step has its tokens, whatever is wrong with drafts
             log.exception("guessing failed, and has ended", reason=reason(error))
             self._has_failed = True
             return [[] for _ in beginnings]
 
     def _learn(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Compare what came with what was guessed. num_tokens: those that are known."""
+        """Compare what came with what was drafted. num_tokens: those that are known."""
         record = self._record(sequence)
-        came = sequence.token_ids[record.num_tokens : num_tokens] if record.guessed else ()
-        for guessed, token_id in zip(record.guessed, came, strict=False):
-            is_right = guessed == token_id
-            record.chance += LEARNING * 2 * (is_right - record.chance)
-            self._chance += LEARNING / 4 * (is_right - self._chance)
+        came = sequence.token_ids[record.num_tokens : num_tokens] if record.drafted else ()
+        for drafted, token_id in zip(record.drafted, came, strict=False):
+            is_right = drafted == token_id
+            record.chance = _observed(record.chance, is_right, LEARNING * 2)
+            self._chance = _observed(self._chance, is_right, LEARNING / 4)
             if not is_right:
                 break
-        if self._proposer.cost is not None and not record.guessed:
+        if self._proposer.cost is not None and not record.drafted:
             record.chance += FORGETTING * (self._first_chance - record.chance)
             self._chance += FORGETTING / 4 * (self._first_chance - self._chance)
-        record.guessed = []
+        record.drafted = []
 
     def _record(self, sequence: SequenceState) -> _Record:
         if not isinstance(sequence.speculation, _Record):
@@ -233,15 +234,21 @@ class Drafter:
         return sequence.speculation
 
 
+def _observed(share: float, is_so: bool, rate: float) -> float:
+    """A moving average of how often something is so, after one more observation."""
+    return share + rate * ((1.0 if is_so else 0.0) - share)
+
+
 def _num_known(chunk: ScheduledChunk) -> int:
     """The tokens of its sequence that are known after it: where the next step runs ahead, a place for that step's token
     is there already."""
     if chunk.drafts:
         return len(chunk.sequence.token_ids)
-    return min(chunk.stop + chunk.samples, len(chunk.sequence.token_ids))  # one that was late has no token
+    num_known = chunk.stop + 1 if chunk.samples else chunk.stop
+    return min(num_known, len(chunk.sequence.token_ids))  # one that was late has no token
 
 
-def may_be_guessed_for(sequence: SequenceState) -> bool:
+def may_be_drafted_for(sequence: SequenceState) -> bool:
     """What is pooled has no next token, and a beam goes on with several."""
     sampling = sequence.sampling
     return (

@@ -1,9 +1,9 @@
-"""How many guesses a step is worth: as many as make tokens come faster, by what such steps have taken so far.
+"""How many drafts a step is worth: as many as make tokens come faster, by what such steps have taken so far.
 
-A step of n sequences that verifies k guesses computes n + k tokens, and is expected to gain n + e of them. Where memory
-is what limits a step, k more tokens cost next to nothing; where computing does, as much as others, and no guess is
-worth it. On a worker that launches steps ahead guesses also cost a pause: what is guessed depends on the last step's
-tokens, so the device waits until a step with guesses is launched.
+A step of n sequences that verifies k drafts computes n + k tokens, and is expected to gain n + e of them. Where memory
+is what limits a step, k more tokens cost next to nothing; where computing does, as much as others, and no draft is
+worth it. On a worker that launches steps ahead drafts also cost a pause: what is drafted depends on the last step's
+tokens, so the device waits until a step with drafts is launched.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ FIRST_PAUSE = 0.001
 FIRST_CHANCE = 0.5
 FIRST_SHARE = 0.5
 HOPE = 0.8
-"""In place of it where guessing takes time, and guesses that are not worth it are not made: what is never tried would
+"""In place of it where drafting takes time, and drafts that are not worth it are not made: what is never tried would
 never be known to be right more often."""
 LEARNING = 0.1
 FORGETTING = 0.002
-"""Of what is known of a sequence whose next tokens are not guessed, with each of its steps, so that guessing is tried
+"""Of what is known of a sequence whose next tokens are not drafted, with each of its steps, so that drafting is tried
 again."""
 
 
@@ -57,31 +57,31 @@ class StepCost:
         return max(1e-6, (self._seconds + self.slope * (num_tokens * self._weight - self._tokens)) / self._weight)
 
 
-def numbers_of_guesses(
+def numbers_of_drafts(
     chances: Sequence[float],
     mosts: Sequence[int],
     cost: StepCost,
     pause: float,
     *,
     shares: Sequence[float] | None = None,
-    guessing: StepCost | None = None,
+    drafting: StepCost | None = None,
 ) -> list[int]:
-    """How many guesses to verify of each sequence, of which each next one is right with its chance.
+    """How many drafts to verify of each sequence, of which each next one is right with its chance.
 
-    mosts: the most of each. shares: how often there is any guess for it, always unless they are given. guessing: the
-    cost of guessing one token for each of some sequences, which is paid as often as the longest guess has tokens; None
-    where it costs nothing. Zero for all where that is fastest. For each longest guess, the best numbers are found by
-    taking the likeliest guess next, as long as tokens a second rise.
+    mosts: the most of each. shares: how often there is any draft for it, always unless they are given. drafting: the
+    cost of drafting one token for each of some sequences, which is paid as often as the longest draft has tokens; None
+    where it costs nothing. Zero for all where that is fastest. For each longest draft, the best numbers are found by
+    taking the likeliest draft next, as long as tokens a second rise.
     """
     num_sequences = len(chances)
     numbers = [0] * num_sequences
     if not any(mosts):
         return numbers
-    each = 0.0 if guessing is None else max(0.0, guessing.of(1) - guessing.slope)
-    slope = cost.slope + (0.0 if guessing is None else guessing.slope)
+    each = 0.0 if drafting is None else max(0.0, drafting.of(1) - drafting.slope)
+    slope = cost.slope + (0.0 if drafting is None else drafting.slope)
     alone = cost.of(num_sequences)
-    best, chosen = num_sequences / alone, list[int]()  # rows, one for each guess
-    likely = list[tuple[float, int, int]]()  # gain, row, and which of its guesses: those that are worth their own time
+    best, chosen = num_sequences / alone, list[int]()  # rows, one for each draft
+    likely = list[tuple[float, int, int]]()  # gain, row, and which of its drafts: those that are worth their own time
     for row, (chance, most, share) in enumerate(zip(chances, mosts, shares or repeat(1.0), strict=False)):
         gain = share
         for number in range(1, most + 1):

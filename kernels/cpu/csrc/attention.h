@@ -4,71 +4,38 @@
 // the rows of the item, and the keys that they see. An item walks its keys 64 at a time, keeping for each row the
 // largest score, the sum of exponentials and the weighted values so far (the online softmax of Milakov and
 // Gimelshein, 2018, as FlashAttention tiles it; Dao et al., 2022). A single query token over a long context is split
-// over its keys, and the parts are merged afterwards (flash-decoding; Dao et al., 2023). So are a few, such as guesses
-// that are verified, where there is little else to share out: one sequence's on two threads take a fifth less time
-// so, and those of eight sequences would take up to an eighth more.
+// over its keys, and the parts are merged afterwards (flash-decoding; Dao et al., 2023). A few query tokens, such as
+// verified drafts, are split too if the threads have little other work. On two threads, those of one sequence take a
+// fifth less time so, and those of eight sequences would take up to an eighth more.
 //
 // Sequences that begin with the same blocks, as those behind one prompt do, see the parts that these fill together: an
 // item has one query token of each of several sequences, and finds and turns round every tile once for all (as cascade
 // attention does, Ye et al., 2024, and Hydragen; Juravsky et al., 2024).
 //
 // What a row comes to depends on its query and its keys alone: not on the batch, the number of threads, or the tokens
-// that are computed with it. So a token that is computed in a prompt, in a decode or behind a guess has the same bits.
-// Tiles and parts therefore begin at multiples of their sizes, wherever items do; all rows are summed part by part, also
-// where the parts are not split; and a key that a row does not see adds zero to it, which changes nothing.
+// that are computed with it. So a token that is computed in a prompt, in a decode or behind a draft token has the same
+// bits. Tiles and parts therefore begin at multiples of their sizes, wherever items do; all rows are summed part by
+// part, also where the parts are not split; and a key that a row does not see adds zero to it, which changes nothing.
 //
-// How a tile of keys is multiplied is left to an engine: see attention_tiles.h.
+// attention_items.h cuts the work. How a tile of keys is multiplied is left to an engine: see attention_tiles.h.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <limits>
-#include <unordered_map>
 #include <vector>
 
+#include "attention_items.h"
 #include "attention_tiles.h"
+#include "attention_tiles_bf16.h"
+#include "attention_tiles_int8.h"
 #include "team.h"
 #include "vectors.h"
 
 namespace pagewire {
 
-constexpr int64_t kItemRows = 32;   // enough that turning a tile of keys round costs a tenth of multiplying it
-constexpr int64_t kPartKeys = 512;  // summed by themselves; a multiple of a tile
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-struct Item {
-  int64_t sequence, kv_head;  // of several sequences the first, whose blocks are those of all
-  int64_t first_row, tokens;  // of the query
-  int64_t first_position;     // of the first token in its sequence; of the last key if attention is not causal
-  int64_t keys_begin, keys_end;
-  int64_t partial;      // where a part's results go, one for each token, or -1: straight to the output
-  int64_t shared = -1;  // the first of its tokens in `Work::shared`, if they are of several sequences
-};
-
-// A query token whose sequence shares its keys with others: its row, and where its results of this part go.
-struct SharedToken {
-  int64_t row, partial;
-};
-
-// Tokens whose results are in parts, the parts of each one `tokens` apart.
-struct Merge {
-  int64_t kv_head, first_row, tokens, partial, count;
-};
-
-struct Work {
-  std::vector<Item> items;
-  std::vector<SharedToken> shared;
-  std::vector<Merge> merges;
-  int64_t num_partials = 0;
-
-  int64_t row_of(const Item& item, int64_t token) const {
-    return item.shared < 0 ? item.first_row + token : shared[item.shared + token].row;
-  }
-  int64_t partial_of(const Item& item, int64_t token) const {
-    return item.shared < 0 ? item.partial + token : shared[item.shared + token].partial;
-  }
-};
 
 // Adds a part of a row to what parts before it came to: the largest score, the sum of exponentials, weighted values. A
 // part without keys adds nothing, and the first is taken as it is.
@@ -322,128 +289,6 @@ void merge_parts(const float* part, int64_t count, int64_t stride, int64_t head_
     merge_part(merged.data(), part[i * stride], part[i * stride + 1], part + i * stride + 2, head_dim);
   const Vec scale(1.0f / merged[1]);
   for_each_vector(head_dim, [&](int64_t d, int64_t n) { store(out + d, widen(&merged[2 + d], n) * scale, n); });
-}
-
-// A decode of several parts.
-struct Decode {
-  int64_t sequence, row, end;
-  int64_t num_shared = 0;  // parts that it sees with others
-};
-
-// Finds decodes whose contexts begin with the same blocks, part by part: those that share a part are among those that
-// share the part before it. Without any, that is one look-up for each.
-template <typename T>
-std::vector<std::vector<size_t>> alike(const Attention<T>& a, const std::vector<Decode>& decodes) {
-  std::vector<std::vector<size_t>> groups;
-  std::unordered_map<int32_t, size_t> by_block;
-  for (size_t i = 0; i < decodes.size(); ++i) {
-    const auto [found, is_new] = by_block.try_emplace(a.block_tables[decodes[i].sequence * a.table_width], groups.size());
-    if (is_new) groups.emplace_back();
-    groups[found->second].push_back(i);
-  }
-  return groups;
-}
-
-// Of a group, those that have a whole part behind this many and the same blocks in it, by these.
-template <typename T>
-std::vector<std::vector<size_t>> alike_in_part(
-    const Attention<T>& a, const std::vector<Decode>& decodes, const std::vector<size_t>& group, int64_t part) {
-  const int64_t first = part * kPartKeys / a.block_size, last = ((part + 1) * kPartKeys - 1) / a.block_size + 1;
-  const auto table = [&](size_t i) { return a.block_tables + decodes[i].sequence * a.table_width; };
-  std::vector<std::vector<size_t>> groups;
-  for (const size_t i : group) {
-    if (decodes[i].end <= (part + 1) * kPartKeys) continue;
-    auto found = groups.begin();
-    while (found != groups.end() && !std::equal(table(i) + first, table(i) + last, table(found->front()) + first))
-      ++found;
-    if (found == groups.end()) found = groups.emplace(found);
-    found->push_back(i);
-  }
-  return groups;
-}
-
-template <typename T>
-Work cut_into_items(const Attention<T>& a) {
-  Work work;
-  std::vector<Decode> decodes;
-  const int64_t tokens_an_item = std::max<int64_t>(1, kItemRows / (a.num_heads / a.num_kv_heads));
-  const bool is_little = a.num_sequences * a.num_kv_heads < 2 * at::get_num_threads();
-  const bool can_share = a.window == 0 && a.bias == nullptr;
-  const auto add_parts = [&](Item item, int64_t begin, int64_t end, int64_t num_shared) {
-    // Those of the parts that it sees with others come first.
-    work.merges.push_back({item.kv_head, item.first_row, item.tokens, work.num_partials, num_shared});
-    work.num_partials += num_shared * item.tokens;
-    for (int64_t key = std::max(begin, num_shared * kPartKeys); key < end; key = item.keys_end) {
-      item.keys_begin = key;
-      item.keys_end = std::min((key / kPartKeys + 1) * kPartKeys, end);
-      item.partial = work.num_partials;
-      work.items.push_back(item);
-      work.num_partials += item.tokens;
-      ++work.merges.back().count;
-    }
-  };
-  for (int64_t sequence = 0; sequence < a.num_sequences; ++sequence) {
-    const int64_t start = a.query_start[sequence], queries = a.query_start[sequence + 1] - start;
-    const int64_t computed = a.context_lens[sequence] - queries;
-    for (int64_t token = 0; token < queries; token += tokens_an_item) {
-      const int64_t tokens = std::min(tokens_an_item, queries - token);
-      // Tokens that see all keys have the last key's place or follow it.
-      const int64_t position = a.causal ? computed + token : a.context_lens[sequence] - 1;
-      const int64_t begin = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
-      const int64_t end = a.causal ? position + tokens : a.context_lens[sequence];
-      const bool is_few = queries == 1 || (is_little && queries <= tokens_an_item);
-      const bool split = is_few && begin / kPartKeys < (end - 1) / kPartKeys;
-      if (split && queries == 1 && can_share) {
-        decodes.push_back({sequence, start, end});
-        continue;
-      }
-      for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
-        const Item item{sequence, kv_head, start + token, tokens, position, begin, end, -1};
-        if (split) {
-          add_parts(item, begin, end, 0);
-        } else {
-          work.items.push_back(item);
-        }
-      }
-    }
-  }
-  auto groups = alike(a, decodes);
-  std::vector<std::pair<int64_t, std::vector<size_t>>> shared;  // parts, and the decodes that see each together
-  for (int64_t part = 0; !groups.empty(); ++part) {
-    std::vector<std::vector<size_t>> longer;
-    for (const auto& group : groups) {
-      if (group.size() < 2) continue;
-      for (auto& found : alike_in_part(a, decodes, group, part)) {
-        if (found.size() < 2) continue;
-        for (const size_t i : found) ++decodes[i].num_shared;
-        shared.emplace_back(part, found);
-        longer.push_back(std::move(found));
-      }
-    }
-    groups = std::move(longer);
-  }
-  const auto first_merge = static_cast<int64_t>(work.merges.size());
-  for (const Decode& decode : decodes)
-    for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head)
-      add_parts({decode.sequence, kv_head, decode.row, 1, decode.end - 1, 0, 0, 0}, 0, decode.end, decode.num_shared);
-  const auto num_own = static_cast<int64_t>(work.items.size());
-  for (const auto& [part, group] : shared)
-    for (size_t first = 0; first < group.size(); first += tokens_an_item)
-      for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
-        const int64_t begin = part * kPartKeys, end = begin + kPartKeys;
-        const auto tokens = std::min<int64_t>(tokens_an_item, group.size() - first);
-        // All keys are behind all tokens, wherever these are.
-        work.items.push_back(
-            {decodes[group[first]].sequence, kv_head, 0, tokens, end, begin, end, 0,
-             static_cast<int64_t>(work.shared.size())});
-        for (int64_t i = 0; i < tokens; ++i) {
-          const auto decode = static_cast<int64_t>(group[first + i]);
-          work.shared.push_back(
-              {decodes[decode].row, work.merges[first_merge + decode * a.num_kv_heads + kv_head].partial + part});
-        }
-      }
-  std::rotate(work.items.begin(), work.items.begin() + num_own, work.items.end());  // the longest first
-  return work;
 }
 
 template <typename T, typename Tiles>

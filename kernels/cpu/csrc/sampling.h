@@ -1,4 +1,5 @@
-// What a sampler does for each row of logits: kernels/sampling.py says what, kernels/noise.py which noise is drawn.
+// What a sampler does for each row of logits: kernels/sampling/eager.py says what, and kernels/sampling/noise.py which
+// noise is drawn.
 //
 // Noise takes two logarithms a token, and hardly any token can win. The noise is at most 16.64, and above g with a
 // probability of about exp(-g). So the part of the row with the largest logit comes first, and further tokens get as far
@@ -58,8 +59,8 @@ inline void collect(const std::vector<float>& values, float least, std::vector<f
     if (value >= least) out.push_back(value);
 }
 
-// The least scaled logit that the filters leave; kernels/filters.py says what they mean. scratch.scaled: the row, with 0
-// as its largest; scratch.tops: the largest of each part.
+// The least scaled logit that the filters leave; kernels/sampling/filters.py says what they mean. scratch.scaled: the
+// row, with 0 as its largest; scratch.tops: the largest of each part.
 inline float threshold_of(const Draw& draw, Scratch& scratch) {
   const auto length = static_cast<int64_t>(scratch.scaled.size()), parts = static_cast<int64_t>(scratch.tops.size());
   auto& candidates = scratch.candidates;

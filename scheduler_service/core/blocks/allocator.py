@@ -14,7 +14,7 @@ from itertools import takewhile
 from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
 
 Content = bytes | int
-"""What a block holds: its key, or where it carries none its number, because then no other is known to hold the same."""
+"""The contents of a block: its key. A block without a key has its number instead, as no other is known to be equal."""
 
 
 class Evictor:
@@ -122,7 +122,7 @@ class BlockAllocator:
                     children.add(key)
 
     def key(self, block: int) -> bytes | None:
-        """What the block's contents are known by, whether the block is found by it or another one."""
+        """The key of the block's contents, whether the block is found by it or another one."""
         return self._keys[block]
 
     def parent(self, block: int) -> bytes:
@@ -218,7 +218,7 @@ class BlockAllocator:
         return sum(ref_counts[block] > leaving.get(block, 0) for block in blocks)
 
     def contents(self, blocks: Iterable[int]) -> list[Content]:
-        """What these blocks hold; numbers below 0, which are none, stay."""
+        """The contents of these blocks; numbers below 0, which are no blocks, stay."""
         keys = self._keys
         return [block if block < 0 else keys[block] or block for block in blocks]
 

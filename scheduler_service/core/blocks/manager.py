@@ -3,11 +3,6 @@
 A table covers at least the computed tokens of its sequence. A block may stand in several tables while no sequence
 writes to it; a sequence that does gets a copy of a shared block first (copy on write).
 
-Full blocks of known tokens can be found from the moment when the chunk that fills them is planned. In the same step
-this is safe because a worker stores the keys and values of all rows before any row reads them. In later steps it is
-safe because a worker does steps in order. In the step that fills such a block, a sequence that shares it may not be
-copied or swapped out.
-
 A sequence that is swapped out has a table of host blocks instead. Blocks keep their keys on the way out and on the way
 back: what the other pool already has under a key is shared there, and only the rest is copied. The copies can be found
 as soon as they are planned, because every step does its copies before it reads, and steps are done in order.
@@ -22,14 +17,12 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
+from typing import Any
 
 from scheduler_service.core.blocks.allocator import BlockAllocator, Content
-from scheduler_service.core.blocks.found_runs import FoundRuns
 from scheduler_service.core.blocks.pool import NO_BLOCK, Pool, move, own_contents
+from scheduler_service.core.blocks.prefix_cache import PrefixCache
 from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
-from scheduler_service.core.blocks.prefix_key import first_key
-from scheduler_service.core.blocks.sequence_keys import SequenceKeys
 from scheduler_service.core.blocks.sizes import TableSizes
 from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, SequenceGroup
 
@@ -40,20 +33,6 @@ class AllocStatus(enum.Enum):
     OK = enum.auto()
     LATER = enum.auto()
     NEVER = enum.auto()
-
-
-class PrefixLook(NamedTuple):
-    """What a look for a waiting sequence's blocks found."""
-
-    first: int
-    """The number of the first block that is not found."""
-    awaited: bytes | None
-    """The key of that block, if a running sequence is going to compute it."""
-    num_looked_up: int
-    """Block hashes that were looked up or compared."""
-
-
-_NOTHING_EXPECTED = PrefixLook(0, None, 0)
 
 
 class BlockManager:
@@ -86,9 +65,8 @@ class BlockManager:
         self.device = BlockAllocator(num_device_blocks, directory, bit)
         self.host = BlockAllocator(num_host_blocks)
         self.num_watermark_blocks = int(watermark * num_device_blocks)
-        self.prefix_caching = prefix_caching
-        self.keys = SequenceKeys(self.sizes, prefix_caching=prefix_caching)
         self._on_device, self._on_host = Pool(self.device), Pool(self.host)
+        self.cache = PrefixCache(self._on_device, self._on_host, self.sizes, prefix_caching=prefix_caching)
         self.tables = self._on_device.tables
         self.host_tables = self._on_host.tables
 
@@ -111,9 +89,9 @@ class BlockManager:
         num_free = self.device.num_free + sum(self.device.ref_count(b) == n for b, n in leaving.items())
         # A cached block that a sequence goes on holding costs nothing.
         needed = self.sizes.blocks_of_group(group)
-        needed -= self.device.num_held(self._cached_blocks(group.live[0]), leaving)
+        needed -= self.device.num_held(self.cache.cached_blocks(group.live[0]), leaving)
         if group.encoder is not None:
-            needed -= self.device.num_held(self._cached_encoder_blocks(group.encoder), leaving)
+            needed -= self.device.num_held(self.cache.cached_encoder_blocks(group.encoder), leaving)
         reserve = self.num_watermark_blocks if leave_watermark else 0
         return AllocStatus.OK if needed + reserve <= num_free else AllocStatus.LATER
 
@@ -123,8 +101,8 @@ class BlockManager:
         And what its group's encoder reads all of its blocks.
         """
         assert leader.id not in self.tables
-        table, encoder = self._cached_blocks(leader), leader.group.encoder
-        cross_table = [] if encoder is None else self._cached_encoder_blocks(encoder)
+        table, encoder = self.cache.cached_blocks(leader), leader.group.encoder
+        cross_table = [] if encoder is None else self.cache.cached_encoder_blocks(encoder)
         for block in itertools.chain(table, cross_table):
             self.device.share(block)
         if encoder is not None:
@@ -142,140 +120,10 @@ class BlockManager:
         num_blocks = self.sizes.blocks_of(encoder.num_prompt_tokens)
         self.tables[encoder.id] = cached or [self.device.allocate() for _ in range(num_blocks)]
 
-    def publish(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Make the full blocks of a sequence's first tokens findable, on the device or, if swapped out, on the host.
-
-        These tokens must be known, and the steps that compute them planned. The last block of an encoder's input counts
-        as full, because that input does not grow. Nothing is published behind a withdrawn block. Returns the blocks.
-        """
-        num_full, start = num_tokens // self.block_size, sequence.num_published_blocks
-        if sequence.is_encoder:
-            num_full = self.sizes.blocks_of(num_tokens)
-        if not self.prefix_caching or num_full <= start:
-            return []
-        blocks, table = self.device, self.tables.get(sequence.id)
-        if table is None:
-            blocks, table = self.host, self.host_tables.get(sequence.id)
-        if table is None:
-            return []
-        keys = self.keys.leading(sequence, num_full)
-        if start and blocks.key(table[start - 1]) is None:
-            self._unexpect(sequence, sequence.num_expected_blocks)
-            return []
-        parent = keys[start - 1] if start else first_key(sequence.group)
-        for index in range(start, num_full):
-            blocks.publish(table[index], keys[index], parent)
-            parent = keys[index]
-        self._unexpect(sequence, num_full)
-        sequence.num_published_blocks = num_full
-        return table[start:num_full]
-
-    def take_back(self, sequence: Sequence) -> None:
-        """Withdraw the blocks of a planned chunk that is not computed after all; no other sequence may hold them."""
-        self._unexpect(sequence, sequence.num_expected_blocks)
-        first, end = sequence.num_computed_tokens // self.block_size, sequence.num_published_blocks
-        for block in self.tables[sequence.id][first:end]:
-            assert self.device.ref_count(block) == 1, "a sequence relies on a chunk that is taken back"
-            self.device.withdraw(block)
-        sequence.num_published_blocks = min(first, end)
-
-    def expect(self, sequence: Sequence) -> None:
-        """Let others know that a running sequence is going to compute the rest of its known tokens."""
-        num_full, num_published = sequence.num_tokens // self.block_size, sequence.num_published_blocks
-        start = max(num_published, sequence.num_expected_blocks)
-        if self.prefix_caching and not sequence.is_encoder and num_full > start:
-            if num_published and self.device.key(self.tables[sequence.id][num_published - 1]) is None:
-                return  # nothing is published behind a block that was withdrawn
-            for key in self.keys.leading(sequence, num_full)[start:num_full]:
-                self.device.expect(key)
-            sequence.num_expected_blocks = num_full
-
-    def _unexpect(self, sequence: Sequence, end: int) -> None:
-        """Stop expecting the first `end` blocks of a sequence: it has planned them, or it will not compute them."""
-        for key in sequence.block_keys[sequence.num_published_blocks : min(end, sequence.num_expected_blocks)]:
-            self.device.unexpect(key)
-        if end >= sequence.num_expected_blocks:
-            sequence.num_expected_blocks = 0
-
     def shares_any(self, group: SequenceGroup, blocks: Container[int]) -> bool:
         """Whether a running group shares any of these blocks with another one."""
         held = self._on_device.held_by(group)
         return any(block in blocks and self.device.ref_count(block) > count for block, count in held.items())
-
-    def withdraw(self, sequence: Sequence) -> None:
-        """Remove the sequence's blocks from the prefix cache, because their contents cannot be trusted. The blocks of
-        its encoder are removed too, and all cached blocks whose keys continue theirs."""
-        encoder = sequence.group.encoder
-        ids = [sequence.id] if encoder is None else [sequence.id, encoder.id]
-        unsound = [] if encoder is None else [first_key(sequence.group)]
-        for pool in (self._on_device, self._on_host):
-            for block in itertools.chain(*(pool.tables.get(id_, ()) for id_ in ids)):
-                if block != NO_BLOCK and (key := pool.blocks.key(block)) is not None:
-                    pool.blocks.withdraw(block)
-                    unsound.append(key)
-        while unsound:
-            key = unsound.pop()
-            for blocks in (self.device, self.host):
-                unsound += blocks.children(key)
-                if (found := blocks.find(key)) is not None:
-                    blocks.withdraw(found)
-
-    def reset_prefix_cache(self) -> int:
-        """Make every block unfindable, on the device and on the host; tables keep their blocks.
-
-        Returns the number of device blocks that could be found. What a sequence in flight publishes later is found
-        only behind blocks that are computed anew.
-        """
-        num_findable = self.device.num_findable
-        for blocks in (self.device, self.host):
-            blocks.withdraw_all()
-        return num_findable
-
-    def num_cached_tokens(self, sequence: Sequence) -> int:
-        """Tokens that a sequence without a table would find computed, those of its group's encoder included."""
-        num_tokens = len(self._cached_blocks(sequence)) * self.block_size
-        encoder = sequence.group.encoder
-        if encoder is not None and self._cached_encoder_blocks(encoder):
-            num_tokens += encoder.num_prompt_tokens
-        return num_tokens
-
-    def num_shared_tokens(self, sequence: Sequence) -> int:
-        """The same, and the tokens behind them that running sequences are going to compute."""
-        num_tokens = self.num_cached_tokens(sequence)
-        if (look := self.look_up(sequence, 0, FoundRuns(self.device))).awaited is not None:
-            num_tokens += self.device.num_expected(self.keys.cacheable(sequence)[look.first :]) * self.block_size
-        return num_tokens
-
-    def look_up(self, sequence: Sequence, start: int, runs: FoundRuns) -> PrefixLook:
-        """Whether a waiting sequence's first block that is not found is expected.
-
-        start: the blocks before were found in an earlier look. If the last of them is gone, all are looked up again.
-        `runs` were found for others in this step. The keys of a prompt of 131,072 tokens take 30 µs to copy, so they
-        are not copied.
-        """
-        if not self.device.num_expected_keys:
-            return _NOTHING_EXPECTED
-        end = self.keys.num_cacheable(sequence)
-        keys = self.keys.leading(sequence, end)
-        if start and self.device.find(keys[start - 1]) is None:
-            start = 0
-        first, num_looked_up = runs.find(keys, start, end)
-        is_expected = first < end and self.device.is_expected(keys[first])
-        return PrefixLook(first, keys[first] if is_expected else None, num_looked_up + 2)
-
-    def has_encoded(self, group: SequenceGroup) -> bool:
-        """Whether a waiting group would find computed what its encoder reads."""
-        return group.encoder is not None and bool(self._cached_encoder_blocks(group.encoder))
-
-    def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        """The longest cached prefix."""
-        return self.device.find_run(self.keys.cacheable(sequence))
-
-    def _cached_encoder_blocks(self, encoder: EncoderSequence) -> list[int]:
-        """All blocks of what an encoder reads, or none if any is not cached."""
-        keys = self.keys.cacheable_of_encoder(encoder)
-        blocks = self.device.find_run(keys)
-        return blocks if len(blocks) == len(keys) else []
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let a sequence without a table go on from the parent's first `num_tokens` tokens, and share their blocks."""
@@ -295,7 +143,7 @@ class BlockManager:
     def release_behind_window(self, sequence: Sequence) -> None:
         """Let go of the blocks that no token to come attends to; nothing happens without a sliding window."""
         if self.sizes.sliding_window and (table := self.tables.get(sequence.id)):
-            num_certain = sequence.num_computed_tokens - sequence.num_draft_tokens  # guesses may be taken back
+            num_certain = sequence.num_computed_tokens - sequence.num_draft_tokens  # drafts may be rejected
             if sequence.sampling.form:
                 num_certain = sequence.num_stored_tokens  # where it is late, its last token is computed again
             end = max(0, num_certain - self.sizes.sliding_window + 1) // self.block_size
@@ -376,7 +224,7 @@ class BlockManager:
     def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
         """Move a group's tables to host blocks; returns the pairs of device and host block to copy."""
         for sequence in group.live:
-            self._unexpect(sequence, sequence.num_expected_blocks)
+            self.cache.unexpect(sequence, sequence.num_expected_blocks)
         return move(group, self._on_device, self._on_host, self._num_filled)
 
     def can_swap_in(self, group: SequenceGroup, step_tokens: int, *, leave_watermark: bool) -> AllocStatus:
@@ -417,7 +265,7 @@ class BlockManager:
         """Computed tokens that a running group would compute again: those that no other group holds for it to find."""
         leader, *followers = group.live
         held = self._on_device.held_by(group)
-        kept = itertools.takewhile(lambda key: self._is_held_by_others(key, held), self.keys.cacheable(leader))
+        kept = itertools.takewhile(lambda key: self._is_held_by_others(key, held), self.cache.keys.cacheable(leader))
         num_tokens = max(0, leader.num_computed_tokens - sum(self.block_size for _ in kept))
         if (encoder := group.encoder) is not None:
             # Without a prefix cache it has no keys, and nothing is found of it.
@@ -438,7 +286,7 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Let go of a sequence's blocks, wherever they are; nothing happens when it has none."""
-        self._unexpect(sequence, sequence.num_expected_blocks)
+        self.cache.unexpect(sequence, sequence.num_expected_blocks)
         for pool in (self._on_device, self._on_host):
             pool.free(pool.tables.pop(sequence.id, []))
 

@@ -54,7 +54,7 @@ class Pool:
 
 
 def own_contents(tables: Mapping[int, SequenceOf[Content]]) -> Counter[Content]:
-    """What a group's tables hold, and how often it stands in them."""
+    """The contents of a group's tables, and how often each stands in them."""
     own = Counter(itertools.chain(*tables.values()))
     del own[NO_BLOCK]
     return own

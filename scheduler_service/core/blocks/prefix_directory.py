@@ -25,7 +25,7 @@ class PrefixDirectory:
             del self._holders[key]
 
     def holders(self, keys: list[bytes], first: int, among: int) -> int:
-        """Of the workers `among`, those that hold the most blocks in a row from that of the `first` key on."""
+        """The workers `among` which hold the most blocks in a row from the block of the `first` key on."""
         longest = 0
         for index in range(first, len(keys)):
             holders = among & self._holders.get(keys[index], 0)

@@ -32,13 +32,13 @@ def encoder_keys(first: bytes, num_blocks: int) -> list[bytes]:
 
 
 def first_key(group: SequenceGroup) -> bytes:
-    """What the chain of a group's keys begins with: keys and values differ from adapter to adapter, and with what an
+    """The beginning of the chain of a group's keys: keys and values differ from adapter to adapter, and with what an
     encoder has read."""
     return key_of_adapter(root_behind(group.cache_root, group.encoder_input), group.lora_name)
 
 
 def key_of_adapter(root: bytes, adapter: str) -> bytes:
-    """What the chain begins with for an adapter; the root itself without one."""
+    """The beginning of the chain for an adapter; the root itself without one."""
     return root_key(root, adapter.encode()) if adapter else root
 
 

@@ -6,14 +6,14 @@ from scheduler_service.core.groups.sequence import EncoderSequence, Sequence
 
 
 class SequenceKeys:
-    """Of the blocks of one worker. Without prefix caching nothing is to be found, and there are no keys for it."""
+    """Keys of the blocks of one worker. Without prefix caching no block is found, and there are no keys."""
 
     def __init__(self, sizes: TableSizes, *, prefix_caching: bool) -> None:
         self._sizes = sizes
         self._prefix_caching = prefix_caching
 
     def leading(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """Of at least the first `num_blocks` blocks, which must be full."""
+        """The keys of at least the first `num_blocks` blocks, which must be full."""
         keys = sequence.block_keys
         if sequence.is_encoder and not keys:
             keys += encoder_keys(first_key(sequence.group), num_blocks)
@@ -24,26 +24,26 @@ class SequenceKeys:
         return keys
 
     def cacheable(self, sequence: Sequence) -> list[bytes]:
-        """Of the blocks that a sequence could find computed: all full ones short of the last token, because that one
-        has to be computed for its logits.
+        """The keys of blocks that a sequence could find computed: all full blocks short of the last token, because
+        that token has to be computed for its logits.
 
-        None where log-probabilities or vectors were asked for that need the states of all tokens.
+        There are none where log-probabilities or vectors were asked for that need the states of all tokens.
         """
         num_blocks = self.num_cacheable(sequence)
         return self.leading(sequence, num_blocks)[:num_blocks]
 
     def num_cacheable(self, sequence: Sequence) -> int:
-        """How many these are."""
+        """The number of these keys."""
         if not self._prefix_caching or sequence.sampling.needs_all_states:
             return 0
         return (sequence.num_tokens - 1) // self._sizes.block_size
 
     def cacheable_of_encoder(self, encoder: EncoderSequence) -> list[bytes]:
-        """Of all blocks of what an encoder reads, the last of which counts as full."""
+        """The keys of all blocks of an encoder's input, the last of which counts as full."""
         return self.leading(encoder, self._sizes.blocks_of(encoder.num_prompt_tokens)) if self._prefix_caching else []
 
     def findable(self, leader: Sequence) -> list[bytes]:
-        """Of all blocks that a waiting group could find computed, those of its encoder first."""
+        """The keys of all blocks that a waiting group could find computed, those of its encoder first."""
         encoder = leader.group.encoder
         own = self.cacheable(leader)
         return own if encoder is None else [*self.cacheable_of_encoder(encoder), *own]

@@ -66,5 +66,5 @@ class TableSizes:
         return self._within_window(self.blocks_ahead(num_tokens) - shared)
 
     def _within_window(self, num_blocks: int, num_sequences: int = 1) -> int:
-        """Of so many blocks those that sequences hold at a time: with a sliding window each lets go of some in time."""
+        """The blocks, of so many, that sequences hold at a time: with a sliding window each lets go of some in time."""
         return min(num_blocks, num_sequences * self.max_blocks_per_sequence) if self.sliding_window else num_blocks

@@ -1,4 +1,4 @@
-"""What the encoder of an encoder-decoder model reads of a request, as a sequence of its group.
+"""The input of an encoder-decoder model's encoder, as a sequence of a request's group.
 
 The encoder's tokens are computed whole, in one step, before any output reads them. What is kept of them is not states
 but keys and values: each of the decoder's layers makes its own of them, once, and they lie in blocks like those of any

@@ -1,4 +1,4 @@
-"""What a request wants of its prompt's states instead of tokens.
+"""Parameters of a request for its prompt's states instead of tokens.
 
 A request that is pooled is one of a single output of a single token, which is never sampled: when its prompt is
 computed, it has ended. So chunks, budgets, queues, preemption and lost workers are those of any other request.
@@ -16,7 +16,7 @@ class PoolingType(enum.Enum):
     LAST = enum.auto()
     ALL = enum.auto()
     SCORE = enum.auto()
-    """What the network's classifier makes of the text."""
+    """The score that the network's classifier gives the text."""
     ALIGNMENT = enum.auto()
     """When each of the last tokens of a transcript is said, by what the decoder attends to in the sound."""
 
@@ -39,7 +39,7 @@ class PoolingParams:
 
     @property
     def vector_bytes(self) -> int:
-        """Of one vector."""
+        """The bytes of one vector."""
         return self.dimensions * (2 if self.half else 4)
 
     @property

@@ -6,19 +6,20 @@ blocks until then, fork the prompt's blocks from it. A preempted group starts ag
 Steps may be planned before the answers to earlier ones. A sequence's computed tokens count what every step sent so far
 computes; its tokens are those that are known. If all tokens of a sequence are computed, a step in flight samples its
 next token, and the worker, which works in step order, goes on from that token by itself. If steps in flight have room
-for guesses, the number of computed tokens is an upper bound.
+for drafts, the number of computed tokens is an upper bound.
 """
 
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from scheduler_service.core.groups.beam_search import BeamSearch
 from scheduler_service.core.groups.encoder_input import EncoderInput
+from scheduler_service.core.groups.records import History, PlacementRecord
 from scheduler_service.core.groups.sampling_params import SamplingParams
 from scheduler_service.core.groups.sequence_status import SequenceStatus
-from scheduler_service.core.suspects.suspicion import Suspicion
+from scheduler_service.core.groups.suspicion import Suspicion
 
 
 class Sequence:
@@ -79,8 +80,8 @@ class Sequence:
         self.num_slots = 0  # tokens that its device blocks have room for
         self.forked_from: Sequence | None = None  # whose tokens it begins with, until the worker knows it
         self.num_forked_tokens = 0  # how many of them
-        self.num_draft_tokens = 0  # room for guesses in steps in flight, which count as computed
-        self.num_draft_tokens_wanted = 0  # guesses for which its worker wants room in each further step
+        self.num_draft_tokens = 0  # room for drafts in steps in flight, which count as computed
+        self.num_draft_tokens_wanted = 0  # draft tokens for which its worker wants room in each further step
         self.score = 0.0  # of a beam: the sum of its tokens' log-probabilities
         self.candidates: list[tuple[int, float]] | None = None  # of a beam: likeliest next tokens, once they are known
         self.block_keys: list[bytes] = []  # of its leading full blocks, as far as they were needed
@@ -161,68 +162,48 @@ class EncoderSequence(Sequence):
         return self.num_computed_tokens == self.num_prompt_tokens
 
 
-class PrefixWait(NamedTuple):
-    """How long a waiting group waits for a prefix that other groups are computing on one worker."""
-
-    first: int
-    """The number of the group's first block that is not yet in that worker's prefix cache."""
-    until: float
-
-
+@dataclass(slots=True, init=False, eq=False, repr=False)
 class SequenceGroup:
     """One request: `sampling.n` sequences that start from the same prompt, or the running beams of a search.
-
-    `prompt_token_ids` are the prompt's, four bytes each; an array is taken as it is, and must not change. `error` says,
-    in a sentence for the client, why a group ended without being served. `is_plain` if its sequences gain tokens and
-    nothing else: no log-probabilities, no vectors, and none is a beam. `has_unforked` is set while followers wait for
-    the leader's prompt. `suspicion` is None until a worker is lost with it in flight. Groups of equal `cache_root` and
-    adapter may share cached prefixes; `num_cached_tokens` is what was found of the prompt when it was first admitted.
-    `lora_name` is the adapter that it needs, empty for the base model. `arrived_at` is in seconds of the clock that
-    `Scheduler.schedule` is told. `encoder` is the sequence that the encoder of an encoder-decoder model reads, None for
-    other models. The decoder's keys and values depend on it, so `cache_root` does too.
-
-    The balancer's state of a waiting group: `num_overtaken` counts later groups that were taken before it; until
-    `left_until` a worker may leave it to a better worker. `prefix_waits` has its waits for a prefix, by worker. For a
-    swapped group, `swapped_at` is the time when it was swapped out, and `num_moves` how often it continued on another
-    worker.
-
-    Only its client is told its counts of preemptions (a lost worker counts as a recompute), the name of the `worker`
-    that took it last, and how often the worker changed. `trace_parent` is the parent of its spans, if it is traced.
 
     A request that goes on where another scheduler left it comes with its outputs so far, `output_token_ids` of each
     index, and the indices of those that have `ended`; it is like a group that was preempted.
     """
 
-    __slots__ = (
-        "arrived_at",
-        "beams",
-        "cache_root",
-        "encoder",
-        "ended",
-        "error",
-        "has_unforked",
-        "is_plain",
-        "left_until",
-        "lora_name",
-        "num_cached_tokens",
-        "num_moves",
-        "num_overtaken",
-        "num_recomputes",
-        "num_swaps",
-        "num_worker_changes",
-        "prefix_waits",
-        "priority",
-        "prompt_token_ids",
-        "rank",
-        "request_id",
-        "sampling",
-        "sequences",
-        "suspicion",
-        "swapped_at",
-        "tenant",
-        "trace_parent",
-        "worker",
-    )
+    request_id: str
+    priority: int
+    """Lower numbers run first, under the policy that looks at them."""
+    tenant: str
+    """The tenant whose share of the service it takes."""
+    lora_name: str
+    """The adapter that it needs, empty for the base model."""
+    arrived_at: float
+    """Seconds of the clock that `Scheduler.schedule` is told."""
+    rank: tuple[int, int]
+    """Its place in its queue, where no two groups have the same."""
+    cache_root: bytes
+    """Groups of equal root and adapter may share cached prefixes."""
+    sampling: SamplingParams
+    is_plain: bool
+    """Whether its sequences gain tokens and nothing else: no log-probabilities, no vectors, and none is a beam."""
+    prompt_token_ids: "array[int]"
+    """Four bytes each; an array is taken as it is, and must not change."""
+    beams: BeamSearch | None
+    sequences: list[Sequence]
+    encoder: EncoderSequence | None
+    """The input of an encoder-decoder model's encoder. Keys and values depend on it, so `cache_root` does too."""
+    has_unforked: bool
+    """Whether followers wait for the leader's prompt."""
+    ended: frozenset[int]
+    """The indices of the outputs that had ended when the request came."""
+    suspicion: Suspicion | None
+    """None until a worker is lost with the group in flight."""
+    placement: PlacementRecord
+    history: History
+    trace_parent: str
+    """The parent of its spans, if it is traced."""
+    error: str | None
+    """Why it ended without being served, in a sentence for the client."""
 
     def __init__(
         self,
@@ -244,12 +225,11 @@ class SequenceGroup:
         self.tenant = tenant
         self.lora_name = lora_name
         self.arrived_at = arrived_at
-        self.rank = (0, 0)  # in its queue; no two are equal there
+        self.rank = (0, 0)
         self.cache_root = cache_root
-        self.num_cached_tokens: int | None = None
         self.sampling = sampling
-        self.is_plain = not sampling.reports  # kept, because it is asked for every sequence and step
-        self.prompt_token_ids: array[int] = (
+        self.is_plain = not sampling.reports
+        self.prompt_token_ids = (
             prompt_token_ids if isinstance(prompt_token_ids, array) else array("I", prompt_token_ids)
         )
         self.beams = BeamSearch(sampling) if sampling.beam_width else None
@@ -261,18 +241,11 @@ class SequenceGroup:
         self.ended = ended
         for index in ended:
             self.sequences[index].status = SequenceStatus.FINISHED_STOPPED
-        self.suspicion: Suspicion | None = None
-        self.num_overtaken = 0
-        self.left_until: float | None = None
-        self.prefix_waits: dict[str, PrefixWait] = {}
-        self.swapped_at = 0.0
-        self.num_moves = 0
-        self.num_recomputes = 0
-        self.num_swaps = 0
-        self.worker: str | None = None
-        self.num_worker_changes = 0
+        self.suspicion = None
+        self.placement = PlacementRecord()
+        self.history = History()
         self.trace_parent = ""
-        self.error: str | None = None
+        self.error = None
 
     def disband(self) -> None:
         """Drop the sequences of a group that has ended, once no code needs them.
@@ -305,7 +278,7 @@ class SequenceGroup:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all outputs together. A beam search that is not over has beams, and no hypotheses yet."""
+        """Tokens of all outputs together. A beam search that is not over has beams, and no hypotheses yet."""
         found = 0 if self.beams is None else sum(len(hypothesis.token_ids) for hypothesis in self.beams.hypotheses)
         return max(found, sum(sequence.num_output_tokens for sequence in self.sequences))
 

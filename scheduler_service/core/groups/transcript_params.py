@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptParams:
-    """Of `suppressed` tokens none is ever chosen, of `begin_suppressed` none as the first.
+    """No token of `suppressed` is ever chosen, and none of `begin_suppressed` as the first.
 
     `first_timestamp` is the token of 0 s, and those behind it are of later times; with 0 no times are marked. Where
     they are, the first token is that of a time, at most the `max_initial`-th behind that of 0 s; and the first

@@ -14,8 +14,8 @@ adapter the worker does not even hold is passed over as well, and the adapter is
 be done sooner than at those that hold it.
 
 After that the first worker that asks takes it. A suspect is the exception: while there are workers that were not lost
-with it, it waits for one of those. Where nothing is cached and many wait, a worker takes its share of them at once, as
-much as brings it to where all will be when none waits any more, instead of one at a time in turns.
+with it, it waits for one of those. Where nothing is cached and many wait, a worker takes its share of them at once,
+instead of one at a time in turns. Its share brings it to where all will be when none waits any more.
 
 All that a scheduler reports is as of its last step. Everything costs O(log workers) or less; for suspects
 all workers are looked through.
@@ -27,10 +27,10 @@ from collections.abc import Collection
 
 from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
 from scheduler_service.core.groups.sequence import SequenceGroup
-from scheduler_service.core.placement.choice import Placement, PlacementReason
+from scheduler_service.core.placement.background import Background
+from scheduler_service.core.placement.choice import LAST, Here, Offer, Placement, PlacementReason
 from scheduler_service.core.placement.step_times import StepTimes
 from scheduler_service.core.placement.worker import SEQUENCE_TOKENS, Member, WorkerScheduler
-from scheduler_service.core.suspects.suspicion import Background
 
 MAX_OVERTAKES = 16
 MOST_CANDIDATES = 4  # of each kind that are looked at closely
@@ -119,93 +119,72 @@ class Balancer:
         return self._num_open > member.is_open
 
     def other_workers(self, member: Member) -> list[WorkerScheduler]:
-        """Those that take waiting groups, if not now, while they have some swapped out. All are looked through."""
+        """Other workers that admit groups, also while they are full of swapped ones. All workers are asked."""
         return [other.scheduler for other in self._members.values() if other is not member and other.scheduler.admits]
 
-    def place(self, member: Member, group: SequenceGroup, num_waiting: int, now: float) -> Placement:
-        """Whether to take a group that the worker has room for, or to which other worker to leave it.
+    def is_overdue(self, group: SequenceGroup, now: float) -> bool:
+        """Whether a waiting group has been left, or overtaken, for long enough."""
+        placement = group.placement
+        return placement.num_overtaken >= MAX_OVERTAKES or (
+            placement.left_until is not None and now > placement.left_until
+        )
 
-        `num_waiting` counts those that wait, this one included.
+    def offers(self, *, member: Member, group: SequenceGroup, here: Here, now: float) -> list[Offer]:
+        """Offers of workers with room for a group, as the worker `member` asks: its own, and those of a few others.
+
+        The others are the worker with the least to do and those that hold the longest prefix or the group's adapter; if
+        the adapter is not here, only those that hold it. Where no other can be better, there are no others.
         """
-        cached = member.scheduler.blocks.num_shared_tokens(group.live[0])
-        seconds = self._seconds(member, group, cached, now)
-        if group.num_overtaken >= MAX_OVERTAKES or (group.left_until is not None and now > group.left_until):
-            return Placement(group, PlacementReason.OVERDUE, seconds, cached, num_overtaken=group.num_overtaken)
-        others = self._others(member, group, now, self._next_lightest(member, group))
-        if not others:
-            return Placement(group, PlacementReason.ALONE, seconds, cached, num_overtaken=group.num_overtaken)
-        there, entry, better, cached_there = min(others, key=lambda other: other[:2])
-        reason = PlacementReason.AFFINITY if cached > cached_there else PlacementReason.LOAD
-        placement = Placement(group, reason, seconds, cached, None, there, cached_there, group.num_overtaken)
-        if (seconds, member.entry) < (there, entry):
-            return placement
+        match here:
+            case Here.HAS_ROOM:
+                own = self._offer(member, group, member.scheduler.blocks.cache.num_shared_tokens(group.live[0]), now)
+                if self.is_overdue(group, now):
+                    return [own]
+                return [own, *self._others(member, group, now, self._next_lightest(member, group))]
+            case Here.IS_FULL:
+                # Most often there is no other with room while many wait.
+                lightest = self._next_lightest(member, group) if self.has_others(member) else []
+                return self._others(member, group, now, lightest) if lightest else []
+            case Here.LACKS_LORA:
+                others = self._with_room(member, group, now, self._lora_holders(member, group))
+                if not others:
+                    return []
+                own = self._offer(member, group, member.scheduler.blocks.cache.num_shared_tokens(group.live[0]), now)
+                own = own._replace(seconds=own.seconds + member.lora_seconds, order=LAST, lacks_lora=True)
+                return [own, *others]
+
+    def choose(
+        self, *, member: Member, group: SequenceGroup, offers: list[Offer], now: float, num_waiting: int = 1
+    ) -> Placement | None:
+        """Whether the worker takes a group, or to which other worker it leaves the group; None if there is no offer.
+
+        `num_waiting` counts the groups that wait, this one included.
+        """
+        own = next((offer for offer in offers if offer.member is member), None)
+        best = min((offer for offer in offers if offer is not own), key=lambda offer: offer[:2], default=None)
+        placement = Placement(group, PlacementReason.ALONE, num_overtaken=group.placement.num_overtaken)
+        if own is not None:
+            placement = placement._replace(seconds=own.seconds, cached_tokens=own.cached_tokens)
+        if best is None:
+            if own is None:
+                return None
+            return placement._replace(reason=PlacementReason.OVERDUE) if self.is_overdue(group, now) else placement
+        placement = placement._replace(seconds_there=best.seconds, cached_tokens_there=best.cached_tokens)
+        to = best.member.scheduler
+        if own is None:
+            return placement._replace(reason=PlacementReason.ROOM, to=to)
+        if own[:2] < best[:2]:
+            has_more = own.cached_tokens > best.cached_tokens
+            return placement._replace(reason=PlacementReason.AFFINITY if has_more else PlacementReason.LOAD)
+        if own.lacks_lora:
+            return placement._replace(reason=PlacementReason.AFFINITY, to=to)
         if group.is_suspect:
-            reason = PlacementReason.SUSPECT
-        elif cached_there > cached:
-            reason = PlacementReason.AFFINITY
-        elif num_waiting > 1 and self._is_share(member, group, cached, num_waiting):
+            return placement._replace(reason=PlacementReason.SUSPECT, to=to)
+        if best.cached_tokens > own.cached_tokens:
+            return placement._replace(reason=PlacementReason.AFFINITY, to=to)
+        if num_waiting > 1 and self._is_share(member, group, own.cached_tokens, num_waiting):
             return placement._replace(reason=PlacementReason.SHARE)
-        else:
-            reason = PlacementReason.LOAD
-        return placement._replace(reason=reason, to=better.scheduler)
-
-    def place_untried(self, member: Member, suspect: SequenceGroup) -> Placement | None:
-        """The worker that a suspect is left to, because it says more there; None when it may as well run here.
-
-        That is one that was not lost with it or, where all were, one that was not the last: so that no single worker is
-        all there is to blame.
-        """
-        suspicion = suspect.suspicion
-        if suspicion is None or not (most := suspicion.reluctance(member.scheduler.worker)):
-            return None
-        others = [(suspicion.reluctance(other.worker), other) for other in self.other_workers(member)]
-        least = min((reluctance for reluctance, _ in others), default=most)
-        if least >= most:
-            return None
-        better = [other for reluctance, other in others if reluctance == least]
-        self.num_left[PlacementReason.SUSPECT] += 1
-        to = next((other for other in better if other.room_for(suspect) is not None), better[0])
-        return Placement(suspect, PlacementReason.SUSPECT, to=to, num_overtaken=suspect.num_overtaken)
-
-    def place_elsewhere(self, member: Member, group: SequenceGroup, now: float) -> Placement | None:
-        """The worker to which a group is left that has no room here; None when there is none."""
-        if not self.has_others(member) or group.num_overtaken >= MAX_OVERTAKES:
-            return None
-        if group.left_until is not None and now > group.left_until:
-            return None
-        return self._best_elsewhere(member, group, now)
-
-    def resume_elsewhere(self, member: Member, group: SequenceGroup, now: float) -> Placement | None:
-        """The worker that could compute a swapped group anew in less time than the group has been waiting for by now.
-
-        Whatever is left of its wait here, that is at most twice what it had to wait. Each time it has moved it must
-        have waited for twice as long.
-        """
-        if not self.has_others(member):
-            return None
-        placement = self._best_elsewhere(member, group, now)
-        if placement is None or now - group.swapped_at < placement.seconds_there * 2**group.num_moves:
-            return None
-        return placement
-
-    def place_at_holder(self, member: Member, group: SequenceGroup, now: float) -> Placement | None:
-        """The worker to which a group is left because it holds the adapter that this one lacks.
-
-        None where the adapter should be brought here: the group would be done sooner in spite of that, or has been left
-        or overtaken for long enough. Of the workers that hold it and have room, a few are looked at.
-        """
-        if group.num_overtaken >= MAX_OVERTAKES or (group.left_until is not None and now > group.left_until):
-            return None
-        others = self._with_room(member, group, now, self._lora_holders(member, group))
-        if not others:
-            return None
-        there, _, better, cached_there = min(others, key=lambda other: other[:2])
-        cached = member.scheduler.blocks.num_shared_tokens(group.live[0])
-        here = self._seconds(member, group, cached, now) + member.lora_seconds
-        if here < there:
-            return None
-        reason, to = PlacementReason.AFFINITY, better.scheduler
-        return Placement(group, reason, here, cached, to, there, cached_there, group.num_overtaken)
+        return placement._replace(reason=PlacementReason.LOAD, to=to)
 
     def _first_members(self, bits: int) -> list[Member]:
         """Up to MOST_CANDIDATES of the workers of these bits."""
@@ -216,31 +195,8 @@ class Balancer:
             members.append(self._members[slot])
         return members
 
-    def _best_elsewhere(self, member: Member, group: SequenceGroup, now: float) -> Placement | None:
-        lightest = self._next_lightest(member, group)
-        if not lightest:
-            return None  # and so it is in most steps while many wait
-        others = self._others(member, group, now, lightest)
-        if not others:
-            return None
-        there, _, better, cached = min(others, key=lambda other: other[:2])
-        return Placement(
-            group,
-            PlacementReason.ROOM,
-            to=better.scheduler,
-            seconds_there=there,
-            cached_tokens_there=cached,
-            num_overtaken=group.num_overtaken,
-        )
-
-    def _others(
-        self, member: Member, group: SequenceGroup, now: float, lightest: list[Member]
-    ) -> list[tuple[float, int, Member, int]]:
-        """Those that a group might rather go to: the `lightest`, and those that hold the longest prefix and have room.
-
-        Of each the seconds that it takes there, an order among equals, by how long they have had nothing new, and the
-        tokens that are cached there. A suspect goes nowhere where it says less than here.
-        """
+    def _others(self, member: Member, group: SequenceGroup, now: float, lightest: list[Member]) -> list[Offer]:
+        """Offers of the `lightest`, and of those that hold the longest prefix or the adapter."""
         holders = self._holders(member, group)
         if group.lora_name:
             holders += self._lora_holders(member, group)
@@ -251,20 +207,21 @@ class Balancer:
         bits = self.lora_directory.holders([group.lora_name.encode()], 0, self._is_open & ~member.bit)
         return self._first_members(bits)
 
-    def _with_room(
-        self, member: Member, group: SequenceGroup, now: float, others: list[Member]
-    ) -> list[tuple[float, int, Member, int]]:
-        """Those of the others that have room for a group, as `_others` has them."""
+    def _with_room(self, member: Member, group: SequenceGroup, now: float, others: list[Member]) -> list[Offer]:
+        """Offers of those that have room for a group. A suspect goes nowhere where it says less than here."""
         suspicion = group.suspicion if group.is_suspect else None
         most = suspicion.reluctance(member.scheduler.worker) if suspicion is not None else 0
-        found: list[tuple[float, int, Member, int]] = []
+        found: list[Offer] = []
         for other in others:
             if suspicion is not None and suspicion.reluctance(other.scheduler.worker) > most:
                 continue
             cached = other.scheduler.room_for(group)
             if cached is not None:
-                found.append((self._seconds(other, group, cached, now), other.entry, other, cached))
+                found.append(self._offer(other, group, cached, now))
         return found
+
+    def _offer(self, member: Member, group: SequenceGroup, cached: int, now: float) -> Offer:
+        return Offer(self._seconds(member, group, cached, now), member.entry, member, cached)
 
     def _next_lightest(self, member: Member, group: SequenceGroup) -> list[Member]:
         """The other worker with the least to do that has room, in a list, or none.
@@ -297,7 +254,7 @@ class Balancer:
     def _holders(self, member: Member, group: SequenceGroup) -> list[Member]:
         """Others that hold at least as long a prefix as this one."""
         leader = group.live[0]
-        keys = member.scheduler.blocks.keys.findable(leader)
+        keys = member.scheduler.blocks.cache.keys.findable(leader)
         first = max(0, len(member.scheduler.blocks.device.find_run(keys)) - 1)
         bits = self.directory.holders(keys, first, self._is_open & ~member.bit)
         return self._first_members(bits)
@@ -318,7 +275,7 @@ class Balancer:
         return seconds + member.scheduler.seconds_to_copy(group) if group.lora_name else seconds
 
     def _seconds_in_flight(self, member: Member, factor: float, now: float) -> float:
-        """What the worker's steps in flight still take; one that is overdue is expected to be so for as long again."""
+        """Seconds that the worker's steps in flight still take; an overdue step is expected to take as long again."""
         steps = member.scheduler.steps_in_flight
         if not steps:
             return 0.0
@@ -332,7 +289,7 @@ class Balancer:
         """The worker takes a group in the step that it plans."""
         group = placement.group
         self.num_placed[placement.reason] += 1
-        group.left_until = None
+        group.placement.left_until = None
         if not self.has_others(member):
             return
         backlog = member.backlog + _num_tokens(group) - placement.cached_tokens
@@ -342,14 +299,14 @@ class Balancer:
         """A group stays in the queue, for another worker to take."""
         group = placement.group
         self.num_left[placement.reason] += 1
-        if group.left_until is None:
-            group.left_until = now + abs(placement.seconds - placement.seconds_there)
+        if group.placement.left_until is None:
+            group.placement.left_until = now + abs(placement.seconds - placement.seconds_there)
 
     def overtook(self, groups: Collection[SequenceGroup]) -> None:
         """A later group was taken before these."""
         self.num_overtakes += len(groups)
         for group in groups:
-            group.num_overtaken += 1
+            group.placement.num_overtaken += 1
 
     def stepped(self, member: Member, num_tokens: int, seconds: float) -> None:
         """A worker's step is done; a worker that is alone is compared with none."""
@@ -358,5 +315,5 @@ class Balancer:
 
 
 def _num_tokens(group: SequenceGroup) -> int:
-    """What a worker has to compute of a waiting group if it finds nothing of it."""
+    """Tokens of a waiting group that a worker computes if none of them is cached there."""
     return group.live[0].num_tokens + group.num_encoder_tokens

@@ -1,10 +1,37 @@
-"""What was chosen for a group: which worker takes it, for which reason, and what was compared."""
+"""Offers of workers for a group, and the choice among them: which worker takes it, and for which reason."""
 
 import enum
+import sys
 from typing import NamedTuple
 
 from scheduler_service.core.groups.sequence import SequenceGroup
-from scheduler_service.core.placement.worker import WorkerScheduler
+from scheduler_service.core.placement.worker import Member, WorkerScheduler
+
+LAST = sys.maxsize
+"""An offer's order behind all others."""
+
+
+class Here(enum.Enum):
+    """Whether the worker that asks could take the group itself."""
+
+    HAS_ROOM = enum.auto()
+    IS_FULL = enum.auto()
+    LACKS_LORA = enum.auto()
+    """Only after the group's adapter was brought to it."""
+
+
+class Offer(NamedTuple):
+    """One worker's estimate for a group. The offer of the fewest seconds is the best."""
+
+    seconds: float
+    """Seconds until the group's tokens would be computed there."""
+    order: int
+    """Among equals the worker goes first that has had nothing new for longer."""
+    member: Member
+    cached_tokens: int
+    """Tokens of the group that are cached there, or are being computed."""
+    lacks_lora: bool = False
+    """Whether `seconds` have those that bringing the group's adapter takes."""
 
 
 class PlacementReason(enum.Enum):
@@ -13,15 +40,15 @@ class PlacementReason(enum.Enum):
     ALONE = enum.auto()
     """No other worker had room."""
     LOAD = enum.auto()
-    """It is done sooner there, by what the workers have to do and how fast they are."""
+    """The group is done sooner there, by what the workers have to do and how fast they are."""
     AFFINITY = enum.auto()
-    """It is done sooner there, because more of it is cached there, or its adapter is."""
+    """The group is done sooner there, because more of it is cached there, or its adapter is."""
     SHARE = enum.auto()
     """Another worker has less to do, and will find enough that waits."""
     OVERDUE = enum.auto()
-    """It has been left, or overtaken, for long enough."""
+    """The group has been left, or overtaken, for long enough."""
     ROOM = enum.auto()
-    """It was left because another worker has room for it."""
+    """The group was left because another worker has room for it."""
     SUSPECT = enum.auto()
     """Workers may be lost to it, so it went where there is least to lose."""
 

@@ -67,7 +67,7 @@ class Slowness:
         self._log = 0.0
         self._num_seen = 1
         self.speed = 1000
-        """Of the worker, where 1,000 is its fleet's: whole, so that sums of it are exact."""
+        """Speed of the worker, where 1,000 is its fleet's: whole, so that sums of it are exact."""
 
     def observe(self, ratio: float) -> None:
         self._num_seen = min(self._num_seen + 1, self.NUM_REMEMBERED)

@@ -26,7 +26,7 @@ class StepInFlight(Protocol):
 
 
 class WorkerScheduler(Protocol):
-    """What the scheduler of a worker's session is asked; `core.Scheduler` is one."""
+    """The scheduler of a worker's session, as far as it is asked; `core.Scheduler` is one."""
 
     @property
     def config(self) -> SchedulerConfig: ...
@@ -48,7 +48,7 @@ class WorkerScheduler(Protocol):
 
     @property
     def steps_in_flight(self) -> SequenceOf[StepInFlight]:
-        """Those without an answer, the oldest first."""
+        """The steps without an answer, the oldest first."""
 
     def room_for(self, group: SequenceGroup) -> int | None:
         """Tokens that a waiting group would find, cached or being computed; None if the next step could not take it."""
@@ -57,7 +57,7 @@ class WorkerScheduler(Protocol):
         """Whether the group's adapter is held and has a slot, `without` the groups that would make room."""
 
     def seconds_to_copy(self, group: SequenceGroup) -> float:
-        """What the first step with the group's adapter takes longer, because that is not on the device."""
+        """Seconds that the first step with the group's adapter takes longer, if the adapter is not on the device."""
 
 
 class Member:

@@ -7,33 +7,24 @@ from scheduler_service.core.groups.beam_search import Continuation
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, SchedulerOutput, SequenceOutput
-from scheduler_service.core.planning.evidence import Evidence
-from scheduler_service.core.planning.session import Session
+from scheduler_service.core.planning.worker_groups import Session
 
 
 class Answers:
     """Appends tokens, verifies drafts and goes on with beams."""
 
-    def __init__(self, session: Session, evidence: Evidence) -> None:
+    def __init__(self, session: Session) -> None:
         self._config = session.config
         self._waiting = session.waiting
-        self._balancer = session.balancer
-        self._member = session.member
         self._blocks = session.blocks
         self._groups = session.groups
-        self._in_flight = session.in_flight
-        self._evidence = evidence
 
-    def take_in(self, output: SchedulerOutput, answer: ModelOutput, now: float) -> list[SequenceOutput]:
+    def take_in(self, output: SchedulerOutput, answer: ModelOutput) -> list[SequenceOutput]:
         """Account for a step's computed tokens and append the sampled ones; see `Scheduler.update_from_output`."""
-        seconds = self._in_flight.answer(output, answer, now)
-        self._balancer.stepped(self._member, output.num_tokens + sum(answer.num_draft_tokens), seconds)
-        if self._groups.accused:
-            self._evidence.answered(output, seconds)
         if output.is_plain and answer.is_plain and self._takes_plainly(output):
             return self._take_in_decodes(output, answer.token_ids)
         if answer.num_draft_tokens_wanted:
-            self._make_room(output, answer)
+            self._note_drafts_wanted(output, answer)
         searches: dict[SequenceGroup, None] = {}
         gained: list[SequenceOutput] = []
         has_shares = output.num_draft_tokens or answer.num_tokens
@@ -51,7 +42,7 @@ class Answers:
                 sequence.num_stored_tokens -= 1
                 sequence.num_computed_tokens -= 1
             if not sequence.is_encoder and (num_tokens > 1 or sequence.num_stored_tokens % block_size == 0):
-                self._blocks.publish(sequence, sequence.num_stored_tokens)
+                self._blocks.cache.publish(sequence, sequence.num_stored_tokens)
             if sequence.is_encoder:
                 continue
             if failed and sequence.id in failed:
@@ -85,7 +76,7 @@ class Answers:
         return not (output.dropped or groups.accused or groups.swapped or self._waiting.charges)
 
     def _take_in_decodes(self, output: SchedulerOutput, token_ids: SequenceOf[int]) -> list[SequenceOutput]:
-        """What `take_in` does with a plain answer to a plain step, as most are, in half the time."""
+        """Take in a plain answer to a plain step, as most are, in half the time of `take_in`."""
         running, block_size, gained = SequenceStatus.RUNNING, self._config.block_size, []
         new = tuple.__new__  # of a named tuple's own constructor, two thirds are Python
         for (sequence, _, _), token_id in zip(output.scheduled, token_ids, strict=True):
@@ -93,7 +84,7 @@ class Answers:
                 continue
             sequence.num_stored_tokens = num_stored = sequence.num_stored_tokens + 1
             if num_stored % block_size == 0:
-                self._blocks.publish(sequence, num_stored)
+                self._blocks.cache.publish(sequence, num_stored)
             sequence.output_token_ids.append(token_id)
             # All of its tokens are stored but this one.
             if token_id in sequence.end_token_ids or num_stored + 1 >= sequence.max_num_tokens:
@@ -125,7 +116,7 @@ class Answers:
         Only logits that are not finite say that what the sequence stored cannot be trusted.
         """
         if not is_barred:
-            self._blocks.withdraw(sequence)
+            self._blocks.cache.withdraw(sequence)
         status = SequenceStatus.FINISHED_BARRED if is_barred else SequenceStatus.FINISHED_FAILED
         if sequence.group.beams is not None:
             self._groups.finish(sequence.group, status)
@@ -134,8 +125,8 @@ class Answers:
 
     # ---- drafts
 
-    def _make_room(self, output: SchedulerOutput, answer: ModelOutput) -> None:
-        """Note how much room for guesses further steps are to have. Beams go on with several tokens, and have none."""
+    def _note_drafts_wanted(self, output: SchedulerOutput, answer: ModelOutput) -> None:
+        """Note how much room for drafts further steps are to have: none for beams, which have several next tokens."""
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
         for sequence, wanted in zip(sampled, answer.num_draft_tokens_wanted, strict=True):
             if sequence not in output.dropped and sequence.group.beams is None:
@@ -144,8 +135,8 @@ class Answers:
     def _accept_drafts(
         self, output: SchedulerOutput, answer: ModelOutput, gained: list[SequenceOutput]
     ) -> list[int | None]:
-        """Append the guesses that were right, and return what was sampled after the last of each sequence: nothing of
-        one that is late."""
+        """Append the accepted draft tokens, and return what was sampled after the last of each sequence: nothing for a
+        sequence that is late."""
         num_gained = iter(answer.num_tokens or [1] * output.num_samples)
         token_ids = iter(answer.token_ids)
         last: list[int | None] = []
@@ -159,11 +150,12 @@ class Answers:
                 continue
             sequence.num_draft_tokens -= room
             positions = answer.logprobs.get(sequence.id, [])[: len(accepted)]
-            for guess, logprobs in itertools.zip_longest(accepted, positions):
+            for token_id, logprobs in itertools.zip_longest(accepted, positions):
                 if not sequence.status.is_finished:
-                    self._append_token(sequence, guess)
-                    gained.append(SequenceOutput(sequence, guess, logprobs, goes_on=not sequence.status.is_finished))
-            # Keys and values of the guesses that were wrong do not count; the caller adds num_tokens.
+                    self._append_token(sequence, token_id)
+                    goes_on = not sequence.status.is_finished
+                    gained.append(SequenceOutput(sequence, token_id, logprobs, goes_on=goes_on))
+            # Keys and values of rejected draft tokens do not count; the caller adds num_tokens.
             num_unused = room - len(accepted)
             sequence.num_stored_tokens -= num_unused
             sequence.num_computed_tokens -= num_unused

@@ -51,7 +51,7 @@ class Loras:
 
     @property
     def held(self) -> set[str]:
-        """Those in the worker's host memory, as far as they are counted."""
+        """Adapters in the worker's host memory, as far as they are counted."""
         return {*self._here, *self._idle} if self._max_held else set()
 
     def holds(self, lora_name: str) -> bool:

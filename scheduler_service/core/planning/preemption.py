@@ -3,12 +3,14 @@
 A preempted group is freed and computes its tokens anew later (recompute), or is copied to host memory (swap).
 """
 
+from collections.abc import Iterable
+
 from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.core.groups.sequence import SequenceGroup
-from scheduler_service.core.planning.session import Session
 from scheduler_service.core.planning.shared_prefixes import SharedPrefixes
 from scheduler_service.core.planning.step import Step
+from scheduler_service.core.planning.worker_groups import Session
 
 
 class Preemption:
@@ -33,8 +35,8 @@ class Preemption:
         self._preempt(victim, step)
         return victim
 
-    def make_room(self, group: SequenceGroup, step: Step) -> bool:
-        """Preempt running groups that a waiting one outranks, if that gives it the room that it needs.
+    def victims(self, group: SequenceGroup, step: Step) -> list[SequenceGroup] | None:
+        """The running groups that must make room for a waiting one; None if it does not outrank enough of them.
 
         Tokens of the step are part of that room; for those nothing is preempted that takes none of them.
         """
@@ -50,17 +52,20 @@ class Preemption:
             victim = self._waiting.victim(candidates)
             # Blocks that were swapped in within this step are not in their place yet, and cannot be swapped out.
             if step.swap_in or self._prefixes.is_tied(victim, step) or not self._waiting.outranks(group, victim):
-                return False
+                return None
             num_tokens += step.num_tokens_of(victim)
             if not num_tokens:
-                return False
+                return None
             del candidates[victim]
             victims.append(victim)
             num_seqs += victim.num_seqs
+        return victims
+
+    def preempt(self, victims: Iterable[SequenceGroup], step: Step) -> None:
+        """Preempt these running groups."""
         step.unfold()
         for victim in victims:
             self._preempt(victim, step)
-        return True
 
     def _preempt(self, group: SequenceGroup, step: Step) -> None:
         chunks = step.give_back(group)
@@ -77,10 +82,10 @@ class Preemption:
         mode = PreemptionMode.RECOMPUTE if is_bound else self._mode(group)
         self.counts[mode] += 1
         if mode is PreemptionMode.SWAP:
-            group.num_swaps += 1
+            group.history.num_swaps += 1
             step.swap_out += self._groups.swap_out(group, step.now)
         else:
-            group.num_recomputes += 1
+            group.history.num_recomputes += 1
             self._groups.give_back(group)
 
     def _mode(self, group: SequenceGroup) -> PreemptionMode:

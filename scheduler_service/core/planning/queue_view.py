@@ -1,9 +1,14 @@
 """The waiting queue as one step of one worker sees it: which groups it looks past, and which of the others is next.
 
-A group is passed over while a better worker is there for it (`left`), while its adapter has no slot here (`slotless`),
-while that is still to be brought here (`awaiting`), while others compute its prefix (`sharing`), or while it is a
-suspect that must wait (`held`). Later groups may overtake it, within bounds. For an adapter or a prefix no bound is
-needed: it comes no later for those that go ahead.
+A group is passed over
+
+- while a better worker is there for it (`left`),
+- while its adapter has no slot here (`slotless`), or is still to be brought here (`awaiting`),
+- while others compute its prefix (`sharing`),
+- or while it is a suspect that must wait (`held`).
+
+Later groups may overtake it, within bounds. For an adapter or a prefix no bound is needed: it comes no later for those
+that go ahead.
 """
 
 from collections import Counter
@@ -66,13 +71,16 @@ class QueueView:
     @property
     def is_slotless_overdue(self) -> bool:
         """Whether a group without a slot has been overtaken as often as it may be."""
-        return any(group.num_overtaken >= MAX_OVERTAKES for group in self.slotless)
+        return any(group.placement.num_overtaken >= MAX_OVERTAKES for group in self.slotless)
 
     @property
     def _is_looked_past_enough(self) -> bool:
         return (
             len(self.left) > MOST_LEFT
-            or any(group.num_overtaken >= MAX_OVERTAKES and self._worker not in group.lost_on for group in self.left)
+            or any(
+                group.placement.num_overtaken >= MAX_OVERTAKES and self._worker not in group.lost_on
+                for group in self.left
+            )
             or self.is_slotless_overdue
         )
 
@@ -83,7 +91,7 @@ class QueueView:
 
     def pass_slotless(self, group: SequenceGroup) -> bool:
         """Look past a waiting or swapped group without a slot, if others may overtake it; returns whether they may."""
-        return group.num_overtaken < MAX_OVERTAKES and self._pass_into(self.slotless, group, MOST_SLOTLESS)
+        return group.placement.num_overtaken < MAX_OVERTAKES and self._pass_into(self.slotless, group, MOST_SLOTLESS)
 
     def pass_awaiting(self, group: SequenceGroup) -> bool:
         """Look past a group whose adapter is still to be brought here; returns whether that was done."""
@@ -120,6 +128,10 @@ class QueueView:
 
     def ask_again_at(self, now: float) -> float | None:
         """When the first of those that are left or held may be taken here after all; None without any."""
-        until = [group.left_until for group in self.left if group.left_until is not None and group.left_until >= now]
+        until = [
+            group.placement.left_until
+            for group in self.left
+            if group.placement.left_until is not None and group.placement.left_until >= now
+        ]
         until += self.held.values()
         return min(until) if until else None

@@ -12,9 +12,10 @@ A step's look at the waiting requests ends when `MOST_LOOKED_UP` block hashes we
 """
 
 from scheduler_service.core.blocks.found_runs import FoundRuns
-from scheduler_service.core.groups.sequence import PrefixWait, SequenceGroup
-from scheduler_service.core.planning.session import Session
+from scheduler_service.core.groups.records import PrefixWait
+from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.planning.step import Chunk, Step
+from scheduler_service.core.planning.worker_groups import Session
 
 MOST_LOOKED_UP = 1 << 12
 """Block hashes, in one step. For a request that waits about five are looked up or compared, and more if its prefix has
@@ -39,14 +40,14 @@ class SharedPrefixes:
         sequence = chunk.sequence
         if chunk.num_tokens > 1 or sequence.is_encoder:
             num_tokens = min(sequence.num_computed_tokens + chunk.num_tokens, sequence.num_tokens)
-            step.filled.update(self._blocks.publish(sequence, num_tokens))
+            step.filled.update(self._blocks.cache.publish(sequence, num_tokens))
         if sequence.num_uncomputed_tokens > 1:
-            self._blocks.expect(sequence)
+            self._blocks.cache.expect(sequence)
 
     def taken_back(self, chunks: list[Chunk]) -> None:
         """Chunks have been taken out of the step that was planned; no other group may be `tied` to theirs."""
         for chunk in chunks:
-            self._blocks.take_back(chunk.sequence)
+            self._blocks.cache.take_back(chunk.sequence)
 
     def is_tied(self, group: SequenceGroup, step: Step) -> bool:
         """Whether a group shares blocks that this step fills with another one, so that neither can leave the step."""
@@ -62,10 +63,10 @@ class SharedPrefixes:
         Of those whose time is over one gives up in a step for each block: it computes the prefix too, and the others
         wait for either. Blocks that were found in the last look are not looked up again.
         """
-        leader, wait = group.live[0], group.prefix_waits.get(self._worker)
+        leader, wait = group.live[0], group.placement.prefix_waits.get(self._worker)
         if step.runs is None:
             step.runs = FoundRuns(self._blocks.device)
-        look = self._blocks.look_up(leader, 0 if wait is None else wait.first, step.runs)
+        look = self._blocks.cache.look_up(leader, 0 if wait is None else wait.first, step.runs)
         step.num_looked_up += look.num_looked_up
         if look.awaited is None:
             return False
@@ -75,7 +76,7 @@ class SharedPrefixes:
                 step.backlog = self._backlog()
             num_missing = leader.num_tokens - look.first * self._blocks.block_size
             seconds = self._balancer.times.seconds(step.backlog + num_missing) * 1000 / self._member.speed
-            wait = group.prefix_waits[self._worker] = PrefixWait(look.first, step.now + seconds)
+            wait = group.placement.prefix_waits[self._worker] = PrefixWait(look.first, step.now + seconds)
         if step.now <= wait.until or has_given_up:
             return True
         step.given_up.add(look.awaited)

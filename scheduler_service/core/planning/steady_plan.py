@@ -9,9 +9,9 @@ log-probabilities are reported by steps of either kind.
 from scheduler_service.core.config import PhaseRule
 from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import ScheduledSequence
-from scheduler_service.core.planning.session import Session
 from scheduler_service.core.planning.step import Step
 from scheduler_service.core.planning.waiting import WaitingPlanner
+from scheduler_service.core.planning.worker_groups import Session
 
 
 class SteadyPlan:

@@ -6,8 +6,8 @@ block table's new entries are sent, and what has left since the step before.
 
 from scheduler_service.core.groups.sequence import Sequence
 from scheduler_service.core.outputs import BlockTableUpdate, Fork, NewSequence, ScheduledSequence, SchedulerOutput
-from scheduler_service.core.planning.session import Session
 from scheduler_service.core.planning.step import Step
+from scheduler_service.core.planning.worker_groups import Session
 
 
 class StepWriter:
@@ -65,7 +65,7 @@ class StepWriter:
         step.any_last = any_last
 
     def _write_rooms(self, step: Step, output: SchedulerOutput) -> list[ScheduledSequence]:
-        """Returns the steady part with room for guesses; `step.steady` itself is a plan for the next step too."""
+        """Returns the steady part with room for drafts; `step.steady` itself is a plan for the next step too."""
         output.num_draft_tokens = step.rooms
         for sequence, room in step.rooms.items():
             sequence.num_draft_tokens += room
@@ -102,7 +102,8 @@ class StepWriter:
         """Once the prompt is computed, sequences without blocks go on from it, in steps after that one.
 
         A follower that has no output yet computes the last prompt token itself, because what it needs is that
-        token's logits, not its keys and values.
+        token's logits, not its keys and values. So does one whose leader has no output yet: where the leader is late,
+        the worker counts that token as not computed.
         """
         group = leader.group
         if leader.num_computed_tokens < leader.num_prompt_tokens:
@@ -110,7 +111,8 @@ class StepWriter:
         group.has_unforked = False
         for follower in group.live:
             if follower.id not in self._blocks.tables:
-                self._blocks.fork(leader, follower, min(follower.num_prompt_tokens, follower.num_tokens - 1))
+                num_last = min(leader.num_tokens, follower.num_tokens) - 1
+                self._blocks.fork(leader, follower, min(follower.num_prompt_tokens, num_last))
                 follower.num_forked_tokens = follower.num_prompt_tokens
 
     def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:

@@ -2,11 +2,11 @@
 
 from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.placement.choice import Here
 from scheduler_service.core.planning.running import RunningPlanner
-from scheduler_service.core.planning.session import Session
-from scheduler_service.core.planning.step import Step
-from scheduler_service.core.planning.step_bytes import swap_bytes
+from scheduler_service.core.planning.step import Step, swap_bytes
 from scheduler_service.core.planning.waiting import WaitingPlanner
+from scheduler_service.core.planning.worker_groups import Session
 
 
 class SwappedPlanner:
@@ -74,11 +74,17 @@ class SwappedPlanner:
         return self._waiting.outranks(group, swapped)
 
     def _move(self, group: SequenceGroup, step: Step) -> bool:
-        """Give a swapped group back to the queue, if another worker would compute it anew sooner."""
-        placement = self._balancer.resume_elsewhere(self._member, group, step.now)
-        if placement is None:
+        """Give a swapped group back to the queue, if another worker would compute it anew in less time than the group
+        has been swapped out for.
+
+        So it waits at most twice as long as it had to. Each time it has moved it must have waited for twice as long.
+        """
+        offers = self._balancer.offers(member=self._member, group=group, here=Here.IS_FULL, now=step.now)
+        placement = self._balancer.choose(member=self._member, group=group, offers=offers, now=step.now)
+        record = group.placement
+        if placement is None or step.now - record.swapped_at < placement.seconds_there * 2**record.num_moves:
             return False
-        group.num_moves += 1
+        record.num_moves += 1
         self._groups.give_back(group)
         self._balancer.num_moved += 1
         step.moved.append(placement)

@@ -1,15 +1,50 @@
 """Admits waiting groups to the worker while it has room for them, and tells the balancer what there is to do here."""
 
+import enum
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
 from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.config import PhaseRule
 from scheduler_service.core.groups.sequence import SequenceGroup
-from scheduler_service.core.placement.choice import Placement, PlacementReason
-from scheduler_service.core.planning.budget import SchedulingBudget
-from scheduler_service.core.planning.chunk_sizes import ChunkSizes
+from scheduler_service.core.placement.choice import Here, Placement, PlacementReason
 from scheduler_service.core.planning.preemption import Preemption
-from scheduler_service.core.planning.session import Session
+from scheduler_service.core.planning.running import ChunkSizes
 from scheduler_service.core.planning.shared_prefixes import SharedPrefixes
-from scheduler_service.core.planning.step import Step
+from scheduler_service.core.planning.step import SchedulingBudget, Step
+from scheduler_service.core.planning.worker_groups import Session
+
+
+class Verdict(enum.Enum):
+    """The fate of the waiting group that is next in a step."""
+
+    REJECT = enum.auto()
+    """The group ends, because it never fits the worker."""
+    TAKE = enum.auto()
+    MAKE_ROOM = enum.auto()
+    """The group is taken, once running groups that it outranks have been preempted."""
+    PASS = enum.auto()
+    """The group waits for a prefix or an adapter, and the groups behind it are looked at."""
+    LEAVE = enum.auto()
+    """The group waits for another worker to take it."""
+    STOP = enum.auto()
+    """The group waits, and so do the groups behind it."""
+
+
+class Decision(NamedTuple):
+    """A verdict, and what it takes to carry it out."""
+
+    verdict: Verdict
+    placement: Placement | None = None
+    """The balancer's choice, if there was one."""
+    victims: SequenceOf[SequenceGroup] = ()
+    """The running groups that make room."""
+
+    def placement_of(self, group: SequenceGroup) -> Placement:
+        """The balancer's choice, or the only one that there was."""
+        if self.placement is not None:
+            return self.placement
+        return Placement(group, PlacementReason.SUSPECT if group.is_suspect else PlacementReason.ALONE)
 
 
 class WaitingPlanner:
@@ -30,6 +65,7 @@ class WaitingPlanner:
         self._chunk_sizes = chunk_sizes
         self._preemption = preemption
         self._prefixes = prefixes
+        self._has_reported = False  # to the balancer, since `schedule` was called last
         self.admits = True
 
     # ---- whether there is room
@@ -43,7 +79,7 @@ class WaitingPlanner:
             return None
         if self._blocks.can_allocate(group, leave_watermark=bool(groups.running)) is not AllocStatus.OK:
             return None
-        return self._blocks.num_shared_tokens(group.live[0])
+        return self._blocks.cache.num_shared_tokens(group.live[0])
 
     def status(self, group: SequenceGroup, budget: SchedulingBudget) -> AllocStatus:
         """Whether a waiting group fits the worker and what is left of a step."""
@@ -66,7 +102,7 @@ class WaitingPlanner:
 
     def _has_encoder_tokens(self, group: SequenceGroup, budget: SchedulingBudget) -> bool:
         """Whether a step has tokens left for what the group's encoder reads, if that is not cached."""
-        return group.num_encoder_tokens <= budget.num_encoder_tokens or self._blocks.has_encoded(group)
+        return group.num_encoder_tokens <= budget.num_encoder_tokens or self._blocks.cache.has_encoded(group)
 
     def is_time(self, now: float) -> bool:
         """Whether the earliest arrival has waited for long enough that prompts could batch up."""
@@ -102,47 +138,72 @@ class WaitingPlanner:
 
         Age bounds how many outrank it, and with that how often it is overtaken.
         """
-        has_choice = suspect is None and self._balancer.has_others(self._member)
-        has_reported = False
-        most: int | None = None if suspect is None else 1
         if step.num_preempted:
             return
+        self._has_reported = False
+        most: int | None = None if suspect is None else 1
         while self.admits and self._waiting and step.budget.num_bytes > 0 and len(step.chunks) != most:
-            group = step.queue.next
-            if group is None or (suspect is None and (group.is_suspect or self._yields_to_swapped(group, step))):
-                return  # a suspect is admitted in a step of its own
-            if self._worker not in group.prefix_waits and self._never_fits(group):  # a look at one that waits is short
-                self._ignore(group, step)
-                continue
-            if suspect is None:
-                if not self._prefixes.may_look(step):
-                    return
-                if self._prefixes.awaits(group, step):
-                    step.queue.pass_sharing(group)
-                    step.reserve(group.num_seqs)
-                    continue
-            status = self.status(group, step.budget)
-            if status is AllocStatus.NEVER:  # it waited in the worker's last session, which had more room
-                self._ignore(group, step)
-                continue
-            placement = Placement(group, PlacementReason.ALONE if suspect is None else PlacementReason.SUSPECT)
-            if status is AllocStatus.LATER:
-                if step.queue.is_at_head and self._make_room(group, step, has_choice=has_choice):
+            if (group := step.queue.next) is None:
+                return
+            decision = self._decide(group, step, is_turn=suspect is not None)
+            match decision.verdict:
+                case Verdict.REJECT:
+                    self._ignore(group, step)
+                case Verdict.TAKE:
+                    self._admit(decision.placement_of(group), step)
+                case Verdict.MAKE_ROOM:
+                    self._preemption.preempt(decision.victims, step)
                     most = len(step.chunks) + 1  # groups that made room for this one do not come back at once
-                elif suspect is None and self.pass_over(group, step):
-                    continue
-                else:
-                    return
-            elif has_choice:
-                if not has_reported:
-                    self.report(step)
-                    has_reported = True
-                placement = self._balancer.place(self._member, group, len(self._waiting), step.now)
-                if self.leave(placement, step):
-                    if placement.reason is PlacementReason.LOAD:
+                    self._admit(decision.placement_of(group), step)
+                case Verdict.PASS:
+                    pass
+                case Verdict.LEAVE:
+                    placement = decision.placement_of(group)
+                    self.leave(placement, step)
+                    if placement.reason in (PlacementReason.LOAD, PlacementReason.ROOM):
                         return  # there is too much to do here for those after it as well
-                    continue
-            self._admit(group, placement, step)
+                case Verdict.STOP:
+                    return
+
+    def _decide(self, group: SequenceGroup, step: Step, *, is_turn: bool) -> Decision:
+        """The fate of the group that is next, which in its own turn is a suspect."""
+        if not is_turn and (group.is_suspect or self._yields_to_swapped(group, step)):
+            return Decision(Verdict.STOP)  # a suspect is admitted in a step of its own
+        # A look at a group that waits for a prefix is short.
+        if self._worker not in group.placement.prefix_waits and self._never_fits(group):
+            return Decision(Verdict.REJECT)
+        if not is_turn:
+            if not self._prefixes.may_look(step):
+                return Decision(Verdict.STOP)
+            if self._prefixes.awaits(group, step):
+                step.queue.pass_sharing(group)
+                step.reserve(group.num_seqs)
+                return Decision(Verdict.PASS)
+        has_choice = not is_turn and self._balancer.has_others(self._member)
+        match self.status(group, step.budget):
+            case AllocStatus.NEVER:  # it waited in the worker's last session, which had more room
+                return Decision(Verdict.REJECT)
+            case AllocStatus.LATER:
+                return self._decide_without_room(group, step, is_turn=is_turn, has_choice=has_choice)
+            case AllocStatus.OK if not has_choice:
+                return Decision(Verdict.TAKE)
+            case AllocStatus.OK:
+                if not self._has_reported:
+                    self.report(step)
+                    self._has_reported = True
+                placement = self.here_or_elsewhere(group, step)
+                return Decision(Verdict.TAKE if placement.to is None else Verdict.LEAVE, placement)
+
+    def _decide_without_room(self, group: SequenceGroup, step: Step, *, is_turn: bool, has_choice: bool) -> Decision:
+        """Running groups make room, unless another worker has room; or others may overtake the group."""
+        if step.queue.is_at_head and self._may_preempt_for(group, step):
+            if has_choice and (elsewhere := self.elsewhere(group, step)) is not None:
+                return Decision(Verdict.LEAVE, elsewhere)
+            if (victims := self._preemption.victims(group, step)) is not None:
+                return Decision(Verdict.MAKE_ROOM, victims=victims)
+        if not is_turn and self.pass_over(group, step):
+            return Decision(Verdict.PASS)
+        return Decision(Verdict.STOP)
 
     def _ignore(self, group: SequenceGroup, step: Step) -> None:
         self._groups.ignore(group)
@@ -153,20 +214,32 @@ class WaitingPlanner:
         swapped = next((swapped for swapped in self._groups.swapped if swapped not in step.queue.slotless), None)
         return swapped is not None and not self._waiting.outranks(group, swapped)
 
-    def _make_room(self, group: SequenceGroup, step: Step, *, has_choice: bool) -> bool:
-        """Preempt running groups for a waiting one, unless it is left to another worker that has room for it.
+    def _may_preempt_for(self, group: SequenceGroup, step: Step) -> bool:
+        """Whether running groups may be preempted for a waiting one.
 
         Those of an encoder run for one step, and then they have ended.
         """
         if self._config.is_encoder or not self._loras.holds(group.lora_name) or not self.could_make_room(group):
             return False
-        if not self._has_encoder_tokens(group, step.budget):
-            return False
-        elsewhere = self._balancer.place_elsewhere(self._member, group, step.now) if has_choice else None
-        if elsewhere is not None:
-            self.leave(elsewhere, step)
-            return False
-        return self._preemption.make_room(group, step)
+        return self._has_encoder_tokens(group, step.budget)
+
+    # ---- other workers
+
+    def here_or_elsewhere(self, group: SequenceGroup, step: Step) -> Placement:
+        """Whether to take a group that there is room for, or to which other worker to leave it."""
+        placement = self._choose(group, Here.HAS_ROOM, step)
+        assert placement is not None
+        return placement
+
+    def elsewhere(self, group: SequenceGroup, step: Step) -> Placement | None:
+        """The other worker to which a group is left that there is no room for here; None if there is none."""
+        return None if self._balancer.is_overdue(group, step.now) else self._choose(group, Here.IS_FULL, step)
+
+    def _choose(self, group: SequenceGroup, here: Here, step: Step) -> Placement | None:
+        offers = self._balancer.offers(member=self._member, group=group, here=here, now=step.now)
+        return self._balancer.choose(
+            member=self._member, group=group, offers=offers, now=step.now, num_waiting=len(self._waiting)
+        )
 
     def pass_over(self, group: SequenceGroup, step: Step) -> bool:
         """Look past a group whose adapter has no slot here, if others may overtake it; returns whether that was done.
@@ -183,9 +256,10 @@ class WaitingPlanner:
         if self._loras.holds(group.lora_name):
             return False
         if group.lora_name not in step.lacking_loras:  # what goes for one goes for the others
-            placement = self._balancer.place_at_holder(self._member, group, step.now)
-            if placement is not None:
-                return self.leave(placement, step)
+            if not self._balancer.is_overdue(group, step.now):
+                placement = self._choose(group, Here.LACKS_LORA, step)
+                if placement is not None and self.leave(placement, step):
+                    return True
             step.lacking_loras[group.lora_name] = None
         return self._loras.can_come(group.lora_name) and step.queue.pass_awaiting(group)
 
@@ -197,17 +271,18 @@ class WaitingPlanner:
         self._balancer.left(placement, step.now)
         return True
 
-    def _admit(self, group: SequenceGroup, placement: Placement, step: Step) -> None:
+    def _admit(self, placement: Placement, step: Step) -> None:
+        group = placement.group
         self._groups.admit(group)
-        group.prefix_waits.clear()
-        group.num_worker_changes += group.worker not in (None, self._worker)
-        group.worker = self._worker
+        group.placement.prefix_waits.clear()
+        group.history.num_worker_changes += group.history.worker not in (None, self._worker)
+        group.history.worker = self._worker
         leader = group.live[0]
         num_cached = leader.num_computed_tokens + (group.encoder.num_computed_tokens if group.encoder else 0)
-        if group.num_cached_tokens is None:
-            group.num_cached_tokens = num_cached
+        if group.history.num_cached_tokens is None:
+            group.history.num_cached_tokens = num_cached
             self._waiting.charge(group, group.num_prompt_tokens, 0)
-        placement = placement._replace(cached_tokens=num_cached, num_overtaken=group.num_overtaken)
+        placement = placement._replace(cached_tokens=num_cached, num_overtaken=group.placement.num_overtaken)
         self._balancer.took(self._member, placement)
         self._balancer.overtook(step.queue.overtaken)
         step.queue.renew()

@@ -2,8 +2,8 @@
 
 Every tenant has a counter of the service it was given: prompt tokens, and output tokens at twice their number, divided
 by its weight. The tenant of the lowest counter is next; within a tenant, first come, first served. A tenant that
-comes back after a pause starts at the lowest counter of those that wait, or at that of the tenant that waited last, so
-that no tenant saves up service by being idle.
+comes back after a pause starts at the lowest counter of those that wait, or at that of the tenant that waited last. So
+no tenant saves up service by being idle.
 """
 
 import heapq

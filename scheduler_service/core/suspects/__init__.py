@@ -1,1 +1,1 @@
-"""Decides from losses and seconds alone whether a request is what workers are lost to; planning sees to its steps."""
+"""Decides from losses and seconds whether a request is what workers are lost to, and gives it steps of its own."""

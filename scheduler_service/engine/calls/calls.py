@@ -72,7 +72,7 @@ class Call:
         self.tell(failed=pb.Failed(code=error.code.value[0], message=str(error), at_once=at_once))
 
     def tell_gained(self, gained: SequenceOutput) -> None:
-        """What an output gained, if it is more than a token."""
+        """Tell what an output gained, if that is more than a token."""
         group = gained.sequence.group
         if group.beams is None or gained.sequence.status.has_failed:
             self.outbox.tell_gained(self.number, gained)
@@ -84,24 +84,24 @@ class Call:
             self.tell(hypotheses=pb.Hypotheses(hypotheses=found))
 
     def tell_standing(self) -> None:
-        """Where the request stands, for its client."""
+        """Tell where the request stands, for its client."""
         group = self.group
         assert group is not None
         standing = pb.Standing(
             queued_seconds=self.queued_seconds,
-            cached_tokens=group.num_cached_tokens or 0,
-            num_recomputes=group.num_recomputes,
-            num_swaps=group.num_swaps,
-            num_worker_changes=group.num_worker_changes,
+            cached_tokens=group.history.num_cached_tokens or 0,
+            num_recomputes=group.history.num_recomputes,
+            num_swaps=group.history.num_swaps,
+            num_worker_changes=group.history.num_worker_changes,
         )
         if group.trace_parent:
             self.told = self._stands()
             place = standing.place
-            place.at, place.runs, place.worker = time.monotonic(), self.told[0], group.worker or ""
+            place.at, place.runs, place.worker = time.monotonic(), self.told[0], group.history.worker or ""
         self.tell(standing=standing)
 
     def tell_change(self) -> None:
-        """Where a traced request stands, if that is not what was told last."""
+        """Tell where a traced request stands, if that has changed since it was told last."""
         if self._stands() != self.told:
             self.tell_standing()
 
@@ -109,4 +109,4 @@ class Call:
         group = self.group
         assert group is not None
         runs = any(sequence.status is SequenceStatus.RUNNING for sequence in group.sequences)
-        return runs, group.num_recomputes, group.num_swaps
+        return runs, group.history.num_recomputes, group.history.num_swaps

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire.v1 import scheduler_output_pb2 as wire
+from pagewire.v1 import sequence_group_pb2 as wire
 from pagewire_common.calls.errors import RequestError
 from pagewire_common.calls.patient_writer import PatientWriter
 from scheduler_service.core import PoolingParams, PoolingType
@@ -21,7 +21,8 @@ from scheduler_service.frontend.output.streams import MAX_VECTOR_BYTES, OutputDe
 from scheduler_service.wire.fields import decode_enum
 
 MAX_STEP_BYTES = 16 << 20
-"""Of the vectors that one step may bring, if all that it computes is of one kind: 5 ms to parse, decode and check."""
+"""Bytes of the vectors that one step may bring, if all that it computes is of one kind: 5 ms to parse, decode and
+check."""
 
 
 async def embed(link: EngineLink, request: pb.EmbedRequest, context: Context) -> None:
@@ -90,7 +91,7 @@ def read_pooling(request: pb.EmbedRequest, model: ServedModel) -> PoolingParams:
 
 
 def _messages(number: int, state: RequestState, delta: OutputDelta) -> Iterator[pb.EmbedResponse]:
-    """What a text gained, in messages that any client takes; the last one of the text has its usage."""
+    """Messages with a text's new vectors, small enough for any client; the text's last message has its usage."""
     for start in range(0, max(1, len(delta.vectors)), MAX_VECTOR_BYTES):
         message = pb.EmbedResponse(index=number, vectors=delta.vectors[start : start + MAX_VECTOR_BYTES])
         if delta.status is not None and start + MAX_VECTOR_BYTES >= len(delta.vectors):

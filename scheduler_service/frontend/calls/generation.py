@@ -174,7 +174,7 @@ def _count_ended(state: RequestState, counts: RequestCounts) -> None:
 
 
 class _Record:
-    """What became of a request: why its outputs `ended`, and its `state` from its submission on."""
+    """The fate of a request: why its outputs `ended`, and its `state` from its submission on."""
 
     def __init__(self) -> None:
         self.state: RequestState | None = None

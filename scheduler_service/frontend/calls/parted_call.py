@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.access.caller import caller, tenant_of
-from scheduler_service.core import EncoderInput, SamplingParams
+from scheduler_service.core import EncoderInput
 from scheduler_service.frontend.calls.call_end import recorded
 from scheduler_service.frontend.calls.generation import Context, allowed_model
 from scheduler_service.frontend.checking.validation import check_characters, check_place
@@ -21,6 +21,7 @@ from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest, request_key
 from scheduler_service.frontend.output.request_state import RequestState
+from scheduler_service.wire.sampling import RequestSampling
 
 Request = pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest
 
@@ -33,9 +34,9 @@ class PartedCall:
 
     model: ServedModel
     event = ""
-    """Of the line that is logged when it ends."""
+    """Event of the log line that is written when the call ends."""
     operation = ""
-    """What traces call it."""
+    """The call's name in traces."""
 
     def __init__(self, link: EngineLink, request: Request, context: Context, num_bytes: int) -> None:
         """num_bytes: memory that it takes without its parts."""
@@ -83,7 +84,7 @@ class PartedCall:
         self,
         number: int,
         prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
+        sampling: RequestSampling,
         encoder_input: EncoderInput | None = None,
     ) -> AsyncIterator[RequestState]:
         """Have a part computed; its stream is to be read within the block. Raises RequestError."""
@@ -116,5 +117,5 @@ class PartedCall:
         return {"request_id": self._id, "prompt_tokens": self.num_tokens, **self._figures()}
 
     def _figures(self) -> dict[str, Any]:
-        """Of its parts, for that line."""
+        """Figures of its parts for that line."""
         return {}

@@ -75,7 +75,7 @@ def _pairs(request: pb.ScoreRequest) -> Iterator[Text]:
 
 
 def _score(outputs: Sequence[float], *, plain: bool) -> float:
-    """Of one class the logistic function, or with `plain` the output; of two the second one's share of the softmax."""
+    """One class: the logistic function, or with `plain` the output. Two classes: the second's share of the softmax."""
     if plain and len(outputs) == 1:
         return outputs[0]
     margin = outputs[0] if len(outputs) == 1 else outputs[1] - outputs[0]
@@ -91,7 +91,7 @@ _SIMILARITIES: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]]
     "euclidean": lambda query, document: -math.dist(query, document),
     "manhattan": lambda query, document: -sum(map(abs, map(sub, query, document))),
 }
-"""By the names of sentence-transformers; more alike is more, so distances are negative."""
+"""Similarities by the names of sentence-transformers. Distances are negated: a higher score is more similar."""
 
 
 async def _similarities(call: TextCall, request: pb.ScoreRequest) -> list[float]:

@@ -14,7 +14,7 @@ from typing import Any
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls import errors
 from pagewire_common.calls.errors import RequestError
-from scheduler_service.core import PoolingParams, PoolingType, SamplingParams
+from scheduler_service.core import PoolingParams, PoolingType
 from scheduler_service.frontend.calls.generation import Context
 from scheduler_service.frontend.calls.parted_call import PartedCall
 from scheduler_service.frontend.checking.checks import check_length, invalid
@@ -24,6 +24,7 @@ from scheduler_service.frontend.output.request_memory import text_bytes, texts_b
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.request_trace import EMBEDDINGS, SCORE
 from scheduler_service.frontend.text.tokenization import TextItem
+from scheduler_service.wire.sampling import RequestSampling
 
 MAX_TEXTS = 2048
 IN_FLIGHT = 256
@@ -31,7 +32,7 @@ IN_FLIGHT = 256
 the next step are there while one is computed. With 128 MiniLM gave 176 of them a second on two cores, with 256 225.
 """
 IN_FLIGHT_BYTES = 32 << 20
-"""Of memory that a call holds for these, if there are several: with a vector for each token one may take more."""
+"""Bytes of memory for several texts in flight of one call. One text with a vector for each token may take more."""
 
 Take = Callable[[int, RequestState], Awaitable[None]]
 """Takes what comes of the text of this number."""
@@ -89,14 +90,14 @@ class TextCall(PartedCall):
     ) -> None:
         """before: set when the texts before this one were taken; after: to be set when this one was."""
         pooled = replace(pooling, num_first_tokens=item.num_first_tokens)
-        async with self.part(number, item.token_ids, SamplingParams(max_tokens=1, pooling=pooled)) as state:
+        async with self.part(number, item.token_ids, RequestSampling(max_tokens=1, pooling=pooled)) as state:
             await before.wait()
             await take(number, state)
             after.set()
 
 
 def _bytes_of(num_tokens: int, pooling: PoolingParams) -> int:
-    """Of a text's memory, with its vectors."""
+    """Bytes of memory of a text and its vectors."""
     num_vectors = num_tokens if pooling.type is PoolingType.ALL else 1
     return text_bytes(num_tokens, num_vectors * pooling.vector_bytes)
 

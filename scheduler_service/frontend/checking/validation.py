@@ -4,18 +4,11 @@ import grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
-from scheduler_service.core.groups.sampling_params import MAX_N
+from pagewire_common.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_N, MAX_STOP_TOKENS, MAX_STRING
 from scheduler_service.frontend.checking.checks import check_context, check_length, invalid
 from scheduler_service.frontend.checking.encoder_prompt import read_encoder_prompt
 from scheduler_service.frontend.checking.prompt import MAX_MESSAGES, encode_prompt
-from scheduler_service.frontend.checking.sampling_validation import (
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIASES,
-    MAX_STOP_TOKENS,
-    MAX_STRING,
-    check_sampling,
-    read_sampling,
-)
+from scheduler_service.frontend.checking.sampling_validation import check_sampling, read_sampling
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest
 
@@ -56,7 +49,7 @@ def check_place(
     """Raises RequestError for what says wrongly where a request belongs in queue and cache."""
     check_characters("cache_salt", message.cache_salt)
     if message.priority and not model.has_priorities:
-        invalid(f"priority is {message.priority}; this server does not run with --policy priority")
+        invalid(f"priority is {message.priority}; this server does not run with --scheduling-policy priority")
     if abs(message.priority) > MAX_PRIORITY:
         invalid(f"priority is {message.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
 

@@ -38,13 +38,13 @@ _JSON_OPTIONS: "JsonCompileOptions" = {
     "coerce_one_of": False,
 }
 _TOKENIZER = LLTokenizer("byte")
-"""Of the bytes alone: a model's own takes seconds to read, and most memory of the process."""
+"""A tokenizer of bytes: the model's own takes seconds to read, and most of the process's memory."""
 _ONE_OF = (
     'its "oneOf" has alternatives that are not visibly different; they are if their types differ, or if each demands a '
     'key with a "const" of its own. Or say "anyOf"'
 )
 _OF_THE_MODEL = re.compile(r"special token|token range|token id", re.IGNORECASE)
-"""In errors about tokens that a grammar names: a worker knows them, and this process does not."""
+"""Matches errors about tokens that a grammar names: workers know these tokens, this process does not."""
 
 
 def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = False) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from scheduler_service.frontend.limited.limited_process import LimitedProcess, L
 MAX_FORM_BYTES = 64 << 10
 MAX_CHOICES = 1024
 MOST_KEPT_BYTES = 4 << 20
-"""Of grammars that are kept, and of reasons why there are none."""
+"""Bytes of kept grammars and of kept reasons for refusals."""
 REFUSAL_SECONDS = 60.0
 """A form is compiled again after so long since it was refused: whether it took too long depends on the machine, too."""
 MOST_REASON = 500
@@ -89,7 +89,7 @@ def _compile(compiler: LimitedProcess, form: bytes) -> tuple[str, str]:
 
 
 def _texts(kind: str, sampling: pb.SamplingParams) -> Sequence[str]:
-    """What was said of the form. Raises FormError if there is too much of it, or nothing."""
+    """The texts of a request's form. Raises FormError if they are empty or too long."""
     if kind == "choice":
         name, texts = "sampling.choice.options", list(sampling.choice.options)
         if not 1 <= len(texts) <= MAX_CHOICES:

@@ -12,7 +12,7 @@ def integers_between(first: int | None, last: int | None) -> str:
 
 
 def _between(first: int, last: int | None) -> str:
-    """Of integers from 0."""
+    """An expression for integers from `first`, which is 0 or more, to `last`."""
     low = str(first)
     if last is None:
         return _any([*_from(low), f"[1-9][0-9]{{{len(low)},}}"])
@@ -26,8 +26,8 @@ def _between(first: int, last: int | None) -> str:
 
 
 def _of_length(low: str, high: str) -> str:
-    """Of texts of digits that are equally long: what they have in common, then what is between the first digits that
-    differ, and the rest of either bound."""
+    """An expression for digits between two bounds of equal length: their common prefix, then the values between the
+    first digits that differ, then the rest of either bound."""
     if low == high:
         return low
     place = next(place for place, (one, other) in enumerate(zip(low, high, strict=True)) if one != other)
@@ -40,14 +40,16 @@ def _of_length(low: str, high: str) -> str:
 
 
 def _from(low: str, *, is_head: bool = True) -> list[str]:
-    """Of texts as long as this one, from it on; unless it `is_head`, with its first digit. Expressions side by side:
-    within each other, those of a hundred digits would be nested too deeply for llguidance."""
+    """Expressions for numbers of as many digits, from `low` on; unless it `is_head`, with its first digit.
+
+    They stand side by side: nested expressions of a hundred digits would be too deep for llguidance."""
     places = [place for place in range(not is_head, len(low)) if low[place] != "9"]
     return [low, *(f"{low[:at]}[{int(low[at]) + 1}-9]{_any_digits(len(low) - at - 1)}" for at in places)]
 
 
 def _up_to(high: str, *, is_head: bool = True) -> list[str]:
-    """Of texts as long as this one, up to it, without a 0 in front; unless it `is_head`, with its first digit."""
+    """Expressions for numbers of as many digits, up to `high`, without leading 0; unless it `is_head`, with its first
+    digit."""
     least = [int(is_head and not place) for place in range(len(high))]
     places = [place for place in range(not is_head, len(high)) if int(high[place]) > least[place]]
     return [

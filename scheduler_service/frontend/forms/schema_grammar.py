@@ -125,7 +125,7 @@ class _Writer:
         return self._json(part)
 
     def _value(self, value: Any, path: str) -> str:
-        """Of `const` and `enum`."""
+        """A rule for a value of `const` or `enum`."""
         if isinstance(value, list):
             items = ' "," '.join(self._value(item, path) for item in value)
             return self._rule(f'"[" {items} "]"')

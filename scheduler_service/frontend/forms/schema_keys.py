@@ -1,4 +1,4 @@
-"""What llguidance does not see of objects' keys in a JSON schema.
+"""Keys of objects in a JSON schema, where llguidance is not exact.
 
 If a pattern (`patternProperties`) matches only keys that an object names, no other key is left, and an output could
 not go on behind a comma. So such a pattern is replaced by its keys: `{"patternProperties": {"^score$": …}}` says the
@@ -20,7 +20,7 @@ from scheduler_service.frontend.forms.schema_text import SCHEMAS_BY_NAME, VALUES
 ESCAPES = 'nrbtf\\"'
 """Letters that may follow a backslash in a text of JSON, but for u."""
 _CONTROL = re.compile(r"\\u00[01]|\x7f")
-"""In JSON text: control characters for which there is no shorter escape."""
+"""Matches control characters in JSON text that have no shorter escape."""
 _MAY_BE_CONTROL = re.compile(rf"{_CONTROL.pattern}|\\\\[xuUcav0-9pP]")
 """The same in an expression, which has many ways to say them."""
 _NAMING = ("properties", "patternProperties", "required")

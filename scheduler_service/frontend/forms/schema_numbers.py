@@ -19,9 +19,9 @@ MOST_INTEGER = (1 << 63) - 1024
 DIGITS, DECIMALS = 15, 18
 """Significant digits that every double holds, and decimals that llguidance reads of a bound."""
 MOST_NUMBER = Decimal("9.2e18")
-"""Of a bound of numbers: their digits before the point are read as 64 bits."""
+"""The largest bound of numbers: llguidance reads digits before the point as 64 bits."""
 FULL = 10**18
-"""From here on a number may have more digits than 64 bits."""
+"""The least number that may have more digits than 64 bits hold."""
 MOST_LOST = 1 << 10
 """One of so many integers, at most, may be lost where bounds are rounded to doubles."""
 MOST_MULTIPLE = 1 << 32
@@ -38,7 +38,7 @@ _N = TypeVar("_N", int, Decimal)
 
 
 class _Bound(NamedTuple):
-    """Of numbers from below; from above it is that of the negative numbers."""
+    """A lower bound of numbers. An upper bound is the lower bound of the negated numbers."""
 
     value: int | Decimal
     is_excluded: bool
@@ -156,7 +156,8 @@ def _close(ends: "list[_N | None]", most: "_N", path: str) -> None:
 
 
 def _check_values(value: Any, path: str) -> None:
-    """Of `const` and `enum`: llguidance writes integers as 64 bits, others with the shortest digits of their double."""
+    """Check numbers of `const` and `enum`: llguidance writes integers as 64 bits, others with the shortest digits of
+    their double."""
     for number, where in _numbers_in(value, path):
         if number != int(number):
             is_exact = Decimal(repr(float(number))) == number

@@ -26,7 +26,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 MOST_STARTS = 2
-"""For one piece of work. A process that is killed from outside is not its fault; one that is killed again may be."""
+"""Processes that are started for one piece of work. A first kill from outside is not its fault; a second may be."""
 DEAF_SECONDS = 30
 """Seconds without an answer after which a process counts as stuck. It starts in 0.1 s, and work ends by its limit."""
 

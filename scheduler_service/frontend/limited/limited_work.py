@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pagewire_common.processes.child_process import end_with_the_parent, leave_signals_to_the_parent
 
 LIMITS = struct.Struct("=dQ")
-"""In front of each piece of work: seconds of a processor, and bytes of data, what the process holds anyway included."""
+"""Header of each piece of work: seconds of CPU time, and bytes of data, those of the idle process included."""
 
 
 class Outcome(IntEnum):

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from scheduler_service.core import EncoderInput, SamplingParams
+from scheduler_service.core import EncoderInput
 from scheduler_service.frontend.text.output_text import OutputText
 from scheduler_service.frontend.text.tokenization import Tokenizer
+from scheduler_service.wire.sampling import RequestSampling
 
 
 def request_key(tenant: str, request_id: str) -> str:
@@ -45,7 +46,7 @@ class GenerationRequest:
 
     request_id: str
     prompt_token_ids: Sequence[int]
-    sampling: SamplingParams
+    sampling: RequestSampling
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

@@ -17,14 +17,15 @@ from scheduler_service.frontend.speech.sound_error import SoundError, broken, un
 CODECS = ("aac", "opus", "vorbis", "mp3float", "flac", "alac")
 _MOST_STREAMS = 16
 _MOST_FRAME_SAMPLES = 1 << 17
-"""Of a packet. A head may claim 16 million of 8 channels, which FFmpeg would reserve 512 MB for."""
+"""Samples of a packet. A head may claim 16 million of 8 channels, which FFmpeg would reserve 512 MB for."""
 _MOST_PACKETS = 1 << 19
-"""Of a file: an hour of AAC at 48,000 samples a second has 168,750, and 16 MiB may have millions of empty ones."""
+"""Packets of a file: an hour of AAC at 48,000 samples a second has 168,750, and 16 MiB may have millions of empty
+ones."""
 
 
 _LEAST_SAMPLE_BYTES = 8
-"""Of a file, for each sample of a fragment. FFmpeg reserves 36 bytes for each that a fragment's head claims: 2.4 GB for
-2^26 of them, in a file of 10 KB. A frame of AAC has a hundred bytes and more."""
+"""Bytes of a file for each sample of a fragment. FFmpeg reserves 36 bytes for each that a fragment's head claims: 2.4
+GB for 2^26 of them, in a file of 10 KB. A frame of AAC has a hundred bytes and more."""
 
 
 def _check_fragments(data: bytes) -> None:

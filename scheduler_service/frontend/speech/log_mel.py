@@ -1,4 +1,4 @@
-"""What Whisper hears of a sound: how loud it is in each of some bands of frequency, a hundred times a second.
+"""Log-mel spectrogram, Whisper's input: the loudness of a sound in bands of frequency, a hundred times a second.
 
 A window of 30 s becomes 3,000 frames of 80 or 128 bands: the power spectrum of 25 ms every 10 ms, summed up in bands
 that are equally wide to the ear (Slaney's mel scale), as logarithms of base 10, of which the lowest count as 8 below
@@ -20,7 +20,7 @@ FRAME, HOP = 400, 160
 """Samples of a frame, and from one frame to the next."""
 NUM_FRAMES = WINDOW // HOP
 FRAMES_AT_ONCE = 500
-"""Of which the spectrum is computed: numpy takes 23 MB for that of all."""
+"""Frames whose spectrum is computed together: numpy would take 23 MB for all."""
 
 Matrix = npt.NDArray[np.float32]
 

@@ -8,12 +8,12 @@ import zlib
 
 _MARK = b"OggS"
 _HEAD = struct.Struct("<5xB8xII4sx")
-"""Of a page: flags, which stream, the page's number, the checksum. How many lengths follow is its last byte."""
+"""Header of a page: flags, stream, number of the page, checksum. Its last byte is the number of lengths that follow."""
 _FIRST_PAGE = 2
 """The flag of a stream's."""
 _CHECKSUM = slice(22, 26)
 _MOST_PAGES = 1 << 18
-"""Of a file: an hour has 180,000 of 20 ms. Python takes 3 µs for one (AMD EPYC), and 16 MB may have 600,000."""
+"""Pages of a file: an hour has 180,000 of 20 ms. Python takes 3 µs a page (AMD EPYC), and 16 MB may have 600,000."""
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 """Bytes with their bits in the other order, in which Ogg's checksum is that of zlib."""
 
@@ -53,6 +53,6 @@ def _end(data: bytes, at: int) -> int:
 
 
 def _checksum(page: bytes) -> bytes:
-    """Of a page, with zeros in place of its checksum. Ogg's begins with 0 and ends as it is; zlib's are inverted."""
+    """CRC of a page with zeros in place of its checksum. Ogg starts with 0 and inverts nothing; zlib inverts both."""
     mirrored = (page[: _CHECKSUM.start] + bytes(4) + page[_CHECKSUM.stop :]).translate(_MIRRORED)
     return (zlib.crc32(mirrored, 0xFFFF_FFFF) ^ 0xFFFF_FFFF).to_bytes(4, "big").translate(_MIRRORED)

@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 SAMPLE_RATE = 16_000
 FORMATS = {"WAV": "WAV", "WAVEX": "WAV", "RF64": "WAV", "FLAC": "FLAC", "MPEG": "MP3", "MP3": "MP3", "OGG": "OGG"}
-"""Those that are heard, by libsndfile's names."""
+"""Formats that are read, by libsndfile's names."""
 MAX_CHANNELS = 8
 SAMPLE_RATES = (4_000, 192_000)
 _UNKNOWN_LENGTH = 0x7FFF_0000
-"""Of the data of a WAV that was written while it was recorded, at least."""
+"""Least length of the data that a WAV states if it was written while it was recorded."""
 _UNKNOWN_FRAMES = 1 << 50
-"""What libsndfile says of a FLAC or an MP3 whose head does not tell how long it is, at least."""
+"""Least number of frames that libsndfile states for a FLAC or MP3 whose head does not state its length."""
 _ENDLESS_BYTES = 1 << 56
 """A size of which the least that is guessed is unknown, at 1,728 bytes for 384 samples, and the most has 63 bits."""
 _MOST_LOST = 0.9
 """The part of its frames that must be there."""
 _CUT_OFF = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
 _CUT_OFF_LONG = re.compile(r"frame count (\d+) does not match value from 'ds64' chunk of (\d+)")
-"""Of an RF64, whose chunk of data does not say how long it is."""
+"""Matches libsndfile's note on an RF64 whose data chunk does not state its length."""
 
 _TAG = re.compile(rb"ID3...(....)", re.DOTALL)
 """The head of a title and its like in front of a sound, with the length of what follows in four times seven bits."""
 _MOST_TAGS = 16
-"""In front of a sound. Of 800,000 in 16 MB it was found out in 25 s that they are none."""
+"""Tags in front of a sound. It took 25 s to find that 800,000 tags in 16 MB contain no sound."""
 _MOST_NUMBERS = 1 << 19
-"""Of all channels that are decoded at a time, which takes three times 2 MB."""
+"""Numbers of all channels that are decoded at a time, which take three times 2 MB."""
 
 Samples = npt.NDArray[np.float32]
 

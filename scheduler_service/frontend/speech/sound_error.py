@@ -9,10 +9,11 @@ HEARD = "WAV, FLAC, MP3, OGG, MP4 and WebM are heard"
 
 
 def unreadable() -> SoundError:
-    """Of a file whose head a library cannot read. A library's own words, such as "Operation not permitted", mislead."""
+    """The error for a file whose head a library cannot read. A library's own words, such as "Operation not permitted",
+    mislead."""
     return SoundError(f"data is no sound file that can be read; {HEARD}")
 
 
 def broken(seconds: float) -> SoundError:
-    """Of a file that cannot be read on."""
+    """The error for a file that cannot be read further."""
     return SoundError(f"data is damaged or cut off after {seconds:.1f} s")

@@ -56,13 +56,13 @@ class SpeechTokens:
         return cls(start, languages, tasks, transcript, language, aligns)
 
     def prompt(self, language: str, task: str, before: Sequence[int] = ()) -> tuple[int, ...]:
-        """What a transcript begins with, and what it is told of the time before."""
+        """The decoder's prompt of a transcript, with the tokens of earlier windows."""
         if not self.languages:
             return (*before, self.start)
         return (*before, self.start, self.languages[language], *((self.tasks[task],) if task in self.tasks else ()))
 
     def plain_prompt(self, language: str, task: str) -> tuple[int, ...]:
-        """What a transcript without times begins with."""
+        """The decoder's prompt of a transcript without timestamps."""
         return (*self.prompt(language, task), self.transcript.first_timestamp - 1)
 
 

@@ -20,9 +20,9 @@ NUM_RENDERERS = 2
 MOST_REASON = 1000
 """Characters of what a template says against messages."""
 SECONDS, MOST_SECONDS = 0.3, 10.0
-"""Of a processor for a render, and at most with what is added below."""
+"""CPU seconds of a render, and the most after the additions below."""
 SECONDS_OF_TEMPLATE = 3e-5
-"""For a character of the template, which is compiled where its process is new. That takes 2.9 µs a character."""
+"""Seconds for a character of the template, which a new process compiles. That takes 2.9 µs a character."""
 SECONDS_OF_MESSAGE = 2e-4
 """The templates of SmolLM2, TinyLlama and Qwen2.5 take 2.2 to 3.9 µs a message."""
 SECONDS_OF_BYTE = 2e-7
@@ -31,13 +31,13 @@ MEMORY, MOST_MEMORY = 128 << 20, 1 << 30
 """Bytes of data of a process that renders, of which it has 12 MiB at its start, and at most. Compiling takes 140 bytes
 for a character of the template."""
 MEMORY_OF_BYTE = 48
-"""Of the messages. One character outside the BMP makes its whole message 4 bytes a character in Python, and each filter
-and each `+` of a template copies that."""
+"""Bytes of memory for a byte of the messages. One character outside the BMP makes its whole message 4 bytes a character
+in Python, and each filter and each `+` of a template copies that."""
 
 
 class ChatRenderer:
-    """Of one template, which comes from `file`. `variables` are what it knows beside the messages: the texts of special
-    tokens, by their names.
+    """Renders chats with the template in `file`. `variables`: texts of special tokens by their names, which the
+    template reads beside the messages.
     """
 
     def __init__(self, source: str, file: str, variables: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ MOST_REASON = 64 << 10
 
 
 def answer(template: ChatTemplate, message: bytes) -> bytes:
-    """What to say to a message of the front end: messages of a chat, and how many characters it may have."""
+    """Answer a message of the front end: the messages of a chat, and the characters that its text may have."""
     messages, most = marshal.loads(message)  # noqa: S302  # the front end has made it
     try:
         return TEXT + template.render(messages, most).encode()

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from bench.drive import BenchError
 from bench.gpu.rows import Row, append_row, figures_table, limits_table, read_rows
+from bench.loads.drive import BenchError
 
 OURS = Row(
     device="H200", copy_bytes_per_second=4e12, model="llama-8b", load="128/128 x 32", concurrency=32,
@@ -38,7 +38,7 @@ def test_every_row_that_was_written_can_be_read_from_a_run_that_was_cut_off(tmp_
 
 def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"device": "H200"}\n')
-    with pytest.raises(BenchError, match=r"rows\.jsonl, line 1 is not of bench\.serve_gpu"):
+    with pytest.raises(BenchError, match=r"rows\.jsonl, line 1 is not of bench serve_gpu"):
         read_rows(tmp_path / "rows.jsonl")
 
 

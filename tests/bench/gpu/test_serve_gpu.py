@@ -10,15 +10,15 @@ from typing import Self
 
 import pytest
 
-from bench import serve_gpu
-from bench.drive import BenchError, Stream
-from bench.figures import Figures, Run, Timeline
+from bench.gpu import serve_gpu
 from bench.gpu.memory import measure_copy
 from bench.gpu.rows import read_rows
-from bench.load import Load, shared_prefix, streams
-from bench.measure import Measurement
-from bench.phases import PHASES, Split
-from bench.serve_gpu import CONTEXT, LOADS, main, parse_arguments, row_of, vllm_in
+from bench.gpu.serve_gpu import CONTEXT, LOADS, main, parse_arguments, row_of, vllm_in
+from bench.loads.drive import BenchError, Stream
+from bench.loads.figures import Figures, Run, Timeline
+from bench.loads.load import Load, shared_prefix, streams
+from bench.measurements.measure import Measurement
+from bench.measurements.phases import PHASES, Split
 
 FIGURES = Figures(3000.0, 6000.0, 40.0, 90.0, 6.5, 6.0, 9.0, 512.0)
 
@@ -88,10 +88,10 @@ def test_systems_are_up_one_at_a_time_and_each_load_is_written_down_when_it_ends
 ) -> None:
     monkeypatch.setattr(serve_gpu, "systems", lambda model, device, peer: iter([OneSystem, OneSystem, Failing]))
     monkeypatch.setattr(serve_gpu, "measure_copy", lambda device: ("made up", 1e12))
-    monkeypatch.setattr("bench.measure.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("bench.measurements.measure.PAUSE_SECONDS", 0.0)
     file = tmp_path / "rows.jsonl"
     monkeypatch.setattr(sys, "argv", ["x", "--models", "tiny", "--loads", "128x1,128x32", "--output", str(file)])
-    with pytest.raises(SystemExit, match=r"bench\.serve_gpu: vLLM ended with status 1"):
+    with pytest.raises(SystemExit, match=r"bench serve_gpu: vLLM ended with status 1"):
         main()
     assert [row.load for row in read_rows(file)] == ["128/128 x 1", "128/128 x 32"] * 2
     said = capsys.readouterr().out.splitlines()

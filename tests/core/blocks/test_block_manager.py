@@ -53,7 +53,7 @@ def test_blocks_are_given_up_least_recently_used_first_and_the_deepest_of_a_sequ
         (sequence,) = group.sequences
         blocks.allocate(sequence)
         sequence.num_stored_tokens = 3
-        blocks.publish(sequence, sequence.num_stored_tokens)
+        blocks.cache.publish(sequence, sequence.num_stored_tokens)
         keys[name] = list(sequence.block_keys)
         blocks.free(sequence)
     gone = []
@@ -77,7 +77,7 @@ def test_a_group_that_is_swapped_out_lets_go_of_its_last_blocks_first_too() -> N
     (sequence,) = group.sequences
     blocks.allocate(sequence)
     sequence.num_stored_tokens = 3
-    blocks.publish(sequence, sequence.num_stored_tokens)
+    blocks.cache.publish(sequence, sequence.num_stored_tokens)
     blocks.swap_out(group)
     blocks.device.allocate()
     assert [blocks.device.find(key) is not None for key in sequence.block_keys] == [True, True, False]
@@ -180,7 +180,7 @@ def test_a_block_that_is_written_to_leaves_the_cache() -> None:
     parent, child = make_group(4, n=2).sequences
     blocks.allocate(parent)
     parent.num_stored_tokens, child.num_computed_tokens = 4, 3
-    blocks.publish(parent, parent.num_stored_tokens)
+    blocks.cache.publish(parent, parent.num_stored_tokens)
     (block,) = blocks.tables[parent.id]
     blocks.fork(parent, child, 3)
     blocks.free(parent)

@@ -23,7 +23,7 @@ def test_a_prompt_that_was_computed_is_found_while_and_after_a_sequence_holds_it
     assert scheduler.blocks.device.num_free == 16
     scheduler.add_request(third)
     assert plan(step(scheduler, worker)) == {"third": [3]}
-    assert [group.num_cached_tokens for group in (first, second, third)] == [0, 8, 8]
+    assert [group.history.num_cached_tokens for group in (first, second, third)] == [0, 8, 8]
     run(scheduler, worker)
     assert output_of(first) == output_of(second) == output_of(third) == reference_output(first, 0, 64)
 
@@ -92,7 +92,7 @@ def test_what_was_built_on_unsound_blocks_is_not_found_either_and_is_published_n
     scheduler.update_from_output(output, ModelOutput(output.step_id, []))
     scheduler.blocks.check()
     # The blocks that "well" computed anew lead to none of those that were built on the unsound ones.
-    assert scheduler.blocks.num_cached_tokens(make_group("longer", 19).live[0]) == 8
+    assert scheduler.blocks.cache.num_cached_tokens(make_group("longer", 19).live[0]) == 8
 
 
 def test_a_preempted_group_finds_what_is_left_of_its_own_blocks() -> None:

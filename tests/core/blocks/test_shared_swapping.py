@@ -34,7 +34,7 @@ def computed_group(
     sequence.id = number
     blocks.allocate(sequence)
     sequence.num_computed_tokens = sequence.num_stored_tokens = num_tokens
-    blocks.publish(sequence, sequence.num_stored_tokens)
+    blocks.cache.publish(sequence, sequence.num_stored_tokens)
     return group
 
 
@@ -89,7 +89,7 @@ def test_a_fork_that_comes_back_to_a_block_of_others_has_room_for_its_copy_of_it
     leader.id, follower.id = 1, 2
     blocks.allocate(leader)
     leader.num_computed_tokens = leader.num_stored_tokens = 8
-    blocks.publish(leader, leader.num_stored_tokens)
+    blocks.cache.publish(leader, leader.num_stored_tokens)
     blocks.fork(leader, follower, 7)
     blocks.free(leader)
     leader.status = SequenceStatus.FINISHED_STOPPED
@@ -117,7 +117,7 @@ def test_no_block_that_a_group_finds_is_given_up_for_another_one_of_it() -> None
     blocks.append_slots(follower, 4)
     for sequence in group.sequences:
         sequence.num_computed_tokens = sequence.num_stored_tokens = len(sequence.token_ids)
-        blocks.publish(sequence, sequence.num_stored_tokens)
+        blocks.cache.publish(sequence, sequence.num_stored_tokens)
     other = computed_group(blocks, 3, 4, 0)
     assert len(blocks.swap_out(group)) == 3
     take(blocks, 1)
@@ -168,7 +168,7 @@ def test_a_group_that_makes_room_a_second_time_copies_only_what_is_new_since_the
     sequence.output_token_ids.extend([7, 7, 7])
     blocks.append_slots(sequence, 3)
     sequence.num_computed_tokens = sequence.num_stored_tokens = 13
-    blocks.publish(sequence, sequence.num_stored_tokens)
+    blocks.cache.publish(sequence, sequence.num_stored_tokens)
     assert len(blocks.swap_out(group)) == 2
     blocks.check()
 
@@ -214,7 +214,7 @@ def test_what_is_not_sound_is_found_on_neither_side() -> None:
     blocks = make_blocks()
     sick, well = computed_group(blocks, 1, 8, 8), computed_group(blocks, 2, 12, 8)
     blocks.swap_out(well)
-    blocks.withdraw(sick.sequences[0])
+    blocks.cache.withdraw(sick.sequences[0])
     for key in sick.sequences[0].block_keys[:2]:
         assert blocks.device.find(key) is None
         assert blocks.host.find(key) is None
@@ -227,10 +227,10 @@ def test_what_was_swapped_out_before_a_reset_is_not_found_again_when_it_comes_ba
     blocks = make_blocks()
     swapped, there = computed_group(blocks, 1, 12, 8), computed_group(blocks, 2, 8, 8)
     blocks.swap_out(swapped)
-    assert blocks.reset_prefix_cache() == 3  # two that are held, and one whose holder left
+    assert blocks.cache.reset() == 3  # two that are held, and one whose holder left
     assert len(blocks.swap_in(swapped)) == 3
     for sequence in (*swapped.sequences, *there.sequences):
-        assert blocks.num_cached_tokens(sequence) == 0
+        assert blocks.cache.num_cached_tokens(sequence) == 0
     assert not blocks.device.num_findable
     blocks.check()
 
@@ -263,7 +263,7 @@ def test_a_waiting_request_finds_in_the_step_of_a_swap_in_what_that_brings_back(
         output = step(scheduler, worker)
     assert output.blocks_to_swap_in
     assert plan(output) == {"younger": [1], "again": [1]}
-    assert again.num_cached_tokens == 12
+    assert again.history.num_cached_tokens == 12
     run(scheduler, worker)
     for group in (older, younger, again):
         assert output_of(group) == reference_output(group, 0, 32)

@@ -31,7 +31,7 @@ def random_group(rng: Random, longest: int) -> SequenceGroup:
 def test_a_group_that_fits_alone_is_never_ended_before_its_promised_length(
     seed: int, num_ahead: int, lost_at: int
 ) -> None:
-    """Whether it is new, resumed or begins anew on another worker, and with windows, beams or room for guesses."""
+    """Whether it is new, resumed or begins anew on another worker, and with windows, beams or room for drafts."""
     rng = Random(seed)
     config, waiting = random_config(rng, range(1, 24)), WaitingQueue()
     group = random_group(rng, config.max_sequence_tokens)

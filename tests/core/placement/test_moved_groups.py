@@ -30,7 +30,7 @@ def swapping_fleet() -> tuple[Scheduler, Scheduler, SequenceGroup]:
 def test_a_swapped_group_goes_where_it_is_computed_anew_sooner_than_it_has_waited() -> None:
     full, free, group = swapping_fleet()
     assert list(full.swapped) == [group]
-    assert group.swapped_at == 0.0
+    assert group.placement.swapped_at == 0.0
     output = full.schedule(1.0)
     assert not output.moved
     answer(full, output, 1.0)
@@ -57,12 +57,12 @@ def test_a_swapped_group_stays_while_there_is_no_better_place() -> None:
 
 def test_a_group_that_has_moved_must_have_waited_twice_as_long_to_move_again() -> None:
     full, free, group = swapping_fleet()
-    group.num_moves = 3
+    group.placement.num_moves = 3
     (there, *_), *_ = full.balancer._others(full.member, group, 0.0, [free.member])
     answer(full, full.schedule(7.9 * there), 7.9 * there)
     assert group in full.swapped
     assert [placement.group for placement in full.schedule(8.1 * there).moved] == [group]
-    assert group.num_moves == 4
+    assert group.placement.num_moves == 4
 
 
 def test_a_swapped_group_that_is_aborted_after_it_moved_leaves_nothing_behind() -> None:

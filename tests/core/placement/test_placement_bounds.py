@@ -11,14 +11,17 @@ from workloads import random_config, random_request
 
 from scheduler_service.core import (
     FairQueue,
+    Placement,
     PlacementReason,
     PriorityQueue,
     Scheduler,
     SchedulerOutput,
     SequenceStatus,
     WaitingQueue,
+    WorkerScheduler,
 )
 from scheduler_service.core.placement.balancer import MAX_OVERTAKES
+from scheduler_service.core.placement.choice import Here
 from scheduler_service.core.planning.queue_view import MOST_LEFT
 
 
@@ -60,7 +63,7 @@ def test_no_group_is_overtaken_more_than_a_bounded_number_of_times() -> None:
         order += taken(output)
         if not output.is_empty:
             answer(other, output, 0.0)
-    assert order.index("again") == group.num_overtaken == MAX_OVERTAKES
+    assert order.index("again") == group.placement.num_overtaken == MAX_OVERTAKES
     assert other.balancer.num_overtakes == MAX_OVERTAKES
     assert other.balancer.num_placed[PlacementReason.OVERDUE] == 1
 
@@ -140,9 +143,9 @@ def test_tenants_that_were_served_less_overtake_no_other_however_many_groups_the
         order += taken(output)
         answer(other, output, 0.0)
         assert order == names[: len(order)]
-    assert group.num_overtaken == 0
+    assert group.placement.num_overtaken == 0
     assert taken(other.schedule()) == ["own"]
-    assert group.num_overtaken == 1
+    assert group.placement.num_overtaken == 1
 
 
 @settings(deadline=None, max_examples=50)
@@ -163,10 +166,16 @@ def test_some_worker_always_takes_a_group_that_there_is_room_for(
         if rng.random() < 0.4:
             waiting.append(random_request(rng, now).group(now))
         for group in waiting:
-            if group.is_suspect or group.num_overtaken >= MAX_OVERTAKES:
+            if group.is_suspect or group.placement.num_overtaken >= MAX_OVERTAKES:
                 continue
             able = {scheduler for scheduler in fleet if scheduler.room_for(group) is not None}
-            placed = {scheduler: balancer.place(scheduler.member, group, len(waiting), now) for scheduler in able}
+            placed: dict[WorkerScheduler, Placement] = {}
+            for scheduler in able:
+                member = scheduler.member
+                offers = balancer.offers(member=member, group=group, here=Here.HAS_ROOM, now=now)
+                chosen = balancer.choose(member=member, group=group, offers=offers, now=now, num_waiting=len(waiting))
+                assert chosen is not None
+                placed[scheduler] = chosen
             for placement in placed.values():
                 for _ in able:
                     placement = placed[placement.to] if placement.to is not None else placement

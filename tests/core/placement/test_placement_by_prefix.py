@@ -71,7 +71,7 @@ def test_a_prefix_that_was_evicted_attracts_no_group() -> None:
     warm(holder, make_group("first", 100))
     warm(holder, unlike("evicts", 119))
     add(fleet, make_group("again", 110))
-    assert holder.blocks.num_cached_tokens(make_group("like", 110).live[0]) == 0
+    assert holder.blocks.cache.num_cached_tokens(make_group("like", 110).live[0]) == 0
     output = other.schedule()
     assert PlacementReason.AFFINITY not in reasons(output).values()
 
@@ -83,7 +83,7 @@ def test_a_worker_that_looks_past_a_group_takes_those_after_it() -> None:
     output = other.schedule()
     assert left(output)["again"] is holder
     assert taken(output)[0] == "0"
-    assert fleet[0].waiting.get("again").num_overtaken == len(taken(output))
+    assert fleet[0].waiting.get("again").placement.num_overtaken == len(taken(output))
 
 
 def test_a_drained_worker_is_left_nothing_and_gets_it_back() -> None:

@@ -43,7 +43,7 @@ def test_requests_whose_adapter_has_no_slot_do_not_hold_up_others(policy: type[W
     scheduler.add_request(make_group("base", 4, priority=1, max_tokens=2))
     assert set(plan(step(scheduler, worker))) == {"runs", "same", "base"}
     assert scheduler.waiting.head.request_id == "slotless 0"
-    assert [group.num_overtaken for group in scheduler.waiting] == [2, 2, 2]
+    assert [group.placement.num_overtaken for group in scheduler.waiting] == [2, 2, 2]
     run(scheduler, worker)
 
 
@@ -137,7 +137,7 @@ def test_a_swapped_group_whose_adapter_has_no_slot_does_not_hold_up_others(phase
     scheduled = [set(plan(step(scheduler, worker))) for _ in range(6)]
     assert {"base", "waits"} < set.union(*scheduled)
     (passed,) = scheduler.swapped
-    assert (passed.request_id, passed.num_overtaken) == ("slotless", 2)
+    assert (passed.request_id, passed.placement.num_overtaken) == ("slotless", 2)
     run(scheduler, worker)
 
 
@@ -156,5 +156,5 @@ def test_a_swapped_group_whose_adapter_has_no_slot_is_overtaken_no_more_than_a_b
     overtook: set[str] = set()
     while "slotless" not in (planned := plan(step(scheduler, worker))):
         overtook |= planned.keys() - {"urgent"}
-    assert len(overtook) == slotless.num_overtaken == MAX_OVERTAKES
+    assert len(overtook) == slotless.placement.num_overtaken == MAX_OVERTAKES
     run(scheduler, worker)

@@ -1,4 +1,4 @@
-"""Room for guesses, which a worker makes and verifies, and what is known of a sequence before it has answered."""
+"""Room for drafts, which a worker makes and verifies, and what is known of a sequence before it has answered."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -28,7 +28,7 @@ from scheduler_service.core import (
     st.sampled_from(PreemptionMode),
     st.integers(1, 4),
 )
-def test_guesses_change_nothing_but_the_number_of_steps(
+def test_drafts_change_nothing_but_the_number_of_steps(
     random: Random, num_lookahead_slots: int, num_blocks: int, mode: PreemptionMode, max_in_flight: int
 ) -> None:
     scheduler = make_scheduler(
@@ -50,10 +50,10 @@ def test_guesses_change_nothing_but_the_number_of_steps(
         )
         for i in range(4)
     ]
-    stopping = groups[2].sequences[0]  # some guesses go on, rightly, after a token that ends it
+    stopping = groups[2].sequences[0]  # some drafts go on, rightly, after a token that ends it
     stopping.sampling = replace(groups[2].sampling, stop_token_ids=frozenset(range(20)))
     stopping.end_token_ids = stopping.sampling.end_token_ids
-    worker = FakeWorker(scheduler.config, guessing=random)
+    worker = FakeWorker(scheduler.config, drafting=random)
     for group in groups:
         scheduler.add_request(group)
     in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
@@ -85,12 +85,12 @@ def test_guesses_change_nothing_but_the_number_of_steps(
 
 
 def answer(scheduler: Scheduler, worker: FakeWorker, output: SchedulerOutput, wanted: list[int] | None = None) -> None:
-    """Take in what the worker makes of a step, which is right about everything that it has room to guess."""
+    """Take in what the worker makes of a step, which is right about everything that it has room to draft."""
     found = worker.execute(output)
     scheduler.update_from_output(output, replace(found, num_draft_tokens_wanted=wanted or []))
 
 
-def test_right_guesses_save_steps() -> None:
+def test_right_drafts_save_steps() -> None:
     scheduler = make_scheduler(num_lookahead_slots=3)
     worker = FakeWorker(scheduler.config)
     group = make_group("a", 5, max_tokens=12)
@@ -105,7 +105,7 @@ def test_right_guesses_save_steps() -> None:
     assert output_of(group) == expected
 
 
-def test_steps_with_room_for_guesses_are_planned_ahead_of_answers_and_room_stays_until_it_is_not_wanted() -> None:
+def test_steps_with_room_for_drafts_are_planned_ahead_of_answers_and_room_stays_until_it_is_not_wanted() -> None:
     scheduler = make_scheduler(num_lookahead_slots=3, max_model_len=100, num_device_blocks=32)
     worker, group = FakeWorker(scheduler.config), make_group("a", 5, max_tokens=40)
     scheduler.add_request(group)
@@ -123,7 +123,7 @@ def test_steps_with_room_for_guesses_are_planned_ahead_of_answers_and_room_stays
     assert output_of(group) == reference_output(group, 0, 100)
 
 
-def test_no_step_goes_past_the_longest_output_however_right_guesses_are() -> None:
+def test_no_step_goes_past_the_longest_output_however_right_drafts_are() -> None:
     """A step has room for half of what is left, so that another can be planned; where all that is left may be in
     flight, a sequence waits for the answer."""
     scheduler = make_scheduler(num_lookahead_slots=3)
@@ -133,9 +133,9 @@ def test_no_step_goes_past_the_longest_output_however_right_guesses_are() -> Non
     ahead = [scheduler.schedule() for _ in range(3)]
     assert [plan(output) for output in ahead] == [{"a": [4]}, {"a": [2]}, {"a": [1]}]
     assert scheduler.schedule().is_empty
-    worker.guessing = Random(1)
-    worker.guessing.randint = lambda *_: 0  # type: ignore[method-assign]  # it guesses nothing
-    worker.guessing.random = lambda: 1.0  # type: ignore[method-assign]
+    worker.drafting = Random(1)
+    worker.drafting.randint = lambda *_: 0  # type: ignore[method-assign]  # it drafts nothing
+    worker.drafting.random = lambda: 1.0  # type: ignore[method-assign]
     for output in ahead:
         answer(scheduler, worker, output)
     assert len(output_of(group)) == 4
@@ -153,7 +153,7 @@ def test_lookahead_slots_have_blocks_before_they_are_needed() -> None:
         assert len(table) == -(-(num_tokens + 3) // 4)
 
 
-def test_no_block_is_let_go_of_as_behind_the_window_for_guesses_that_may_be_wrong() -> None:
+def test_no_block_is_let_go_of_as_behind_the_window_for_drafts_that_may_be_rejected() -> None:
     scheduler = make_scheduler(block_size=1, num_lookahead_slots=3, sliding_window=2, num_device_blocks=40)
     worker = FakeWorker(scheduler.config)
     group = make_group("a", 5, max_tokens=14)
@@ -164,8 +164,8 @@ def test_no_block_is_let_go_of_as_behind_the_window_for_guesses_that_may_be_wron
     scheduler.add_request(make_group("b", 5, root=b"b"))
     second = scheduler.schedule()
     assert plan(second) == {"a": [4], "b": [5]}
-    worker.guessing = Random(1)
-    worker.guessing.random = lambda: 1.0  # type: ignore[method-assign]  # it is always wrong
+    worker.drafting = Random(1)
+    worker.drafting.random = lambda: 1.0  # type: ignore[method-assign]  # it is always wrong
     for output in (first, second):
         answer(scheduler, worker, output)
     run(scheduler, worker)
@@ -173,7 +173,7 @@ def test_no_block_is_let_go_of_as_behind_the_window_for_guesses_that_may_be_wron
 
 
 def decoding(num_sequences: int, **sizes: int) -> tuple[Scheduler, FakeWorker]:
-    """So many sequences that have computed their prompts, for each of which there should be room for 8 guesses."""
+    """So many sequences that have computed their prompts, for each of which there should be room for 8 draft tokens."""
     scheduler = make_scheduler(num_lookahead_slots=8, num_device_blocks=200, **sizes)
     worker = FakeWorker(scheduler.config)
     for number in range(num_sequences):
@@ -184,7 +184,7 @@ def decoding(num_sequences: int, **sizes: int) -> tuple[Scheduler, FakeWorker]:
     return scheduler, worker
 
 
-def test_no_sequence_waits_for_the_guesses_of_others() -> None:
+def test_no_sequence_waits_for_the_drafts_of_others() -> None:
     """What is left of a step when all have their token is shared evenly; too little for all is for none."""
     scheduler, _ = decoding(6, max_num_batched_tokens=20)
     assert plan(scheduler.schedule()) == {str(number): [3] for number in range(6)}
@@ -192,13 +192,13 @@ def test_no_sequence_waits_for_the_guesses_of_others() -> None:
     assert plan(scheduler.schedule()) == {str(number): [1] for number in range(6)}
 
 
-def test_no_prompt_waits_for_guesses() -> None:
+def test_no_prompt_waits_for_drafts() -> None:
     scheduler, _ = decoding(4, max_num_batched_tokens=20)
     scheduler.add_request(make_group("prompt", 14, root=b"p", max_tokens=5))
     assert plan(scheduler.schedule()) == {str(number): [1] for number in range(4)} | {"prompt": [14]}
 
 
-def test_guesses_have_blocks_that_are_free_above_the_watermark_or_that_the_sequence_has() -> None:
+def test_drafts_have_blocks_that_are_free_above_the_watermark_or_that_the_sequence_has() -> None:
     scheduler, worker = decoding(2, watermark=0.9)
     assert scheduler.blocks.device.num_free > scheduler.blocks.num_watermark_blocks
     before = {id_: len(table) for id_, table in scheduler.blocks.tables.items()}
@@ -217,11 +217,11 @@ def test_guesses_have_blocks_that_are_free_above_the_watermark_or_that_the_seque
         answer(scheduler, worker, output)
 
 
-def test_steps_with_room_for_guesses_are_like_the_one_before() -> None:
+def test_steps_with_room_for_drafts_are_like_the_one_before() -> None:
     """They are not planned anew, and a sequence that seemed to be at its end goes on."""
     scheduler, worker = decoding(3, max_num_batched_tokens=64)
-    worker.guessing = Random(1)
-    worker.guessing.random = lambda: 1.0  # type: ignore[method-assign]  # it is always wrong
+    worker.drafting = Random(1)
+    worker.drafting.random = lambda: 1.0  # type: ignore[method-assign]  # it is always wrong
     in_flight = [scheduler.schedule()]
     plans = []
     while in_flight:
@@ -236,7 +236,7 @@ def test_steps_with_room_for_guesses_are_like_the_one_before() -> None:
     assert sum(plans) > 0.9 * len(plans)
 
 
-def test_with_separate_phases_guesses_wait_while_prompts_are_computed() -> None:
+def test_with_separate_phases_drafts_wait_while_prompts_are_computed() -> None:
     scheduler = make_scheduler(
         num_lookahead_slots=3,
         phase_rule=PhaseRule.SEPARATE,

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_helpers import make_group, make_scheduler, output_of, plan, run_ahead
 
-from scheduler_service.core import ModelOutput, PreemptionMode, SchedulerOutput, SequenceStatus
+from scheduler_service.core import (
+    ModelOutput,
+    PreemptionMode,
+    SamplingParams,
+    SchedulerOutput,
+    SequenceGroup,
+    SequenceStatus,
+)
 
 
 @settings(deadline=None, max_examples=60)
@@ -21,10 +28,10 @@ from scheduler_service.core import ModelOutput, PreemptionMode, SchedulerOutput,
     st.booleans(),
 )
 def test_late_answers_change_nothing_but_the_number_of_steps(
-    random: Random, num_blocks: int, mode: PreemptionMode, max_in_flight: int, window: int, guesses: bool
+    random: Random, num_blocks: int, mode: PreemptionMode, max_in_flight: int, window: int, drafts: bool
 ) -> None:
     scheduler = make_scheduler(
-        num_lookahead_slots=2 * guesses,
+        num_lookahead_slots=2 * drafts,
         num_device_blocks=num_blocks,
         num_host_blocks=8,
         preemption_mode=mode,
@@ -44,7 +51,7 @@ def test_late_answers_change_nothing_but_the_number_of_steps(
         )
         for i in range(4)
     ]
-    worker = FakeWorker(scheduler.config, guessing=random if guesses else None, reading=random)
+    worker = FakeWorker(scheduler.config, drafting=random if drafts else None, reading=random)
     for group in groups:
         scheduler.add_request(group)
     in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
@@ -78,3 +85,14 @@ def test_others_gain_a_token_in_each_step_meanwhile(num_ahead: int) -> None:
     assert sum("slow" in plan(output) for output in steps) > 4
     assert not any("slow" in plan(output) for output in steps[20:]), "it waits until the others have ended"
     assert [output_of(group) for group in (slow, other)] == [reference_output(group, 0, 64) for group in (slow, other)]
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 3])
+@pytest.mark.parametrize("outputs", [([], [7, 8]), ([7], [7, 8]), ([7, 8], [])])
+def test_an_output_that_has_begun_forks_from_one_that_is_late(num_ahead: int, outputs: tuple[list[int], ...]) -> None:
+    """As in a stream that is resumed, or after a preemption: the worker has the leader's last token as not computed."""
+    scheduler = make_scheduler()
+    sampling = SamplingParams(n=2, max_tokens=9, form="a form")
+    scheduler.add_request(group := SequenceGroup("resumed", range(6), sampling, output_token_ids=outputs))
+    run_ahead(scheduler, FakeWorker(scheduler.config, reading=Random(1)), num_ahead)
+    assert [sequence.num_output_tokens for sequence in group.sequences] == [9, 9]

@@ -45,7 +45,7 @@ def test_any_number_of_requests_may_go_ahead_of_one_whose_adapter_is_on_its_way(
     for number in range(2 * MAX_OVERTAKES):
         scheduler.add_request(make_group(str(number), 4, max_tokens=1))
         assert list(plan(step(scheduler, worker))) == [str(number)]
-    assert waits.num_overtaken == 0
+    assert waits.placement.num_overtaken == 0
     scheduler.end_fetch(0.1)
     assert list(plan(step(scheduler, worker))) == ["waits"]
     run(scheduler, worker)

@@ -201,7 +201,7 @@ def test_a_swapped_group_is_overtaken_no_more_often_than_a_waiting_one(phase_rul
         scheduler.add_request(better[-1])
         step(scheduler, worker)
         if patient in scheduler.swapped:
-            assert sum(group.num_cached_tokens is not None for group in better) <= 3
+            assert sum(group.history.num_cached_tokens is not None for group in better) <= 3
     assert scheduler.num_preemptions[PreemptionMode.SWAP]
     assert not scheduler.num_preemptions[PreemptionMode.RECOMPUTE]
     assert output_of(patient) == reference_output(patient, 0, 24)

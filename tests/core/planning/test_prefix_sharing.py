@@ -39,7 +39,7 @@ def test_requests_that_arrive_together_compute_a_long_prefix_once() -> None:
     steps = run_ahead(scheduler, worker, 1)
     assert sum(output.num_tokens for output in steps) == 40 + 7 * 4
     assert len([output for output in steps if output.scheduled]) == 5  # of 16 tokens at most
-    assert {group.num_cached_tokens for group in groups[1:]} == {36}
+    assert {group.history.num_cached_tokens for group in groups[1:]} == {36}
 
 
 def test_a_request_that_waits_for_a_prefix_is_admitted_in_the_step_that_plans_its_end() -> None:
@@ -92,7 +92,7 @@ def test_a_request_goes_on_by_itself_when_the_other_is_aborted_and_finds_what_st
     scheduler.finish_requests(["first"], SequenceStatus.FINISHED_ABORTED)
     output = scheduler.schedule()
     assert plan(output) == {"second": [8]}
-    assert second.num_cached_tokens == 8
+    assert second.history.num_cached_tokens == 8
     for sent in (in_flight, output):
         scheduler.update_from_output(sent, worker.execute(sent))
     run(scheduler, worker)
@@ -109,7 +109,7 @@ def test_a_session_that_is_lost_takes_what_its_steps_were_to_compute_with_it() -
     again = make_scheduler(scheduler.waiting, max_num_batched_tokens=8)
     again.schedule()
     assert again.waiting.head.request_id == "second"
-    assert [group.num_cached_tokens for group in again.running] == [0]
+    assert [group.history.num_cached_tokens for group in again.running] == [0]
 
 
 def test_a_group_that_computes_for_another_one_leaves_no_step_that_is_being_planned() -> None:

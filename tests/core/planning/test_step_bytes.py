@@ -4,7 +4,7 @@ from fake_worker import FakeWorker
 from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
 
 from scheduler_service.core import PreemptionMode
-from scheduler_service.core.planning.step_bytes import bytes_to_tell
+from scheduler_service.core.planning.step import bytes_to_tell
 
 BYTES_OF_ONE = bytes_to_tell(make_group("g", 8).sequences[0], 2)  # with two blocks of four tokens
 

@@ -15,8 +15,9 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
+from scheduler_service.core.groups.suspicion import CLEARING_TOKENS
 from scheduler_service.core.placement.balancer import MAX_OVERTAKES
-from scheduler_service.core.suspects.suspicion import CLEARING_TOKENS, CONTROL, MOST_CONTROL_SECONDS, NOTICE_SECONDS
+from scheduler_service.core.suspects.rule import CONTROL, MOST_CONTROL_SECONDS, NOTICE_SECONDS
 
 
 def immediately(poison: SequenceGroup) -> Kills:

@@ -3,6 +3,7 @@
 Everything that needs no GPU itself is also held against fakes, which compute anew what was recorded.
 """
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,13 @@ from stepped_worker import DEVICE, PROMPT, SteppedWorker, load_runner, make_nan
 from torch import Tensor
 from worker_helpers import LIMITS, new_sequence, state, tokens
 
-from worker_service.execution import worker as loading
 from worker_service.execution.cache import shared_prefixes
-from worker_service.execution.drafting import guessing
+from worker_service.execution.drafting import proposer_loaders
+from worker_service.execution.loaders import generator_loader
 from worker_service.execution.steps import decode_graphs
 from worker_service.execution.steps.decode_graphs import DecodeGraphs
 from worker_service.execution.steps.model_runner import ModelRunner
+from worker_service.execution.worker import load_worker
 from worker_service.models.causal_model import CausalModel
 from worker_service.models.layers.linear import Linear
 from worker_service.parallel.ranks import Ranks
@@ -208,18 +210,18 @@ def test_a_draft_model_has_graphs_without_adapters(
     def capture(*arguments: Any, has_adapters: bool = False) -> None:
         asked.append(has_adapters)
 
-    monkeypatch.setattr(loading, "capture", capture)
-    monkeypatch.setattr(guessing, "capture", capture)
+    monkeypatch.setattr(generator_loader, "capture", capture)
+    monkeypatch.setattr(proposer_loaders, "capture", capture)
     model = str(tiny_checkpoint)
+    config = json.dumps({"method": "draft_model", "model": model, "num_speculative_tokens": 3})
     settings = {
         "model": model,
         "device": "cpu",
-        "num_device_blocks": 64,
+        "num_gpu_blocks_override": 64,
         "cache": tmp_path,
-        "num_speculative_tokens": 3,
     }
-    loading.load_worker(WorkerSettings(**settings, max_loras=2, speculate="draft", draft_model=model))
-    loading.load_worker(WorkerSettings(**settings))
+    load_worker(WorkerSettings(**settings, max_loras=2, speculative_config=config))
+    load_worker(WorkerSettings(**settings))
     assert asked == [True, False, False]
 
 

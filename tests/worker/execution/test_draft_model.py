@@ -184,7 +184,7 @@ def test_a_pass_reads_what_was_computed_of_the_same_tokens(reads_next: bool, dat
                 Beginning(chunk.sequence, chunk.stop + chunk.samples, fleet.draw(0, 3) * chunk.samples)
                 for chunk in chunks
             ]
-            for one, guesses in zip(beginnings, model.guess(beginnings), strict=True):
+            for one, guesses in zip(beginnings, model.propose(beginnings), strict=True):
                 assert len(guesses) <= one.number
                 assert guesses == list(range(one.num_tokens, one.num_tokens + len(guesses)))
 
@@ -204,18 +204,18 @@ def test_what_has_been_computed_is_not_computed_again() -> None:
     runner, sequence = FakeRunner(), long_sequence(12)
     model = draft_model(runner)
     computed(model, sequence, 0, 11)
-    assert model.guess([Beginning(sequence, 12, 3)]) == [[12, 13, 14]]
+    assert model.propose([Beginning(sequence, 12, 3)]) == [[12, 13, 14]]
     assert runner.num_computed == 14
     sequence.token_ids.append(50)
     computed(model, sequence, 11, 12)
-    assert model.guess([Beginning(sequence, 13, 1)]) == [[13]]
+    assert model.propose([Beginning(sequence, 13, 1)]) == [[13]]
     assert runner.num_computed == 14 + 2  # the token before the last was new to the target, and may be another's slot
 
 
 def test_it_catches_up_by_no_more_tokens_than_a_step_may_have() -> None:
     runner, first, second = FakeRunner(), long_sequence(40), long_sequence(10, sequence_id=2)
     model = draft_model(runner)
-    found = [model.guess([Beginning(first, 40, 1), Beginning(second, 10, 2)]) for _ in range(4)]
+    found = [model.propose([Beginning(first, 40, 1), Beginning(second, 10, 2)]) for _ in range(4)]
     assert found == [[[], []], [[], []], [[40], []], [[40], [10, 11]]]
     assert runner.num_computed == 16 + 16 + 16 + 1 + 2 + 1
 
@@ -225,28 +225,28 @@ def test_a_token_that_reads_the_next_one_is_computed_when_that_is_known() -> Non
     runner, sequence = FakeRunner(reads_next=True), long_sequence(12)
     model = draft_model(runner)
     computed(model, sequence, 0, 11)
-    assert model.guess([Beginning(sequence, 12, 2)]) == [[12, 13]]
+    assert model.propose([Beginning(sequence, 12, 2)]) == [[12, 13]]
     assert runner.num_computed == 11 + 1
     sequence.token_ids.append(50)
     computed(model, sequence, 11, 12)
-    assert model.guess([Beginning(sequence, 13, 1)]) == [[13]]
+    assert model.propose([Beginning(sequence, 13, 1)]) == [[13]]
     assert runner.num_computed == 12 + 1
     sequence.token_ids.append(51)
     computed(model, sequence, 12, 13)
-    assert model.guess([Beginning(sequence, 14, 1)]) == [[14]]
+    assert model.propose([Beginning(sequence, 14, 1)]) == [[14]]
     assert runner.num_computed == 13 + 2
 
 
 def test_no_guess_is_made_beyond_the_models_longest_sequence_or_its_blocks() -> None:
     sequence = long_sequence(10)
-    assert draft_model(FakeRunner(), max_model_len=11).guess([Beginning(sequence, 10, 8)]) == [[10, 11]]
+    assert draft_model(FakeRunner(), max_model_len=11).propose([Beginning(sequence, 10, 8)]) == [[10, 11]]
     sequence.block_ids = sequence.block_ids[:3]
-    assert draft_model(FakeRunner()).guess([Beginning(sequence, 10, 8)]) == [[10, 11, 12]]
+    assert draft_model(FakeRunner()).propose([Beginning(sequence, 10, 8)]) == [[10, 11, 12]]
 
 
 def test_a_sequence_that_is_longer_than_the_models_longest_is_not_computed() -> None:
     runner, sequence = FakeRunner(), long_sequence(12)
-    assert draft_model(runner, max_model_len=11).guess([Beginning(sequence, 12, 3)]) == [[]]
+    assert draft_model(runner, max_model_len=11).propose([Beginning(sequence, 12, 3)]) == [[]]
     assert not runner.num_computed
 
 
@@ -254,7 +254,11 @@ def test_where_the_model_fails_there_is_no_guess() -> None:
     runner = FakeRunner()
     runner.failing = {2}
     beginnings = [Beginning(long_sequence(5), 5, 2), Beginning(long_sequence(5, sequence_id=2), 5, 2)]
-    assert draft_model(runner).guess(beginnings) == [[5, 6], []]
+    assert draft_model(runner).propose(beginnings) == [[5, 6], []]
+
+
+def drafting(model: Path) -> str:
+    return json.dumps({"method": "draft_model", "model": str(model)})
 
 
 def test_a_model_with_another_vocabulary_is_refused(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -262,20 +266,20 @@ def test_a_model_with_another_vocabulary_is_refused(make_checkpoint: Callable[..
     words = json.loads((other / "tokenizer.json").read_text())
     words["model"]["vocab"] |= {"t3": 4, "t4": 3}
     (other / "tokenizer.json").write_text(json.dumps(words))
-    settings = {"model": str(target), "device": "cpu", "cache": tmp_path, "num_device_blocks": 8, "speculate": "draft"}
-    load_worker(WorkerSettings(**settings, draft_model=str(target)))
+    settings = {"model": str(target), "device": "cpu", "cache": tmp_path, "num_gpu_blocks_override": 8}
+    load_worker(WorkerSettings(**settings, speculative_config=drafting(target)))
     with pytest.raises(StartError, match="has another vocabulary than"):
-        load_worker(WorkerSettings(**settings, draft_model=str(other)))
+        load_worker(WorkerSettings(**settings, speculative_config=drafting(other)))
 
 
 def test_a_draft_model_is_refused_where_blocks_behind_a_sliding_window_are_given_back(
     make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     target = make_checkpoint("mistral", sliding_window=20)
-    settings = {"model": str(target), "device": "cpu", "cache": tmp_path, "num_device_blocks": 8, "speculate": "draft"}
+    settings = {"model": str(target), "device": "cpu", "cache": tmp_path, "num_gpu_blocks_override": 8}
     with pytest.raises(StartError, match="sliding window"):
-        load_worker(WorkerSettings(**settings, draft_model=str(target)))
-    load_worker(WorkerSettings(**settings, draft_model=str(target), max_model_len=20))
+        load_worker(WorkerSettings(**settings, speculative_config=drafting(target)))
+    load_worker(WorkerSettings(**settings, speculative_config=drafting(target), max_model_len=20))
 
 
 @pytest.mark.parametrize("size", [3, 5, 9])

@@ -92,7 +92,7 @@ def test_few_rows_have_room_for_more_parts_each() -> None:
 @pytest.fixture
 def small_parts(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of GPUs compute, and parts are of 16 keys."""
-    attention = import_module("kernels.triton.attention_by_position")
+    attention = import_module("kernels.triton.attention.attention_by_position")
     monkeypatch.setattr(attention, "_MOST_TILE_KEYS", 16)
     for module in (shared_prefixes, decode_graphs, attention):
         monkeypatch.setattr(module, "PART_KEYS", 16)

@@ -3,10 +3,12 @@
 import itertools
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +19,7 @@ from tiny_model import write_byte_tokenizer
 from tokenizers import Tokenizer
 from worker_helpers import state
 
+from worker_service.execution.sampling import form_progress, form_turns
 from worker_service.execution.sampling import forms as forms_module
 from worker_service.execution.sampling.forms import Forms
 from worker_service.session.session import ScheduledChunk, SequenceState
@@ -191,15 +194,45 @@ def test_after_the_second_time_outputs_that_have_begun_end_too_in_the_same_step(
     receive, num_slow = forms._receive, itertools.count()
 
     def received(reader: Connection) -> bytes:
-        if next(num_slow) < 2:
+        if next(num_slow) in (1, 2):
             raise TimeoutError("it takes too long")
         return receive(reader)
 
     monkeypatch.setattr(forms, "_receive", received)
-    alive = [written(tokenizer, "y", number, CHOICE, b"its owner") for number in range(1, 7)]
-    alive.append(written(tokenizer, "y", 7, CHOICE, b"another"))
-    assert followers(forms, tokenizer, alive) == [""] * 6 + ["y"]
+    alive = [written(tokenizer, "y", 7, CHOICE, b"another")]
+    alive += [written(tokenizer, "y", number, CHOICE, b"its owner") for number in range(1, 7)]
+    assert followers(forms, tokenizer, alive) == ["y"] + [""] * 6
     assert next(num_slow) == 3
+
+
+def test_forms_that_are_slow_together_are_found_out_in_several_steps(
+    forms: Forms, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes as long as it may before it is ended; 60 of them in one step took 20 s."""
+    slow = [LLMatcher.grammar_from_regex(f"yyyyy|slow{number}") for number in range(8)]
+    send, receive, sent, num_slow = forms._send, forms._receive, deque[str](), itertools.count()
+
+    def noted(reader: Connection, items: Sequence[Any]) -> None:
+        send(reader, items)
+        sent.clear()
+        sent.extend(item.form for item in items)
+
+    def received(reader: Connection) -> bytes:
+        if "slow" in sent.popleft():
+            next(num_slow)
+            raise TimeoutError("it takes too long")
+        return receive(reader)
+
+    monkeypatch.setattr(forms, "_send", noted)
+    monkeypatch.setattr(forms, "_receive", received)
+    other = written(tokenizer, "y", 20, CHOICE, b"another")
+    alive = [written(tokenizer, "y", number, form, b"its owner") for number, form in enumerate(slow, 1)]
+    for ended in (3, 6, 8):
+        found = followers(forms, tokenizer, [*alive, other])
+        assert found[-1] in ("y", None)
+        assert found[:-1].count("") == ended
+        assert found[:-1].count(None) == len(slow) - ended
+    assert next(num_slow) == len(slow)
 
 
 def test_forms_that_come_together_are_compiled_in_several_steps(forms: Forms, tokenizer: Tokenizer) -> None:
@@ -216,10 +249,44 @@ def test_forms_that_come_together_are_compiled_in_several_steps(forms: Forms, to
     assert {*num_ready} == {0, 1, 2, 3, 4}
 
 
+def test_forms_of_one_owner_are_not_waited_for_by_anothers(forms: Forms, tokenizer: Tokenizer) -> None:
+    """Also where the process was killed, and all must be compiled and read anew."""
+    large = [LLMatcher.grammar_from_regex(r"(?i)\p{L}" * 300 + f"turns{number}") for number in range(6)]
+    alive = [state([5], sequence_id=number, form=form, form_owner=b"its owner") for number, form in enumerate(large, 1)]
+    alive.append(written(tokenizer, "y", 9, CHOICE, b"another"))
+    for _ in range(2):
+        found = followers(forms, tokenizer, alive)
+        while found[-1] is None:
+            found = followers(forms, tokenizer, alive)
+        assert found[-1] == "y"
+        assert found.count(None) >= len(large) - 2
+        while None in found:
+            found = followers(forms, tokenizer, alive)
+        forms._process.kill()
+        psutil.wait_procs([forms._process], 10)
+
+
+def test_memory_is_taken_from_the_owner_that_has_most_of_it(
+    forms: Forms, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process would come to its end by it, and would so again when all is read anew."""
+    monkeypatch.setattr(form_turns, "MOST_TOGETHER", 24 << 20)
+    large = [written(tokenizer, "1," * 1_200, number, LIST, b"its owner") for number in range(1, 9)]
+    others = [written(tokenizer, "1,", number, LIST, b"another") for number in (20, 21)]
+    found = followers(forms, tokenizer, [*large, *others])
+    process = forms._process
+    while None in found:
+        found = followers(forms, tokenizer, [*large, *others])
+    assert forms._process is process
+    assert found[-2:] == ["0123456789"] * 2
+    assert 1 < found.count("0123456789") - 2 < len(large)
+    assert found.count("") == len(large) + 2 - found.count("0123456789")
+
+
 def test_what_a_forms_tokens_cost_together_ends_its_own_output(
     forms: Forms, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms_module, "TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(form_progress, "TOKEN_SECONDS", 0.0)
     costly, other, third = (state([5], sequence_id=number, form=LIST) for number in (1, 2, 3))
     for one in (costly, other, third):
         assert until_read(forms, tokenizer, one)[0] == "0123456789"
@@ -233,7 +300,7 @@ def test_what_an_output_may_still_cost_is_no_less_where_it_is_read_anew(
     costs: list[tuple[float, float]], random: Random
 ) -> None:
     """costs: seconds to read each token, and to find the mask behind it."""
-    undisturbed, again = (forms_module._Progress(0, forms_module.deque()) for _ in range(2))
+    undisturbed, again = (form_progress.Progress(0, deque()) for _ in range(2))
     undisturbed.num_masks = 1
     unread, behind = costs[:], 0.0
     for reading, mask in costs:

@@ -27,10 +27,12 @@ from worker_helpers import mask_of, state, tokens
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.start_error import StartError
-from scheduler_service.frontend.forms.forms import forms as frontend
+from scheduler_service.frontend.forms import forms as frontend
+from worker_service.execution.sampling import form_process
 from worker_service.execution.sampling import forms as forms_module
+from worker_service.execution.sampling.form_masks import FormMasks
 from worker_service.execution.sampling.form_process import HEAD, MOST_KEPT, Follower, Work
-from worker_service.execution.sampling.forms import FormMasks, Forms
+from worker_service.execution.sampling.forms import Forms
 from worker_service.execution.sampling.sampler import BARRED, sample
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams
@@ -324,11 +326,11 @@ def test_an_output_ends_by_its_own_tokens_alone(
 
     def noted(reader: Connection, items: Sequence[Any]) -> None:
         send(reader, items)
-        may_fail.extend(not item.progress.is_fresh for item in items for _ in range(1 + len(item.guesses)))
+        may_fail.extend(not item.progress.is_fresh for item in items for _ in range(1 + len(item.drafts)))
 
     def failing(reader: Connection) -> bytes:
         answer = receive(reader)
-        return HEAD.pack(0.0, 0, False) if may_fail.popleft() and random.random() < 0.5 else answer
+        return HEAD.pack(0.0, 0, 0, False) if may_fail.popleft() and random.random() < 0.5 else answer
 
     monkeypatch.setattr(forms, "_send", noted)
     monkeypatch.setattr(forms, "_receive", failing)
@@ -447,6 +449,22 @@ def test_a_whole_text_is_followed_by_the_end_alone_and_nothing_is_asked_of_it_th
     (choice,) = grammars("regex", ["ab"])
     one = state([5], sequence_id=1, form=choice)
     assert [step(forms, [one])[0] for _ in range(4)] == [tokenizer.token_to_id(letter) for letter in "ab"] + [END, END]
+
+
+def test_what_a_step_has_no_time_for_is_late_and_comes_next(
+    follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = LLMatcher.grammar_from_regex("[ab]{5}")
+    a = next(token_id for token_id in range(VOCABULARY) if may_be_written(follower, form, [token_id, token_id]))
+    expected = mask_of(follower, Work(1, form, [], samples=True))
+    work = [Work(key, form, [a], samples=True, drafts=[a]) for key in (2, 3)]
+    monkeypatch.setattr(form_process, "MOST_SECONDS", 0.0)
+    heads = [HEAD.unpack_from(answer) for answer in follower.do(work)]
+    assert [is_late for *_, is_late in heads] == [True] * 4
+    monkeypatch.undo()
+    answers = [*follower.do([one._replace(form="", token_ids=[]) for one in work])]
+    assert [answer[HEAD.size :] for answer in answers] == [expected] * 4
+    assert [HEAD.unpack_from(answer)[-2:] for answer in answers] == [(1, False), (0, False)] * 2
 
 
 def test_grammars_that_were_used_lately_are_kept(follower: Follower) -> None:

@@ -12,7 +12,7 @@ from fake_decode_graphs import with_fake_graphs
 from stepped_worker import DEVICE, PROMPT, SteppedWorker, load_runner
 from worker_helpers import LIMITS, new_sequence, tokens
 
-from worker_service.execution.steps.model_runner import RunningStep
+from worker_service.execution.steps.running_step import RunningStep
 from worker_service.session.step import Fork, SchedulerOutput
 
 SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 7}, {"temperature": 1.3, "top_k": 20, "seed": 8}, {}]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from worker_helpers import state, tokens
 
-from kernels import filters
-from kernels.filters import filter_thresholds
-from kernels.noise import gumbel_noise, row_keys
+from kernels.sampling import filters
+from kernels.sampling.filters import filter_thresholds
+from kernels.sampling.noise import gumbel_noise, row_keys
 from worker_service.execution.sampling import sampler
 from worker_service.execution.sampling.logit_edits import edit_logits
 from worker_service.session.session import SequenceState

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from kernels.float8 import Float8Weight, quantize_float8
-from kernels.reference import quantize_int4
+from kernels.linear.quantization import quantize_int4
 from pagewire_common.start_error import StartError
 from worker_service.execution.startup.network import Network
 from worker_service.execution.worker import load_worker
@@ -43,7 +43,7 @@ def test_one_embedding_serves_as_input_and_packed_output() -> None:
 
 
 def quantized(model: Path, scheme: Quantization, **settings: Any) -> WorkerSettings:
-    return WorkerSettings(model=str(model), device="cpu", quantization=scheme, num_device_blocks=40, **settings)
+    return WorkerSettings(model=str(model), device="cpu", quantization=scheme, num_gpu_blocks_override=40, **settings)
 
 
 @pytest.mark.parametrize("scheme", QUANTIZATIONS)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.linear.quantization import quantize_int4
 from kernels.ops import GroupedWeight
-from kernels.reference import quantize_int4
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.loading.quantized.packed_weights import widened
 from worker_service.models.decoders.decoder import Decoder

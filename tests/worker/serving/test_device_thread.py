@@ -1,10 +1,28 @@
 """Work on the device thread is done in order, one piece at a time, and its failures stay its own."""
 
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 
-from worker_service.serving.device_thread import DeviceThread, Later
+from worker_service.serving.device_thread import DeviceThread, Pending
+
+Result = TypeVar("Result")
+
+
+class Asked(Pending[Result]):
+    """Done when the one function says so, with the result of the other."""
+
+    def __init__(self, is_done: Callable[[], bool], finish: Callable[[], Result]) -> None:
+        super().__init__()
+        self._is_done, self._finish = is_done, finish
+
+    def is_done(self) -> bool:
+        return self._is_done()
+
+    def finish(self) -> Result:
+        return self._finish()
 
 
 def test_work_is_done_in_order() -> None:
@@ -37,7 +55,7 @@ def test_cancelled_work_is_not_done() -> None:
 
 def test_what_the_device_is_not_done_with_waits_and_other_work_goes_on() -> None:
     thread, done = DeviceThread(), threading.Event()
-    later = thread.submit(lambda: Later(done.is_set, lambda: "found"))
+    later = thread.submit(lambda: Asked(done.is_set, lambda: "found"))
     assert thread.submit(lambda: "meanwhile").result(10) == "meanwhile"
     assert not later.done()
     done.set()
@@ -46,7 +64,7 @@ def test_what_the_device_is_not_done_with_waits_and_other_work_goes_on() -> None
 
 def test_a_result_can_be_settled_before_it_is_due() -> None:
     thread = DeviceThread()
-    waiting: Later[str] = Later(lambda: False, lambda: "found")
+    waiting: Asked[str] = Asked(lambda: False, lambda: "found")
     future = thread.submit(lambda: waiting)
     assert thread.submit(waiting.settle).result(10) is None
     assert future.result(0) == "found"
@@ -54,7 +72,7 @@ def test_a_result_can_be_settled_before_it_is_due() -> None:
 
 def test_results_that_come_late_can_be_failures_too() -> None:
     thread = DeviceThread()
-    future = thread.submit(lambda: Later(lambda: True, lambda: 1 // 0))
+    future = thread.submit(lambda: Asked(lambda: True, lambda: 1 // 0))
     with pytest.raises(ZeroDivisionError):
         future.result(10)
     assert thread.submit(lambda: "fine").result(10) == "fine"
@@ -62,7 +80,7 @@ def test_results_that_come_late_can_be_failures_too() -> None:
 
 def test_a_device_that_cannot_be_asked_fails_what_it_was_at_and_the_thread_goes_on() -> None:
     thread = DeviceThread()
-    future = thread.submit(lambda: Later(lambda: bool(1 // 0), lambda: 2 // 0))
+    future = thread.submit(lambda: Asked(lambda: bool(1 // 0), lambda: 2 // 0))
     with pytest.raises(ZeroDivisionError):
         future.result(10)
     assert thread.submit(lambda: "fine").result(10) == "fine"

@@ -11,9 +11,9 @@ from served_worker import PROMPT, Service, prompt_step
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from worker_service.errors import DeviceLostError
-from worker_service.execution.steps.model_runner import RunningStep
+from worker_service.execution.steps.running_step import RunningStep
 from worker_service.execution.worker import Worker
-from worker_service.serving import servicer
+from worker_service.serving import open_session
 
 
 async def test_a_row_of_nan_is_reported_and_its_neighbour_undisturbed(service: Service, worker: Worker) -> None:
@@ -143,7 +143,7 @@ async def test_what_a_failed_step_held_is_gone_when_the_device_recovers(
         raise MemoryError
 
     client = service.session()
-    monkeypatch.setattr(servicer, "log", structlog.wrap_logger(structlog.PrintLogger(), [discard]))
+    monkeypatch.setattr(open_session, "log", structlog.wrap_logger(structlog.PrintLogger(), [discard]))
     monkeypatch.setattr(worker.runner, "launch", run_out)
     monkeypatch.setattr(worker.runner, "recover", lambda: left.append(held[0]()))
     await client.send()

@@ -105,8 +105,8 @@ async def test_ranks_that_were_sent_a_step_are_not_left_alone_with_it(
 
     class FakeRanks(Ranks):
         def send(self, epoch: int, message: bytes, drafts: Sequence[Any] = ()) -> None:
-            assert service.servicer._stream is not None
-            service.servicer._stream.end = RequestError(grpc.StatusCode.FAILED_PRECONDITION, "superseded")
+            assert service.servicer._open is not None
+            service.servicer._open.end = RequestError(grpc.StatusCode.FAILED_PRECONDITION, "superseded")
 
         def alike(self) -> contextlib.AbstractContextManager[None]:
             return contextlib.nullcontext()

@@ -22,7 +22,8 @@ from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1.worker_service_pb2 import DropAdapterRequest, GetWorkerInfoRequest, TakeAdapterRequest
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from pagewire_common.calls.errors import RequestError
-from worker_service.execution.adapters.adapters import AdapterRoom, Adapters, rank_adapters
+from worker_service.execution.adapters import rank_adapters
+from worker_service.execution.adapters.adapters import AdapterRoom, Adapters
 from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.execution.worker import Worker
 from worker_service.parallel.ranks import ALONE, Ranks

@@ -122,11 +122,11 @@ def test_a_proposer_that_fails_is_not_asked_again_and_wants_no_more_room(capsys:
     class Failing(Ngrams):
         num_asked = 0
 
-        def guess(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
+        def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
             self.num_asked += 1
             if self.num_asked > 5:
                 raise IndexError("out of range")
-            return super().guess(beginnings)
+            return super().propose(beginnings)
 
     proposer = Failing()
     served, sequence = Served(Drafter(proposer, MOST, 100, 10_000)), state([1, 2, 3] * 5)
@@ -141,7 +141,7 @@ def test_a_proposer_that_fails_is_not_asked_again_and_wants_no_more_room(capsys:
 @pytest.mark.parametrize("no_token", [100, -1, 2**63])
 def test_what_is_no_token_is_not_verified_and_nothing_behind_it(no_token: int) -> None:
     class Strange(Ngrams):
-        def guess(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
+        def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
             return [[5, 99, no_token, 5, 5, 5, 5, 5] for _ in beginnings]
 
     served, sequence = Served(Drafter(Strange(), MOST, 100, 10_000)), state([1, 2, 3])
@@ -201,7 +201,7 @@ class FakeDraftModel:
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
         pass
 
-    def guess(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
+    def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
         self.asked.append([(one.num_tokens, one.number) for one in beginnings])
         return [[5] * one.number for one in beginnings]
 

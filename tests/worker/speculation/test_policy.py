@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_service.speculation.policy import StepCost, numbers_of_guesses
+from worker_service.speculation.policy import StepCost, numbers_of_drafts
 
 
 def cost_of(fixed: float, each: float) -> StepCost:
@@ -60,17 +60,17 @@ def test_before_there_is_anything_to_learn_from_the_slope_is_that_of_prompts() -
 
 
 def test_where_memory_is_the_limit_all_likely_guesses_are_verified() -> None:
-    assert numbers_of_guesses([0.9], [8], cost_of(0.030, 0.0001), 0.002) == [8]
+    assert numbers_of_drafts([0.9], [8], cost_of(0.030, 0.0001), 0.002) == [8]
 
 
 def test_where_computing_is_the_limit_none_is() -> None:
-    assert numbers_of_guesses([0.95] * 32, [8] * 32, cost_of(0.0001, 0.005), 0.002) == [0] * 32
+    assert numbers_of_drafts([0.95] * 32, [8] * 32, cost_of(0.0001, 0.005), 0.002) == [0] * 32
 
 
 def test_a_pause_that_costs_more_than_the_guesses_bring_is_not_made() -> None:
     cost = cost_of(0.030, 0.0001)
-    assert numbers_of_guesses([0.9] + [0.0] * 7, [4] * 8, cost, 0.001) == [4] + [0] * 7
-    assert numbers_of_guesses([0.9] + [0.0] * 7, [4] * 8, cost, 0.040) == [0] * 8
+    assert numbers_of_drafts([0.9] + [0.0] * 7, [4] * 8, cost, 0.001) == [4] + [0] * 7
+    assert numbers_of_drafts([0.9] + [0.0] * 7, [4] * 8, cost, 0.040) == [0] * 8
 
 
 @given(
@@ -90,7 +90,7 @@ def test_no_other_numbers_are_faster(
     cost = cost_of(fixed, each)
     guessing = cost_of(*pass_seconds) if pass_seconds else None
     chances, mosts, shares = (list(column) for column in zip(*rows, strict=True))
-    numbers = numbers_of_guesses(chances, mosts, cost, pause, shares=shares, guessing=guessing)
+    numbers = numbers_of_drafts(chances, mosts, cost, pause, shares=shares, drafting=guessing)
     fastest = max(
         rate(list(others), chances, shares, cost, pause, guessing)
         for others in itertools.product(*(range(most + 1) for most in mosts))
@@ -100,15 +100,15 @@ def test_no_other_numbers_are_faster(
 
 def test_there_is_no_room_where_there_is_hardly_ever_a_guess() -> None:
     cost = cost_of(0.030, 0.001)
-    assert numbers_of_guesses([0.9] * 2, [2] * 2, cost, 0.0, shares=[1.0, 0.02]) == [2, 0]
+    assert numbers_of_drafts([0.9] * 2, [2] * 2, cost, 0.0, shares=[1.0, 0.02]) == [2, 0]
 
 
 def test_a_draft_model_that_is_slow_makes_few_guesses_or_none() -> None:
     cost = cost_of(0.030, 0.0001)
-    assert numbers_of_guesses([0.8], [8], cost, 0.0, guessing=cost_of(0.001, 0.0001)) == [8]
-    assert numbers_of_guesses([0.8], [8], cost, 0.0, guessing=cost_of(0.010, 0.0001)) == [3]
-    assert numbers_of_guesses([0.8], [8], cost, 0.0, guessing=cost_of(0.030, 0.0001)) == [0]
+    assert numbers_of_drafts([0.8], [8], cost, 0.0, drafting=cost_of(0.001, 0.0001)) == [8]
+    assert numbers_of_drafts([0.8], [8], cost, 0.0, drafting=cost_of(0.010, 0.0001)) == [3]
+    assert numbers_of_drafts([0.8], [8], cost, 0.0, drafting=cost_of(0.030, 0.0001)) == [0]
 
 
 def test_nothing_is_asked_for_nothing() -> None:
-    assert numbers_of_guesses([], [], cost_of(0.01, 0.001), 0.0) == []
+    assert numbers_of_drafts([], [], cost_of(0.01, 0.001), 0.0) == []

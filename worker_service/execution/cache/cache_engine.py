@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.attention.narrow_cache import stored_size
 from kernels.backends import ops_for
-from kernels.narrow_cache import stored_size
 from kernels.upload import upload
 from worker_service.session.step import BlockMapping, SchedulerOutput
 
@@ -21,7 +21,7 @@ _MEASURED_BLOCKS = 8
 @dataclass(frozen=True)
 class CacheShape:
     """What one block holds: keys and values of `block_size` tokens in all layers, as `kernels.ops` has them, or in 8
-    bits as `kernels.narrow_cache` does."""
+    bits as `kernels.attention.narrow_cache` does."""
 
     num_layers: int
     block_size: int

@@ -1,6 +1,6 @@
 """Finds the rows of a decode step whose contexts begin with the same blocks, so that attention reads these blocks once.
 
-Such rows belong to requests with one long common prompt, to the outputs of one request, or to guesses for one sequence.
+Such rows belong to requests with one long common prompt, to the outputs of one request, or to drafts for one sequence.
 A shared prefix is cut into parts of `PART_KEYS` keys. An item is one part, for as many rows as a kernel takes together.
 Rows that share a part also share the part before it.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.metadata import PART_KEYS, SharedParts
+from kernels.attention.metadata import PART_KEYS, SharedParts
 from kernels.upload import upload
 
 _ITEMS_A_ROW = 2

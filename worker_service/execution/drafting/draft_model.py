@@ -1,12 +1,12 @@
-"""Guesses by a smaller model with the same vocabulary, which draws with the target's random numbers.
+"""Drafts by a smaller model with the same vocabulary, which draws with the target's random numbers.
 
 Its keys and values lie beside the target's, in pools of its own under the same block numbers: a block is swapped,
 copied, shared and found again as one, and the scheduler need not know. What the draft model has not computed, it
-catches up with when guesses are next worth making, so it costs nothing while they are not.
+catches up with when drafts are next worth making, so it costs nothing while they are not.
 
 The target's token is the largest of its logits plus noise that is a function of seed, output, position and token
-(`kernels.noise`). The draft model adds the same noise to its own logits, and so agrees more often than if it drew by
-itself: drafter-invariant speculative decoding (Daliri, Musco and Suresh 2024).
+(`kernels.sampling.noise`). The draft model adds the same noise to its own logits, and so agrees more often than if it
+drew by itself: drafter-invariant speculative decoding (Daliri, Musco and Suresh 2024).
 """
 
 import time
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.metadata import AttentionMetadata
+from kernels.attention.metadata import AttentionMetadata
 from worker_service.execution.cache.cache_engine import CacheEngine
 from worker_service.models.causal_model import CausalModel, LoraPlace
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized
@@ -81,7 +81,7 @@ class DraftRunner(Protocol):
     """Of as many blocks as the target's."""
 
     def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
-        """Compute slots [start, stop) of each chunk, and a guess for each that samples."""
+        """Compute slots [start, stop) of each chunk, and a draft for each that samples."""
 
 
 class DraftModel:
@@ -132,12 +132,12 @@ class DraftModel:
             self._filled[others] = 0
             self._writers[chunk.sequence.block_ids[first : last + 1]] = chunk.sequence.sequence_id
 
-    def guess(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
-        """One pass over what has not been computed of them, and one more for each further guess.
+    def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
+        """One pass over what has not been computed of them, and one more for each further draft.
 
-        A pass computes no more tokens than a step may have; a sequence that does not fit has no guesses this time.
+        A pass computes no more tokens than a step may have; a sequence that does not fit has no drafts this time.
         """
-        guesses: list[list[int]] = [[] for _ in beginnings]
+        drafts: list[list[int]] = [[] for _ in beginnings]
         numbers = [self._room(one) for one in beginnings]
         rows, chunks = [], []
         left = self._max_num_batched_tokens
@@ -173,12 +173,12 @@ class DraftModel:
                 token_id = next(tokens)
                 if chunk.sequence.sequence_id in failed:
                     continue
-                guesses[row].append(token_id)
+                drafts[row].append(token_id)
                 chunk.sequence.token_ids.append(token_id)
-                if len(guesses[row]) < numbers[row]:
+                if len(drafts[row]) < numbers[row]:
                     going_on.append((row, chunk._replace(start=chunk.stop, stop=chunk.stop + 1)))
             rows, chunks = [row for row, _ in going_on], [chunk for _, chunk in going_on]
-        return guesses
+        return drafts
 
     def _pass(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int], set[int]]:
         """The tokens after the chunks that sample, and the ids of sequences for which there is none."""
@@ -191,7 +191,7 @@ class DraftModel:
         return answer.token_ids, set(answer.failed_sequence_ids)
 
     def _room(self, one: Beginning) -> int:
-        """How many of the guesses that are wanted have a slot for all but the last of them, and a position."""
+        """How many of the drafts that are wanted have a slot for all but the last of them, and a position."""
         slots = min(len(one.sequence.block_ids) * self._block_size, self._max_model_len)
         return max(0, min(one.number, slots - one.num_tokens + 1))
 
@@ -216,7 +216,7 @@ class DraftModel:
 
 
 def _of_draft(one: Beginning) -> SequenceState:
-    """The sequence's first tokens, to go on with guesses, and the parameters that decide which token is chosen.
+    """The sequence's first tokens, to go on with drafts, and the parameters that decide which token is chosen.
 
     What is drafted for a sequence with an adapter is what the base would say, and for one with a form what it would say
     without.

@@ -2,8 +2,8 @@
 
 Its slot of a token has the keys and values that it computes of the *next* token and of the token's own state. So it can
 compute one slot less than there are tokens, and the last slot of a block depends on the first token behind the block:
-where sequences that share a block go on differently, one of them guesses from another's slot, which costs no more than
-a guess.
+where sequences that share a block go on differently, one of them drafts from another's slot, which costs no more than
+a draft.
 """
 
 from array import array
@@ -49,9 +49,9 @@ class HeadRunner:
 
     @torch.inference_mode()
     def execute(self, _: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
-        """Compute slots [start, stop) of each chunk, and guess the token behind the one after them.
+        """Compute slots [start, stop) of each chunk, and draft the token behind the one after them.
 
-        Where one is guessed, the head's state of the token that it guesses from is kept in the next slot, for a guess
+        Where one is drafted, the head's state of the token that it drafts from is kept in the next slot, for a draft
         after that: the target's takes its place when it has computed that token.
         """
         cache = self.cache_engine.device_blocks

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.narrow_cache import is_narrow, widened
+from kernels.attention.narrow_cache import is_narrow, widened
 from pagewire_common.model_files.generation_config import GenerationConfig
 from pagewire_common.start_error import StartError
 from worker_service.errors import InvalidStepError
@@ -119,6 +119,8 @@ def first_columns(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     while row_number > 0 and column_number > 0:
         found[row_number - 1] = column_number - 1
         step = steps[row_number + column_number, row_number]
-        row_number -= step != 2
-        column_number -= step != 1
+        if step != 2:
+            row_number -= 1
+        if step != 1:
+            column_number -= 1
     return found

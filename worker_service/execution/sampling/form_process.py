@@ -12,6 +12,9 @@ that the output is in, so that masks of other outputs wait for a slice at most. 
 A form is compiled in a slice too, which may be longer than others, and then as much time is left to others. Forms that
 come together are so compiled in several steps, and their outputs are late until then. When all were compiled in one
 step, 60 forms of 0.2 s each held the streams of a worker for 24 s.
+
+Masks of a step take `MOST_SECONDS` together, and those that are left then are late. When all were found in one step,
+200 outputs of `s: "=" | s s`, of which a mask takes 0.1 s, held the streams of a worker for 20 s.
 """
 
 import ctypes
@@ -31,7 +34,7 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
 
-from pagewire_common.forms import parser_limits
+from pagewire_common.forms import MOST_SECONDS, parser_limits
 from pagewire_common.processes.child_process import end_with_the_parent, leave_signals_to_the_parent
 from worker_service.execution.sampling.form_tokenizer import form_tokenizer
 
@@ -44,17 +47,17 @@ SLICE_SECONDS = 0.01
 pass takes about as long. In it, 6,000 tokens of JSON are read; 0.25 ms are the most that one of a right-recursive
 list takes before the list reaches the library's limit."""
 FEW_TOKENS = 16
-"""An output with no more tokens to read is not new: it has accepted guesses. It has a slice of its own."""
-HEAD = struct.Struct("<dI?")
-"""Before each mask: seconds of a processor since the answer before, except to compile the form; how many tokens were
-read; and whether the answer is late because there are more of them."""
+"""An output with no more tokens to read is not new: it has accepted drafts. It has a slice of its own."""
+HEAD = struct.Struct("<dqI?")
+"""Before each mask: seconds of a processor since the answer before, except to compile the form; by how many bytes the
+process has grown since; how many tokens were read; and whether the answer is late because there are more of them."""
 READY, FORK = b"\0", b"f"
 MOST_REASON = 1000
 
 
 class Work(NamedTuple):
     """What is to be done for an output: read these tokens, and then, if it `samples`, say what may follow, and what
-    after each of some guesses.
+    after each of some drafts.
 
     An output's first work names its `form` and has all of its tokens; if it is `alone`, its form is compiled for it.
     Work after an answer that is late has none of them again.
@@ -64,7 +67,7 @@ class Work(NamedTuple):
     form: str
     token_ids: Sequence[int]
     samples: bool
-    guesses: Sequence[int] = ()
+    drafts: Sequence[int] = ()
     alone: bool = False
 
 
@@ -77,6 +80,23 @@ class _Output:
     unread: deque[int] = field(default_factory=deque)
 
 
+class _Memory:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self._file = os.open("/proc/self/statm", os.O_RDONLY)
+        self._page = resource.getpagesize()
+        self._bytes = self._read()
+
+    def growth(self) -> int:
+        """Bytes of memory that were taken since the last call, or since the beginning."""
+        before, self._bytes = self._bytes, self._read()
+        return self._bytes - before
+
+    def _read(self) -> int:
+        return int(os.pread(self._file, 100, 0).split()[1]) * self._page
+
+
 class Follower:
     """Keeps the matchers of outputs, by keys."""
 
@@ -86,6 +106,7 @@ class Follower:
         self._num_bytes = -(-vocabulary_size // 32) * 4
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the one that was used last is last
         self._outputs: dict[int, _Output] = {}
+        self._memory = _Memory()
         self._slice = 0.0  # seconds that are left of it
         self._compiles_at = 0.0  # not before, of a monotonic clock
 
@@ -93,12 +114,13 @@ class Follower:
         self._outputs.pop(key, None)
 
     def do(self, all_work: Sequence[Work]) -> Iterator[bytes]:
-        """A step's work: for each, an answer, and then one for each of its guesses. Each is a `HEAD` and a mask.
+        """A step's work: for each, an answer, and then one for each of its drafts. Each is a `HEAD` and a mask.
 
-        A mask has a bit for each token that may come next. It is empty where no token may, as beyond a guess that may
+        A mask has a bit for each token that may come next. It is empty where no token may, as beyond a draft that may
         not come, or that ends the output; where the answer is late; and if the work does not sample.
         """
         self._slice = SLICE_SECONDS
+        ends_at = process_time() + MOST_SECONDS
         left = SLICE_SECONDS if monotonic() >= self._compiles_at else 0.0  # to compile
         for work in all_work:
             until = process_time() + SLICE_SECONDS
@@ -111,13 +133,13 @@ class Follower:
                 output.matcher = self._matcher(output.form, output.is_alone)
                 took, began = process_time() - began, process_time()
                 left, self._compiles_at = left - took, max(self._compiles_at, monotonic()) + took
-            matcher = output.matcher
+            matcher = output.matcher if process_time() < ends_at else None
             num_read = 0 if matcher is None else self._read(matcher, output.unread, until)
             is_late = matcher is None or bool(output.unread)
             masks = self._masks(matcher, work) if matcher is not None and work.samples and not is_late else iter(())
-            for _ in range(1 + len(work.guesses)):
+            for _ in range(1 + len(work.drafts)):
                 mask = next(masks, b"")
-                yield HEAD.pack(process_time() - began, num_read, is_late) + mask
+                yield HEAD.pack(process_time() - began, self._memory.growth(), num_read, is_late) + mask
                 began, num_read = process_time(), 0
 
     def _read(self, matcher: LLMatcher, unread: deque[int], until: float) -> int:
@@ -142,10 +164,10 @@ class Follower:
     def _masks(self, matcher: LLMatcher, work: Work) -> Iterator[bytearray]:
         mask = self._mask(matcher)
         yield mask
-        guessing = matcher.deep_copy() if work.guesses and mask else matcher  # one that has failed would not go back
-        for guess in work.guesses:
-            may_come = bool(mask) and mask[guess // 8] >> guess % 8 & 1 and not guessing.is_stopped()
-            mask = self._mask(guessing) if may_come and guessing.consume_token(guess) else bytearray()
+        ahead = matcher.deep_copy() if work.drafts and mask else matcher  # one that has failed would not go back
+        for draft in work.drafts:
+            may_come = bool(mask) and mask[draft // 8] >> draft % 8 & 1 and not ahead.is_stopped()
+            mask = self._mask(ahead) if may_come and ahead.consume_token(draft) else bytearray()
             yield mask
 
     def _mask(self, matcher: LLMatcher) -> bytearray:

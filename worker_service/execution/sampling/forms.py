@@ -17,25 +17,29 @@ What a form costs is charged to its own output, and may end that output alone:
   first time, so it ends no output that has come so far.
 
 So a form keeps other outputs waiting for at most three times `MOST_SECONDS` in a step: for its mask, for the masks
-after guesses, and once more where it fails and is read anew, without guesses; and for `TOKEN_SECONDS` on average.
+after drafts, and once more where it fails and is read anew, without drafts; and for `TOKEN_SECONDS` on average.
+Forms that are slow in the same step end at most `MOST_ENDED` processes in it.
 Forms that are new to the process are compiled one or a few in a step, in half of the time at most; others are late.
+
+All that a step does not come to is late: compiling, reading, and masks. So outputs have turns: one of each owner, then
+a second one of each, and what has taken the least time first. Without turns a tenant's new output
+waits for all that others have sent before, and, where the process was killed, every output of its tenant does.
+
+Memory is for all outputs together. Where they take more than `MOST_TOGETHER`, the owner whose outputs take most loses
+its largest. If the process came to its end instead, all would be read anew, come to the same end, and so on for ever.
 """
 
 import contextlib
 import itertools
 import socket
 import time
-from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 import structlog
 
@@ -43,10 +47,14 @@ from pagewire_common.forms import MOST_SECONDS
 from pagewire_common.model_files.eos_tokens import eos_token_ids
 from pagewire_common.model_files.generation_config import FILE, GenerationConfig
 from pagewire_common.processes.child_process import start_child
+from worker_service.execution.sampling import form_progress, form_turns
+from worker_service.execution.sampling.form_masks import FormMasks, FoundMasks
 from worker_service.execution.sampling.form_process import FORK, HEAD, MOST_REASON, READY, SLICE_SECONDS, Work
+from worker_service.execution.sampling.form_progress import FormedOutput, Progress
+from worker_service.execution.sampling.form_turns import WithRows
 from worker_service.loading.files.json_file import read_json
 from worker_service.loading.tokenizer_files import eos_token_id
-from worker_service.session.session import NO_DRAFTS, ScheduledChunk, SequenceState
+from worker_service.session.session import NO_DRAFTS, ScheduledChunk
 
 log = structlog.get_logger()
 
@@ -54,85 +62,10 @@ LOOK_SECONDS = 0.05
 DEAF_SECONDS = 10.0
 """A process that neither computes nor answers for so long is stuck."""
 START_SECONDS = 60.0
-MOST_LEFT = 3.0
-"""Seconds of a processor that an output's form may take before its tokens have paid for more."""
-TOKEN_SECONDS = 0.01
-"""Three times what any of 420 forms took for a token: see `MOST_SECONDS`."""
 BAN_SECONDS = 60.0
 MOST_BANS = 1024
-
-
-class _Found(NamedTuple):
-    masks: npt.NDArray[np.uint8]
-    """[rows, bytes]"""
-    late: Set[int]
-    """Ids of sequences."""
-
-
-class FormMasks:
-    """The tokens that may come next in a step, of the sequences that have a form and sample, and after guesses."""
-
-    def __init__(self, rows: dict[tuple[int, int], int], found: "Future[_Found]") -> None:
-        self._rows = rows  # by sequence id and number of tokens
-        self._found = found
-
-    def of(self, sequences: Sequence[SequenceState]) -> npt.NDArray[np.uint8]:
-        """[sequences, bytes], a bit a token, the lowest of a byte first, once they are known.
-
-        A sequence whose form cannot go on has none, nor has one that is late.
-        """
-        return self._found.result().masks[[self._rows[one.sequence_id, len(one.token_ids)] for one in sequences]]
-
-    def late(self) -> Set[int]:
-        """Ids of the sequences that sample later: what they have written before is still being read."""
-        return self._found.result().late if self._rows else frozenset()
-
-
-@dataclass(slots=True, eq=False)
-class _Progress:
-    """How far an output has been read, and by which process. When it goes, its key is among those to forget."""
-
-    key: int
-    gone: deque[int]
-    reader: Connection | None = None
-    num_tokens: int = 0
-    """That the process was sent."""
-    num_masks: int = 0
-    """That its matcher has found."""
-    left: float = field(default_factory=lambda: MOST_LEFT)
-    """Seconds of a processor that its form may still take."""
-    is_over: bool = False
-    """Whether its form took too long."""
-    is_alone: bool = False
-    """Whether its form is compiled for it, and nothing guessed: outputs of one form, and guesses, share limits of the
-    library, and some have ended a reading of it."""
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether what its matcher says follows from its tokens alone: it was made for it, and has found no mask."""
-        return self.is_alone and not self.num_masks
-
-    def begin(self, reader: Connection) -> None:
-        """Read it anew, by a new matcher."""
-        self.reader, self.num_tokens, self.num_masks, self.left = reader, 0, 0, MOST_LEFT
-
-    def charge(self, seconds: float, num_tokens: int) -> None:
-        """So many tokens took so long."""
-        cost = seconds if self.num_masks else seconds / 2
-        self.left = min(self.left - cost + num_tokens * TOKEN_SECONDS, MOST_LEFT)
-
-    def __del__(self) -> None:
-        self.gone.append(self.key)
-
-
-class _Item(NamedTuple):
-    sequence_id: int
-    form: str
-    owner: bytes
-    progress: _Progress
-    token_ids: "array[int]"  # all of the output
-    samples: bool
-    guesses: "array[int]"
+MOST_ENDED = 3
+"""Processes in a step, of which one has ended twice at an output that is at fault."""
 
 
 class Forms:
@@ -188,35 +121,37 @@ class Forms:
         sampled = [
             (sequence.sequence_id, len(sequence.token_ids) + number)
             for sequence, *_, samples, drafts in formed
-            for number in range(samples + len(drafts))
+            for number in range(1 + len(drafts) if samples else 0)
         ]
         rows = {key: row for row, key in enumerate(sampled)}
         items = [self._item(chunk) for chunk in formed]
         return FormMasks(rows, self._thread.submit(self._find, items, len(rows)))
 
-    def _item(self, chunk: ScheduledChunk) -> _Item:
+    def _item(self, chunk: ScheduledChunk) -> FormedOutput:
         sequence = chunk.sequence
         form, owner = sequence.sampling.form, sequence.sampling.form_owner
         output = sequence.token_ids[sequence.num_prompt_tokens :]
         progress = sequence.form_progress
-        if not isinstance(progress, _Progress):
-            progress = sequence.form_progress = _Progress(next(self._keys), self._gone)
+        if not isinstance(progress, Progress):
+            progress = sequence.form_progress = Progress(next(self._keys), self._gone)
             progress.is_over = not output and self._is_banned(form, owner)
-        return _Item(sequence.sequence_id, form, owner, progress, output, chunk.samples, chunk.drafts)
+        return FormedOutput(sequence.sequence_id, form, owner, progress, output, chunk.samples, chunk.drafts)
 
     # ---- on the thread
 
-    def _find(self, items: Sequence[_Item], num_rows: int) -> _Found:
+    def _find(self, items: Sequence[FormedOutput], num_rows: int) -> FoundMasks:
         """What `FormMasks` has."""
         masks = np.zeros((num_rows, -(-self._vocabulary_size // 32) * 4), np.uint8)
         late: set[int] = set()
-        ends = itertools.accumulate(item.samples + len(item.guesses) for item in items)
-        left = deque(
-            (item, masks[end - item.samples - len(item.guesses) : end]) for item, end in zip(items, ends, strict=True)
-        )
+        ends = itertools.accumulate(item.num_masks for item in items)
+        every = [(item, masks[end - item.num_masks : end]) for item, end in zip(items, ends, strict=True)]
+        left, num_ended = deque(form_turns.in_turns(every)), 0
         died: set[int] = set()  # what processes were at that have died
         while left := deque(self._followed(left)):
-            again: list[tuple[_Item, npt.NDArray[np.uint8]]] = []
+            if num_ended == MOST_ENDED:  # many forms may be slow, each once
+                late.update(item.sequence_id for item, _ in left if item.samples)
+                break
+            again: list[WithRows] = []
             try:
                 reader = self._living_reader()
             except OSError as error:
@@ -228,14 +163,16 @@ class Forms:
                 while left:
                     item, rows = left[0]
                     number, has_failed = 0, False
-                    used, began = _processor_seconds(self._process) if item.guesses else 0.0, time.monotonic()
-                    for number in range(1 + len(item.guesses)):
+                    used, began = _processor_seconds(self._process) if item.drafts else 0.0, time.monotonic()
+                    progress = item.progress
+                    for number in range(1 + len(item.drafts)):
                         if number and time.monotonic() - began > MOST_SECONDS:
                             self._check_used(used)
                         answer = self._receive(reader)
-                        seconds, num_read, is_late = HEAD.unpack_from(answer)
+                        seconds, growth, num_read, is_late = HEAD.unpack_from(answer)
+                        progress.memory += growth
                         if number == 0:
-                            item.progress.charge(seconds, num_read)
+                            progress.charge(seconds, num_read)
                         mask = np.frombuffer(answer, np.uint8, offset=HEAD.size)
                         if is_late and item.samples:
                             late.add(item.sequence_id)
@@ -244,17 +181,19 @@ class Forms:
                         elif item.samples and number == 0:
                             has_failed = True
                     left.popleft()  # from here on it is asked for again only if it is among those
-                    if item.progress.left < 0:
-                        self._end_output(item, f"its tokens take more than {TOKEN_SECONDS:g} s each")
+                    progress.taken += time.monotonic() - began
+                    if progress.left < 0:
+                        self._end_output(item, f"its tokens take more than {form_progress.TOKEN_SECONDS:g} s each")
                         rows[:] = 0
                         late.discard(item.sequence_id)
-                    elif has_failed and not item.progress.is_fresh:
-                        item.progress.reader, item.progress.is_alone = None, True
+                    elif has_failed and not progress.is_fresh:
+                        progress.reader, progress.is_alone = None, True
                         again.append((item, rows))
                     elif item.samples and item.sequence_id not in late:
-                        item.progress.num_masks += 1
+                        progress.num_masks += 1
             except (OSError, EOFError) as error:  # it takes too long, or has died: of too much memory, perhaps
                 self._end()
+                num_ended += 1
                 item = left[0][0]
                 if isinstance(error, TimeoutError):
                     self._ban(item, number > 0, str(error))
@@ -265,26 +204,28 @@ class Forms:
                         self._end_output(item, "the process that follows it has died twice")
                 died.add(item.progress.key)
             left.extend(again)
-        return _Found(masks, late)
+        for item, rows in form_turns.largest(every):
+            self._end_output(item, "outputs of its owner take most of the memory of all forms")
+            rows[:] = 0
+            late.discard(item.sequence_id)
+        return FoundMasks(masks, late)
 
-    def _followed(
-        self, items: Iterable[tuple[_Item, npt.NDArray[np.uint8]]]
-    ) -> Iterator[tuple[_Item, npt.NDArray[np.uint8]]]:
-        """Those that are not over, without guesses where what would follow these is not looked for."""
+    def _followed(self, items: Iterable[WithRows]) -> Iterator[WithRows]:
+        """Those that are not over, without drafts where what would follow these is not looked for."""
         for item, rows in items:
             if not item.progress.is_over and self._is_banned(item.form, item.owner, times=2):
                 self._end_output(item, "other outputs of the form have taken too long twice in a minute")
             if not item.progress.is_over:
-                without = item.progress.is_alone or self._is_banned(item.form, item.owner, is_guess=True)
-                yield item._replace(guesses=NO_DRAFTS) if without else item, rows
+                without = item.progress.is_alone or self._is_banned(item.form, item.owner, is_draft=True)
+                yield item._replace(drafts=NO_DRAFTS) if without else item, rows
 
-    def _send(self, reader: Connection, items: Sequence[_Item]) -> None:
+    def _send(self, reader: Connection, items: Sequence[FormedOutput]) -> None:
         work = []
-        for _, form, _, progress, token_ids, samples, guesses in items:
+        for _, form, _, progress, token_ids, samples, drafts in items:
             if is_new := progress.reader is not reader:
                 progress.begin(reader)
             unread = token_ids[progress.num_tokens :]
-            work.append(Work(progress.key, form if is_new else "", unread, samples, guesses, progress.is_alone))
+            work.append(Work(progress.key, form if is_new else "", unread, samples, drafts, progress.is_alone))
             progress.num_tokens = len(token_ids)
         gone = [self._gone.popleft() for _ in range(len(self._gone))]
         reader.send((gone, work))
@@ -304,24 +245,26 @@ class Forms:
         if _processor_seconds(self._process) - seconds > MOST_SECONDS + SLICE_SECONDS:
             raise TimeoutError(f"it takes more than {MOST_SECONDS:g} s")
 
-    def _end_output(self, item: _Item, why: str) -> None:
+    def _end_output(self, item: FormedOutput, why: str) -> None:
         item.progress.is_over = True
         log.warning("an output has ended: its form cannot be followed", reason=why)
 
-    def _ban(self, item: _Item, is_guess: bool, why: str) -> None:
-        """For a while, not begin an output of this form and owner, and after the second time not go on with one; if it
-        `is_guess`, what was not chosen, only not guess."""
-        if not is_guess:
+    def _ban(self, item: FormedOutput, is_draft: bool, why: str) -> None:
+        """For a while, begin no output of this form and owner, and after the second time go on with none.
+
+        is_draft: a draft token took too long, so that only drafts are left out.
+        """
+        if not is_draft:
             self._end_output(item, why)
-        times = 2 if self._is_banned(item.form, item.owner, is_guess=is_guess) else 1
-        self._bans[hash((item.form, item.owner, is_guess))] = time.monotonic() + BAN_SECONDS, times
+        times = 2 if self._is_banned(item.form, item.owner, is_draft=is_draft) else 1
+        self._bans[hash((item.form, item.owner, is_draft))] = time.monotonic() + BAN_SECONDS, times
         if len(self._bans) > MOST_BANS:
             self._bans.popitem(last=False)
 
-    def _is_banned(self, form: str, owner: bytes, *, is_guess: bool = False, times: int = 1) -> bool:
+    def _is_banned(self, form: str, owner: bytes, *, is_draft: bool = False, times: int = 1) -> bool:
         if not self._bans:
             return False
-        until, so_often = self._bans.get(hash((form, owner, is_guess)), (0.0, 0))
+        until, so_often = self._bans.get(hash((form, owner, is_draft)), (0.0, 0))
         return so_often >= times and until > time.monotonic()
 
     # ---- the processes

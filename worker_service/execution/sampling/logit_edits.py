@@ -2,7 +2,7 @@
 
 First, forms, allowed tokens, bad words and minimum length ban tokens. Then the bias is added. Then repetition,
 frequency and presence are penalised. Last come the rules of transcripts, which look at the logits. This file turns each
-row's parameters into places in the matrix of logits; `kernels.logit_edits` changes them, all rows at once.
+row's parameters into places in the matrix of logits; `kernels.sampling.logit_edits` changes them, all rows at once.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels import logit_edits as kernel
+from kernels.sampling import logit_edits as kernel
 from kernels.upload import upload
-from worker_service.execution.sampling.forms import FormMasks
+from worker_service.execution.sampling.form_masks import FormMasks
 from worker_service.execution.sampling.transcripts import edit_transcript
 from worker_service.session.session import SequenceState
 

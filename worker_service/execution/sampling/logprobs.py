@@ -1,11 +1,11 @@
-"""Reports of `kernels.log_probabilities` on tokens of a prompt and on sampled ones."""
+"""Reports of `kernels.sampling.log_probabilities` on tokens of a prompt and on sampled ones."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kernels.sampling_ops import sampling_ops_for
+from kernels.sampling.ops import sampling_ops_for
 from kernels.upload import upload
 from worker_service.session.session import SequenceState
 from worker_service.session.step import SampleLogprobs

@@ -3,7 +3,7 @@
 A row's token depends on its own logits, parameters, seed and tokens alone, never on its neighbours, so that a sequence
 samples the same alone and in a batch. Temperature 0 takes the largest logit; among equal ones, that of the lowest id.
 Above 0 a token is drawn as `argmax(logit / temperature + gumbel)` among the tokens that pass the filters. This file
-turns sequences into tensors; `kernels.sampling` computes. Nothing here waits for a GPU.
+turns sequences into tensors; `kernels.sampling.eager` computes. Nothing here waits for a GPU.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.noise import row_keys
-from kernels.sampling import Draws
-from kernels.sampling_ops import sampling_ops_for
+from kernels.sampling.eager import Draws
+from kernels.sampling.noise import row_keys
+from kernels.sampling.ops import sampling_ops_for
 from kernels.upload import upload
-from worker_service.execution.sampling.forms import FormMasks
+from worker_service.execution.sampling.form_masks import FormMasks
 from worker_service.execution.sampling.logit_edits import edit_logits
 from worker_service.session.session import SequenceState
 

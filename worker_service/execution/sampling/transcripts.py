@@ -48,5 +48,5 @@ def banned_ranges(params: TranscriptParams, output: Sequence[int], vocabulary_si
     elif output[-1] >= first:
         ranges.append((first, vocabulary_size))
     if times:
-        ranges.append((first, times[-1] + (not ends_part)))
+        ranges.append((first, times[-1] if ends_part else times[-1] + 1))
     return ranges

@@ -11,10 +11,10 @@ from typing import Any
 import structlog
 import torch
 
+from kernels.attention.narrow_cache import SCALE_BYTES, is_narrow
 from kernels.backends import EAGER, backend_name, ops_for
 from kernels.float8 import FLOAT8, FLOAT8_CAPABILITY
-from kernels.narrow_cache import SCALE_BYTES, is_narrow
-from kernels.reference import W8A8_GROUP, WEIGHT_GROUP
+from kernels.linear.quantization import W8A8_GROUP, WEIGHT_GROUP
 from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
 from worker_service.execution.adapters.adapters import AdapterRoom, Adapters

@@ -38,7 +38,8 @@ def measure_prefill(
     """
     num_tokens = max_num_batched_tokens if device.type == "cuda" else min(max_num_batched_tokens, _CPU_TOKENS)
     num_seqs = min(max_num_seqs, num_tokens) if device.type == "cuda" else 1
-    lengths = [num_tokens // num_seqs + (number < num_tokens % num_seqs) for number in range(num_seqs)]
+    length, num_longer = divmod(num_tokens, num_seqs)
+    lengths = [length + 1] * num_longer + [length] * (num_seqs - num_longer)
     longest = min(max(lengths), model.config.max_model_len)
     blocks = range(-(-longest // shape.block_size))
     # All sequences write the same blocks, because the results do not matter.

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.metadata import AttentionMetadata
+from kernels.attention.metadata import AttentionMetadata
 from kernels.upload import upload
 from worker_service.session.session import ScheduledChunk
 

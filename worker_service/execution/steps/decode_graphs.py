@@ -2,7 +2,7 @@
 
 On an H200 a decode of an 8-billion-parameter Llama takes 4.5 ms as a graph and 12.2 ms when each kernel is launched
 from Python. One graph is captured for each of a few numbers of rows. Every token has a row, so a step that verifies
-guesses, and one with a short prompt or a prompt's last tokens beside decodes, is replayed from the same graphs. The
+drafts, and one with a short prompt or a prompt's last tokens beside decodes, is replayed from the same graphs. The
 largest comes first, so that the others reuse its memory. Logits and sampling stay outside, because the rows that need
 them change from step to step.
 
@@ -24,9 +24,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.attention.metadata import PART_KEYS
+from kernels.attention.narrow_cache import is_narrow
 from kernels.backends import EAGER, backend_name, ops_for
-from kernels.metadata import PART_KEYS
-from kernels.narrow_cache import is_narrow
 from worker_service.execution.cache.cache_engine import CacheEngine
 from worker_service.execution.cache.shared_prefixes import SharedInputs
 from worker_service.execution.steps.decode_inputs import DecodeInputs, UnseenTokens

@@ -1,7 +1,7 @@
 """The tensors of a decode step, in the same memory every time, so that a captured CUDA graph can be replayed over them.
 
 Each token has a row. To attention every row is a sequence of its own with one query token, which sees the tokens up to
-its own; rows of one sequence have the same block table. So a step that verifies guesses needs no other shape than a
+its own; rows of one sequence have the same block table. So a step that verifies drafts needs no other shape than a
 decode, and its rows are computed by the kernel of decodes.
 
 A batch is padded to one of a few sizes. A padding row has token 0, position -1, slot -1 and no adapter, and therefore
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.metadata import AttentionMetadata, SharedParts
+from kernels.attention.metadata import AttentionMetadata, SharedParts
 from kernels.upload import upload
 from worker_service.session.session import PLACEHOLDER, ScheduledChunk
 from worker_service.session.step import TOKENS

@@ -7,14 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.metadata import AttentionMetadata
+from kernels.attention.metadata import AttentionMetadata
 from kernels.upload import upload
 from worker_service.execution.adapters.adapters import Adapters
 from worker_service.execution.cache.cache_engine import CacheEngine
 from worker_service.execution.sampling.alignment import Aligner
 from worker_service.execution.sampling.forms import Forms
 from worker_service.execution.steps.batch import build_batch
-from worker_service.execution.steps.model_runner import ModelRunner, RunningStep
+from worker_service.execution.steps.model_runner import ModelRunner
+from worker_service.execution.steps.running_step import RunningStep
 from worker_service.models.causal_model import CausalModel
 from worker_service.session.session import ScheduledChunk, SequenceState
 

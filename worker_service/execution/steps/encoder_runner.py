@@ -9,7 +9,8 @@ import torch
 
 from kernels.upload import upload
 from worker_service.execution.sampling.pooling import pool_all
-from worker_service.execution.steps.model_runner import Runner, RunningStep
+from worker_service.execution.steps.model_runner import Runner
+from worker_service.execution.steps.running_step import RunningStep
 from worker_service.execution.steps.step_clock import StepClock
 from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import SchedulerOutput

@@ -4,7 +4,7 @@ Logits are made only for the rows that need them: one for each sequence that sam
 log-probabilities were asked for.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -15,155 +15,28 @@ from kernels.upload import upload
 from worker_service.errors import DeviceLostError, InvalidStepError
 from worker_service.execution.adapters.adapters import Adapters
 from worker_service.execution.cache.cache_engine import CacheEngine
-from worker_service.execution.sampling.forms import FormMasks, Forms
-from worker_service.execution.sampling.logprobs import check_finite, concatenate, gather_logprobs, sample_logprobs
-from worker_service.execution.sampling.pooling import encode, pool_all
-from worker_service.execution.sampling.sampler import BARRED, sample
+from worker_service.execution.sampling.form_masks import FormMasks
+from worker_service.execution.sampling.forms import Forms
+from worker_service.execution.sampling.logprobs import check_finite, concatenate, gather_logprobs
+from worker_service.execution.sampling.pooling import pool_all
+from worker_service.execution.sampling.sampler import sample
 from worker_service.execution.steps.batch import build_batch
 from worker_service.execution.steps.decode_graphs import DecodeGraphs
-from worker_service.execution.steps.decode_inputs import UnseenTokens
+from worker_service.execution.steps.running_step import RunningStep
 from worker_service.execution.steps.step_clock import StepClock
 from worker_service.models.causal_model import CausalModel
-from worker_service.session.session import PLACEHOLDER, ScheduledChunk, SequenceState
-from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput, SequenceVectors, StepTiming
+from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput
 
 _LOGPROB_ROWS = 256
 """Prompt rows whose logits exist at a time; 2,048 rows of 49,152 float32 logits would be 400 MB."""
 
 
-class RunningStep:
-    """A step that the device has been asked to compute."""
-
-    def __init__(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        clock: StepClock,
-        logits: Tensor,
-        token_ids: Tensor,
-        prompt_logprobs: list[SampleLogprobs],
-        failed: Set[int],
-        vectors: Sequence[tuple[ScheduledChunk, Tensor]] = (),
-        masks: FormMasks | None = None,
-    ) -> None:
-        """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that chooses a token, and one
-        more for each of its guesses.
-
-        failed: ids of sequences whose prompt has no log-probabilities. vectors: what chunks completed. masks: with
-        which tokens were chosen.
-        """
-        self.chunks = chunks
-        self._sampling = [chunk for chunk in chunks if chunk.samples]
-        self._vectors = vectors
-        self._masks = masks
-        self._sequences = [
-            chunk.sequence for chunk in self._sampling if chunk.chooses for _ in range(1 + len(chunk.drafts))
-        ]
-        self._clock = clock
-        self._logits = logits if any(sequence.sampling.logprobs is not None for sequence in self._sequences) else None
-        self._token_ids = token_ids
-        self._host_token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=token_ids.is_cuda)
-        self._host_token_ids.copy_(token_ids, non_blocking=True)
-        self._prompt_logprobs = prompt_logprobs
-        self._failed = failed
-        clock.mark()
-
-    def is_done(self) -> bool:
-        """Whether `finish` would not wait."""
-        return self._clock.has_stopped()
-
-    def unseen_tokens(self) -> UnseenTokens:
-        """The tokens that it samples, for a step that is launched before this one has finished."""
-        return UnseenTokens(
-            self._token_ids, {sequence.sequence_id: row for row, sequence in enumerate(self._sequences)}
-        )
-
-    @torch.inference_mode()
-    def finish(self) -> ModelOutput:
-        """Wait for the device, and read the results."""
-        durations = self._clock.durations()
-        found = self._host_token_ids.tolist()
-        logits, self._logits = self._logits, None
-        numbers = [chunk.chooses + len(chunk.drafts) for chunk in self._sampling]
-        rows_of = [range(stop - number, stop) for stop, number in zip(accumulate(numbers), numbers, strict=True)]
-        late: Set[int] = frozenset() if self._masks is None else self._masks.late()
-        shares = [
-            []
-            if chunk.sequence.sequence_id in late
-            else accepted(found[rows.start : rows.stop], chunk.drafts)
-            if rows
-            else [PLACEHOLDER]
-            for chunk, rows in zip(self._sampling, rows_of, strict=True)
-        ]
-        vectors, without = self._read_vectors()
-        failed = (
-            self._failed
-            | without
-            | {
-                chunk.sequence.sequence_id
-                for chunk, share in zip(self._sampling, shares, strict=True)
-                if share and share[0] < 0
-            }
-        )
-        reporting = [
-            (chunk.sequence, rows[: len(share)])
-            for chunk, rows, share in zip(self._sampling, rows_of, shares, strict=True)
-            if share and chunk.sequence.sampling.logprobs is not None and chunk.sequence.sequence_id not in failed
-        ]
-        barred = []
-        for chunk, share in zip(self._sampling, shares, strict=True):
-            if share[:1] == [BARRED] and chunk.sequence.sequence_id not in self._failed:
-                barred.append(chunk.sequence.sequence_id)
-            if chunk.sequence.sequence_id in failed:
-                share[:] = [PLACEHOLDER]
-        has_drafts = any(chunk.drafts for chunk in self._sampling)
-        return ModelOutput(
-            token_ids=[token_id for share in shares for token_id in share],
-            num_tokens=[len(share) for share in shares] if has_drafts or late else [],
-            num_draft_tokens=[len(chunk.drafts) for chunk in self._sampling] if has_drafts else [],
-            timing=StepTiming(*durations),
-            logprobs=[] if logits is None else sample_logprobs(logits, found, reporting),
-            prompt_logprobs=self._prompt_logprobs,
-            failed_sequence_ids=[
-                chunk.sequence.sequence_id for chunk in self.chunks if chunk.sequence.sequence_id in failed
-            ],
-            barred_sequence_ids=barred,
-            vectors=vectors,
-        )
-
-    def _read_vectors(self) -> tuple[list[SequenceVectors], set[int]]:
-        """The vectors, and the ids of sequences whose vectors are not finite."""
-        found, without = [], set()
-        for chunk, tensor in self._vectors:
-            pooling = chunk.sequence.sampling.pooling
-            assert pooling is not None
-            vectors = encode(chunk.sequence.sequence_id, tensor, pooling)
-            if vectors is None:
-                without.add(chunk.sequence.sequence_id)
-            else:
-                found.append(vectors)
-        self._vectors = ()
-        return found, without
-
-
-def accepted(found: list[int], drafts: Sequence[int]) -> list[int]:
-    """What a sequence gained: the target's own tokens up to the first that is not the one that was guessed.
-
-    found: the token after the last known one and after each guess. Each is the one that would have been sampled there
-    anyway, because it is a function of the tokens before it alone; so guesses change no output.
-    """
-    gained = found[:1]
-    for guess, token_id in zip(drafts, found[1:], strict=True):
-        if gained[-1] != guess or token_id < 0:
-            break
-        gained.append(token_id)
-    return gained
-
-
 def _choosers(chunk: ScheduledChunk) -> list[SequenceState]:
-    """The sequence as it would be at each token that is sampled, were the guesses right."""
+    """The sequence as it would be at each token that is sampled, were the drafts right."""
     sequence, drafts = chunk.sequence, chunk.drafts
-    guessed = [replace(sequence, token_ids=sequence.token_ids + drafts[: n + 1]) for n in range(len(drafts))]
-    return [sequence, *guessed]
+    drafted = [replace(sequence, token_ids=sequence.token_ids + drafts[: n + 1]) for n in range(len(drafts))]
+    return [sequence, *drafted]
 
 
 class Runner:

@@ -80,7 +80,9 @@ def read_groups(json: Mapping[str, Any]) -> tuple[Group, ...]:
             raise ValueError(f"{where} is {shown(group)}; it must be an object")
         check_keys(f"{where}.", group, _OF_GROUP)
         formats += [group["format"]] if group.get("format") else []
-    for name in formats + [json.get("format")] * (not formats or json.get("format") != "mixed-precision"):
+    if not formats or json.get("format") != "mixed-precision":
+        formats = [*formats, json.get("format")]
+    for name in formats:
         if name not in _FORMATS:
             raise ValueError(
                 f"the format {shown(name)} is not read; pack-quantized, int-quantized and float-quantized are"

@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.attention.metadata import AttentionMetadata
 from kernels.backends import ops_for
 from kernels.float8 import Float8Weight
-from kernels.metadata import AttentionMetadata
 from kernels.ops import Ops
 from kernels.reference import rotary_tables
 from worker_service.models.causal_model import Fill, LoraPlace

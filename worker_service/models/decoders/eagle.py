@@ -1,4 +1,4 @@
-"""EAGLE-3's head: one layer that guesses the next token from the target's own states. (Li et al., 2025.)
+"""EAGLE-3's head: one layer that drafts the next token from the target's own states. (Li et al., 2025.)
 
 For a token it takes the token's embedding and, of the token before it, the target's states at three depths, of which a
 product makes one.
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.attention.metadata import AttentionMetadata
 from kernels.backends import ops_for
-from kernels.metadata import AttentionMetadata
 from kernels.ops import Ops
 from worker_service.models.decoders.eagle_config import EagleConfig
 from worker_service.models.decoders.head_layer import HeadLayer
@@ -34,7 +34,7 @@ class EagleHead:
         self._layer = HeadLayer(config.layer, 2 * hidden, dtype, device)
         self._embedding_norm, self._state_norm, self._norm = torch.empty(3, hidden, dtype=dtype, device=device)
         self._fc = allocate(hidden, 3 * config.target_hidden_size)
-        self._lm_head = allocate(config.num_guessable, hidden, wide=True)
+        self._lm_head = allocate(config.draft_vocabulary_size, hidden, wide=True)
         self._table = None
         if has_embedding:
             self._table = torch.empty(config.layer.vocabulary_size, hidden, dtype=dtype, device=device)
@@ -56,7 +56,7 @@ class EagleHead:
     def pack(self, token_ids: Tensor | None, embedding: Callable[[Tensor], Tensor]) -> None:
         """Prepare the weights for use. Called once, when `checkpoint_tensors` have been filled.
 
-        token_ids: [num_guessable] int64, the token of each logit; None where there is one for every token, in order;
+        token_ids: [draft_vocabulary_size] int64, the token of each logit; None where every token has one, in order;
         embedding: the target's, from [num_tokens] int64 to [num_tokens, hidden_size] float32.
         """
         if self._table is None:

@@ -34,7 +34,7 @@ class EagleConfig:
 
     layer: DecoderConfig
     """Of a network of one layer with the target's vocabulary."""
-    num_guessable: int
+    draft_vocabulary_size: int
     """Tokens that have a logit: often the most frequent ones alone."""
     target_hidden_size: int
     states_before: tuple[int, ...]
@@ -56,7 +56,9 @@ class EagleConfig:
         vocabulary_size = layer.vocabulary_size
         if vocabulary_size != target.vocabulary_size:
             raise ValueError(f"vocab_size is {vocabulary_size}, and the model has {target.vocabulary_size} tokens")
-        num_guessable = keys.integer("draft_vocab_size", vocabulary_size, null=vocabulary_size, most=vocabulary_size)
+        draft_vocabulary_size = keys.integer(
+            "draft_vocab_size", vocabulary_size, null=vocabulary_size, most=vocabulary_size
+        )
         size = keys.integer("target_hidden_size", target.hidden_size, null=target.hidden_size)
         if size != target.hidden_size:
             raise ValueError(f"target_hidden_size is {size}, and the model's states have {target.hidden_size} numbers")
@@ -66,7 +68,7 @@ class EagleConfig:
         for part in (keys, keys.group("eagle_config")):
             part.neutral(**_NEUTRAL)
         check_all_read(keys, "of EAGLE-3's heads")
-        return cls(layer, num_guessable, target.hidden_size, states_before, normed)
+        return cls(layer, draft_vocabulary_size, target.hidden_size, states_before, normed)
 
 
 def _layer(sizes: ReadKeys) -> DecoderConfig:

@@ -1,7 +1,7 @@
-"""The layer of a head that guesses, and the states that a head keeps beside its keys and values.
+"""The layer of a head that drafts, and the states that a head keeps beside its keys and values.
 
 A head computes a token from what was computed of the token before it: the target's states, or, where the target has not
-computed that token because it is a guess itself, the head's own. They are kept in the head's cache, where keys and
+computed that token because it is a draft itself, the head's own. They are kept in the head's cache, where keys and
 values of further layers would lie, so that whatever moves, copies or shares a block does so with them.
 """
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.attention.metadata import AttentionMetadata
 from kernels.backends import ops_for
-from kernels.metadata import AttentionMetadata
 from kernels.ops import Ops
 from kernels.reference import rotary_tables
 from worker_service.models.decoders.decoder_config import DecoderConfig
@@ -27,7 +27,7 @@ def num_state_layers(config: DecoderConfig) -> int:
 
 
 class Head(Protocol):
-    """A network that guesses from a target's states.
+    """A network that drafts from a target's states.
 
     cache: [num_blocks, 1 + num_state_layers, 2, block_size, num_kv_heads, head_dim]; slots: [num_tokens] int64, as the
     target stores keys and values of these tokens.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.backends import ops_for
-from kernels.experts import choose_experts, group_rows
+from kernels.linear.experts import choose_experts, group_rows
 from kernels.ops import Ops
 from worker_service.models.decoders.decoder_config import DecoderConfig, Mixture
 from worker_service.models.layers.expert_linear import ExpertLinear

@@ -2,7 +2,7 @@
 
 For a token it takes the token's embedding and the model's last state of the token before it, and has the model's own
 head make logits. (Xiaomi LLM-Core Team, 2025; the idea in this form: DeepSeek-AI, 2024.) Files with several such layers
-have been trained for guesses further ahead; the first is used for all of them.
+have been trained for drafts further ahead; the first is used for all of them.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.attention.metadata import AttentionMetadata
 from kernels.backends import ops_for
-from kernels.metadata import AttentionMetadata
 from kernels.ops import Ops
 from worker_service.models.decoders.decoder import Decoder
 from worker_service.models.decoders.decoder_config import DecoderConfig

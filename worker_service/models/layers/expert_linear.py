@@ -46,7 +46,10 @@ class ExpertLinear:
             self.experts = [Linear(weight, wide=wide, alike=True, device=device, ops=ops) for weight in weights]
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x: [rows, inputs], at least one; ends: as `kernels.experts.ExpertRows` has them. Returns [rows, outputs]."""
+        """x: [rows, inputs], at least one; ends: as `ExpertRows` of `kernels.linear.experts` has them.
+
+        Returns [rows, outputs].
+        """
         if self._stack is not None and self._stack.narrow is not None:
             return self._ops.grouped_float8(x, self._stack.narrow, ends, self._wide)
         if self._stack is not None:

@@ -1,0 +1,193 @@
+"""Serves on a GPU, beside vLLM: the same models, loads and GPU, one system after the other, in one run.
+
+    python -m bench serve_gpu --peer DIR [--models llama-8b,…] [--loads 128x1,…] [--rounds 1] [--output FILE]
+    python -m bench serve_gpu --show FILE        the tables of what one or several runs have written, cut off or not
+
+Ours are the scheduler, a worker and a client over gRPC on this machine; vLLM's server is driven over HTTP by the same
+client. Both have random weights of real shapes in bf16, nine tenths of the GPU's memory, 256 sequences and 8,192 tokens
+a step at most, prefix caching, and otherwise their defaults. Only one is up at a time: two would share the memory, in
+which two copies of the largest model leave no room for keys and values. The bandwidth of a copy is measured before each
+is started, and would show a GPU that has become slower meanwhile.
+
+DIR is where `python -m bench.gpu.pack join` has unpacked vLLM, or a folder with venv/, a virtual environment that can
+run it; without one, ours runs alone. A decode step is the median of the mean pauses between 16 tokens of a request, as
+the client sees them. Its limit is the time in which a copy moves what it has to read. The GPU is idle where no step of
+ours is computed, as CUDA events in the worker tell; of vLLM it is not known. With --device cpu, and vLLM's CPU build in
+DIR/venv, the program can be tried out without a GPU. The last line is JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import aiohttp
+import grpc
+import psutil
+from rich.console import Console
+
+from bench.gpu.memory import measure_copy
+from bench.gpu.rows import Row, append_row, figures_table, limits_table, read_rows
+from bench.gpu.shapes import SHAPES, step_bytes, write_model
+from bench.loads.drive import BenchError
+from bench.loads.load import Load, choose, shared_prefix, streams
+from bench.measurements.measure import Measurement, measure
+from bench.measurements.report import OURS
+from bench.systems.pagewire_system import Pagewire
+from bench.systems.peer_vllm import Vllm, cpu_build
+from bench.systems.processes import end_on_signals
+from pagewire_client import ServerError
+
+CONTEXT = 8448
+"""Tokens of the longest sequence: 8,192 and 256."""
+MODELS = ("llama-1b", "qwen3-4b", "llama-8b", "qwen3-30b-a3b")
+LOADS = (
+    streams(128, 128, 1, num_requests=4),
+    streams(128, 128, 32, num_requests=64),
+    streams(128, 128, 256, num_requests=512),
+    shared_prefix(4096, 128, 128, num_requests=64),
+    streams(1024, 128, 1, num_requests=4),
+    streams(1024, 128, 32, num_requests=64),
+    streams(1024, 128, 256, num_requests=256),
+    streams(8192, 256, 1, num_requests=2),
+    streams(8192, 256, 32, num_requests=32),
+    streams(8192, 256, 256, num_requests=256),
+)
+"""In the order of the time that they take: what a time limit cuts off is the last."""
+CPU_CACHE_GIB = 2
+STEP_TOKENS = 16
+MOST = ("--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
+
+Start = Callable[[], AbstractContextManager[Pagewire | Vllm]]
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench serve_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peer", type=Path, metavar="DIR", help="where vLLM is")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--loads", metavar="NAME,…", help=f"of {', '.join(load.name for load in LOADS)} (default: all)")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each load is run (default 1)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="append each load's figures to this file")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="measure nothing, show this file")
+    return parser.parse_args(arguments)
+
+
+def systems(model: Path, device: str, peer: Path | None) -> Iterator[Start]:
+    """How each system is started, ours first."""
+    ours = [*MOST, "--device", device, "--load-format", "dummy"]
+    cache_gib = CPU_CACHE_GIB if device == "cpu" else None
+    yield lambda: Pagewire(model, cache_gib, *ours, context=CONTEXT, scheduler_flags=MOST)
+    if peer:
+        program, environment = vllm_in(peer)
+        theirs = [*MOST, "--load-format", "dummy"]
+        yield lambda: Vllm(program, model, *theirs, context=CONTEXT, environment=environment)
+
+
+def vllm_in(folder: Path) -> tuple[Sequence[str | Path], dict[str, str]]:
+    """The program, and what it finds in its environment: of a virtual environment, or of unpacked packages.
+
+    Raises BenchError for a folder with neither.
+    """
+    if (folder / "venv").is_dir():
+        return cpu_build(folder, CPU_CACHE_GIB)
+    if (folder / "vllm" / "vllm").is_dir():
+        return [sys.executable, "-m", "vllm.entrypoints.cli.main"], {"PYTHONPATH": str((folder / "vllm").absolute())}
+    raise BenchError(f"{folder} has neither venv/ nor vllm/vllm/, which `python -m bench.gpu.pack join` unpacks there")
+
+
+def run(arguments: argparse.Namespace, rows: list[Row]) -> None:
+    """Measure, and add each load's figures to the rows and to the file. Raises BenchError where a system fails."""
+    loads = choose(arguments.loads, LOADS)
+    models = arguments.models.split(",")
+    if unknown := [model for model in models if model not in SHAPES]:
+        raise ValueError(f"there is no model {unknown[0]!r} here, but {', '.join(SHAPES)}")
+    for model in models:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / model
+            write_model(SHAPES[model], path)
+            for start in systems(path, arguments.device, arguments.peer):
+                device, bandwidth = measure_copy(arguments.device)
+                with start() as system:
+                    for load in loads:
+                        found = asyncio.run(measure([system], load, SHAPES[model]["vocab_size"], arguments.rounds))
+                        rows.append(row_of(model, load, system, found, device, bandwidth))
+                        if arguments.output:
+                            append_row(arguments.output, rows[-1])
+
+
+def row_of(model: str, load: Load, system: Pagewire | Vllm, found: Measurement, device: str, bandwidth: float) -> Row:
+    """The figures of one load on one system."""
+    figures = found.figures[system.name]
+    arrival = load.arrivals[0]
+    runs = found.runs[system.name]
+    step_ms = limit_ms = idle_percent = idle_us = None
+    if arrival.output_tokens >= arrival.prompt_tokens:
+        timelines = (timeline for run in runs for timeline in run.timelines)
+        step_ms = 1e3 * median(pause for timeline in timelines for pause in timeline.mean_pauses(STEP_TOKENS))
+        context = arrival.prompt_tokens + arrival.output_tokens / 2
+        limit_ms = 1e3 * step_bytes(SHAPES[model], load.concurrency, context) / bandwidth
+    if split := found.split:
+        seconds = sum(run.seconds for run in runs)
+        idle_us = split.idle_us(seconds)
+        idle_percent = 1e-4 * idle_us * split.num_steps / seconds
+    return Row(
+        device=device,
+        copy_bytes_per_second=bandwidth,
+        model=model,
+        load=load.title,
+        concurrency=load.concurrency,
+        system=f"{system.name} {system.version}" if isinstance(system, Vllm) else OURS,
+        start_seconds=system.start_seconds,
+        output_tokens_per_second=figures.output_tokens_per_second,
+        ttft_ms=figures.ttft_ms,
+        ttft_p99_ms=figures.ttft_p99_ms,
+        itl_p50_ms=figures.itl_p50_ms,
+        itl_p99_ms=figures.itl_p99_ms,
+        step_ms=step_ms,
+        limit_ms=limit_ms,
+        idle_percent=idle_percent,
+        idle_us=idle_us,
+    )
+
+
+def show(rows: Sequence[Row]) -> None:
+    console = Console(file=sys.stdout, width=200)
+    for device in dict.fromkeys(row.device for row in rows):
+        console.print(device, highlight=False)
+        of_device = [row for row in rows if row.device == device]
+        console.print(figures_table(of_device))
+        console.print(limits_table(of_device))
+    sys.stdout.write(json.dumps([asdict(row) for row in rows]) + "\n")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    end_on_signals()
+    rows: list[Row] = []
+    try:
+        if arguments.show:
+            rows += read_rows(arguments.show)
+        else:
+            run(arguments, rows)
+    except (BenchError, ServerError, ValueError, OSError) as error:
+        sys.exit(f"bench serve_gpu: {error}")
+    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # a system failed under its load
+        sys.exit(f"bench serve_gpu: {type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        if rows:
+            show(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Puts a load on a system and notes when its tokens come. It treats all kinds of system alike."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from bench.loads.figures import Run, Timeline
+from bench.loads.load import Load
+from scheduler_service.simulation.trace import Arrival
+
+Stream = Callable[[Sequence[int], int], AsyncIterator[int]]
+"""Generates so many tokens after a prompt, greedily and past any end; yields the number that each message brought."""
+
+
+class BenchError(Exception):
+    """Nothing can be measured, or the measurement is invalid; the message says why."""
+
+
+class System(Protocol):
+    """A server that runs."""
+
+    name: str
+    start_seconds: float
+
+    def pids(self) -> Sequence[int]:
+        """Process ids of the processes that were started, without their children."""
+
+    def connect(self) -> AbstractAsyncContextManager[Stream]: ...
+
+
+async def drive(system: System, load: Load, prompts: Sequence[Sequence[int]]) -> Run:
+    """Run a load once. Raises BenchError when the system sends more or fewer tokens than were asked for."""
+    slots = asyncio.Semaphore(load.concurrency)
+    async with system.connect() as stream:
+        start = time.perf_counter()
+
+        async def one(arrival: Arrival, prompt: Sequence[int]) -> Timeline:
+            if arrival.at:
+                await asyncio.sleep(start + arrival.at - time.perf_counter())
+            async with slots:
+                began = time.perf_counter()
+                messages = [(time.perf_counter(), tokens) async for tokens in stream(prompt, arrival.output_tokens)]
+            timeline = Timeline(began, len(prompt), messages)
+            if timeline.output_tokens != arrival.output_tokens:
+                raise BenchError(
+                    f"{system.name} sent {timeline.output_tokens} tokens where {arrival.output_tokens} were asked for"
+                )
+            return timeline
+
+        timelines = await asyncio.gather(*map(one, load.arrivals, prompts))
+        return Run(time.perf_counter() - start, timelines)

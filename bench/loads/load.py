@@ -1,0 +1,109 @@
+"""The loads: how many requests, when, how long, and of which random tokens. Both systems get exactly the same.
+
+Prompts are drawn from a seed: a run with a seed of its own finds no other run's prompts in a prefix cache.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from scheduler_service.simulation.trace import Arrival
+
+CONTEXT = 2048
+"""The longest sequence that the systems are started for, and that a trace's requests are cut to."""
+CACHE_GIB = 2
+"""Memory for keys and values that each system is given."""
+WARM_UP_PROMPT_TOKENS = 8192
+WARM_UP_OUTPUT_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that come at their times; at most `concurrency` are under way, others wait until one of them ends."""
+
+    name: str
+    """For the command line."""
+    title: str
+    arrivals: Sequence[Arrival]
+    concurrency: int
+    shared_tokens: int = 0
+    """The number of first tokens that all prompts share, but for those of `num_others`."""
+    num_others: int = 0
+    """Requests, the first ones, whose prompts share nothing."""
+
+    def prompts(self, vocabulary_size: int, seed: object) -> list[list[int]]:
+        draw = random.Random(f"{self.name} {seed}")
+        shared = [draw.randrange(vocabulary_size) for _ in range(self.shared_tokens)]
+        prefixes: list[list[int]] = [[]] * self.num_others + [shared] * (len(self.arrivals) - self.num_others)
+        return [
+            prefix + [draw.randrange(vocabulary_size) for _ in range(arrival.prompt_tokens - len(prefix))]
+            for prefix, arrival in zip(prefixes, self.arrivals, strict=True)
+        ]
+
+    def warm_up(self) -> "Load":
+        """A short one of the same shape: its first requests, all at once, ended after a few tokens."""
+        arrivals: list[Arrival] = []
+        for arrival in self.arrivals[: self.concurrency]:
+            if sum(earlier.prompt_tokens for earlier in arrivals) >= WARM_UP_PROMPT_TOKENS:
+                break
+            output_tokens = min(arrival.output_tokens, WARM_UP_OUTPUT_TOKENS)
+            arrivals.append(arrival._replace(at=0.0, output_tokens=output_tokens))
+        return replace(self, arrivals=arrivals)
+
+
+def streams(prompt_tokens: int, output_tokens: int, concurrency: int, num_requests: int) -> Load:
+    """`concurrency` streams at once, each followed by another until all requests are done."""
+    arrival = Arrival(0.0, prompt_tokens, output_tokens)
+    title = f"{prompt_tokens}/{output_tokens} x {concurrency}"
+    return Load(f"{prompt_tokens}x{concurrency}", title, [arrival] * num_requests, concurrency)
+
+
+def shared_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
+    """All at once; the prefix is new to the server, which can compute it once or for each of them."""
+    arrival = Arrival(0.0, shared_tokens + own_tokens, output_tokens)
+    title = f"{shared_tokens}+{own_tokens}/{output_tokens} x {num_requests}"
+    return Load("prefix", title, [arrival] * num_requests, num_requests, shared_tokens)
+
+
+def busy_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
+    """The same half a second after four other streams have begun: no request is admitted before the others come."""
+    others = [Arrival(0.0, 128, 192)] * 4
+    arrival = Arrival(0.5, shared_tokens + own_tokens, output_tokens)
+    title = f"4 streams, {shared_tokens}+{own_tokens}/{output_tokens} x {num_requests}"
+    arrivals = [*others, *[arrival] * num_requests]
+    return Load("busyprefix", title, arrivals, len(arrivals), shared_tokens, len(others))
+
+
+def replayed(trace: Sequence[Arrival], speedup: float) -> Load:
+    """A trace at its own times, with no limit on concurrent requests; each request is cut to the context."""
+    return Load("trace", f"trace x {speedup:g}", [capped(arrival) for arrival in trace], len(trace))
+
+
+def capped(arrival: Arrival, context: int = CONTEXT) -> Arrival:
+    """The output cut to half the context, then the prompt to what that leaves."""
+    output_tokens = min(arrival.output_tokens, context // 2)
+    return arrival._replace(
+        prompt_tokens=min(arrival.prompt_tokens, context - output_tokens), output_tokens=output_tokens
+    )
+
+
+def choose(names: str | None, loads: Sequence[Load]) -> list[Load]:
+    """The loads of these names. Raises ValueError for an unknown name."""
+    if names is None:
+        return list(loads)
+    by_name = {load.name: load for load in loads}
+    wanted = names.split(",")
+    if unknown := [name for name in wanted if name not in by_name]:
+        raise ValueError(f"there is no load {unknown[0]!r} here, but {', '.join(by_name)}")
+    return [by_name[name] for name in wanted]
+
+
+LOADS = (
+    streams(128, 128, 1, num_requests=4),
+    streams(128, 128, 8, num_requests=24),
+    streams(128, 128, 32, num_requests=64),
+    streams(128, 128, 64, num_requests=128),
+    streams(1024, 64, 16, num_requests=32),
+    shared_prefix(1000, 24, 64, num_requests=32),
+    busy_prefix(1000, 24, 64, num_requests=32),
+)

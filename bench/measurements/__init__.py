@@ -1,0 +1,1 @@
+"""Loads on several systems in turn, and the tables and charts of what was measured."""

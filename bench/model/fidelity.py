@@ -1,0 +1,225 @@
+"""How near served log-probabilities are to exact ones: python -m bench.fidelity. Ends with JSON.
+
+Texts go teacher-forced through each system. It returns the log-probability of every token of the text, and the
+likeliest token at its place. These are compared with transformers in float32 with the same weights: the mean difference
+of the log-probabilities of the text's tokens, how often the likeliest token is the same, and by how much perplexity is
+larger. Ours serves in bfloat16, with keys and values in int8, and with quantised weights where the machine has such
+products; beside it are transformers in bfloat16 and, with --peer, vLLM. Ratios are to transformers in bfloat16. A
+cache in fp8 is for GPUs: here transformers attends to what it would hold.
+
+The texts are the first tokens of pages of Python's own manual, which comes with every Python. --prompts adds the texts
+of a JSON-lines file whose objects have `turns`, as MT-bench's have.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import signal
+import sys
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from bench.loads.drive import BenchError
+from bench.systems.peer_vllm import MODEL, vllm_on_cpu
+from kernels.attention.narrow_cache import narrowed, widened
+from kernels.float8 import FLOAT8
+from pagewire_client import Client, LocalServer, SamplingParams, ServerError
+from pagewire_client.llm import collect
+from pagewire_common.connection.channel import direct_opener
+from pagewire_common.settings import load_settings
+from pagewire_common.start_error import StartError
+from worker_service.loading.model_store import find_model
+from worker_service.models.layers.linear import Quantization, can_pack
+from worker_service.settings import WorkerSettings
+
+TOPICS = ("types", "import", "formatstrings", "compound", "specialnames", "assert", "exprlists", "numbers")
+WINDOW = 512
+"""Tokens of a text at most."""
+CACHE_GIB = 2
+BASE = "transformers, bfloat16"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A system's log-probabilities of the tokens of one text, without the first token."""
+
+    logprobs: list[float]
+    likeliest: list[int]
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How far scores are from exact ones, over the tokens of all texts."""
+
+    mean_difference: float
+    """The mean absolute difference of log-probabilities."""
+    same_likeliest: float
+    """In percent of all tokens."""
+    perplexity: float
+    """In percent of that of the exact scores, above it."""
+
+
+def compare(found: Sequence[Scores], exact: Sequence[Scores]) -> Fidelity:
+    """found, exact: of the same texts. Raises BenchError where one lacks tokens."""
+    differences: list[float] = []
+    losses: list[float] = []
+    same = 0
+    for ours, truth in zip(found, exact, strict=True):
+        if len(ours.logprobs) != len(truth.logprobs) or len(ours.likeliest) != len(truth.likeliest):
+            raise BenchError(f"a text has scores of {len(ours.logprobs)} tokens where {len(truth.logprobs)} were asked")
+        losses += [b - a for a, b in zip(ours.logprobs, truth.logprobs, strict=True)]
+        differences += map(abs, losses[len(differences) :])
+        same += sum(a == b for a, b in zip(ours.likeliest, truth.likeliest, strict=True))
+    count = len(differences)
+    return Fidelity(sum(differences) / count, 100 * same / count, 100 * math.expm1(sum(losses) / count))
+
+
+class _CacheInFp8(DynamicCache):  # type: ignore[misc]  # whose types are not known
+    """Keys and values as they are read from a cache in e4m3."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        kept = (widened(narrowed(heads, FLOAT8), heads.dtype) for heads in (key_states, value_states))
+        found: tuple[Tensor, Tensor] = super().update(*kept, *args, **options)
+        return found
+
+
+def transformers_scores(
+    directory: Path,
+    texts: Iterable[list[int]],
+    dtype: torch.dtype,
+    make_cache: Callable[[], DynamicCache] = DynamicCache,
+) -> list[Scores]:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    scores = []
+    for text in texts:
+        with torch.inference_mode():
+            logprobs = model(torch.tensor([text]), past_key_values=make_cache()).logits[0, :-1].float().log_softmax(-1)
+        chosen = logprobs.gather(1, torch.tensor(text[1:])[:, None]).squeeze(1)
+        scores.append(Scores(chosen.tolist(), logprobs.argmax(-1).tolist()))
+    return scores
+
+
+def our_scores(directory: Path, texts: Sequence[list[int]], *flags: str) -> list[Scores]:
+    """Scores from a scheduler and a worker of their own, one text after the other."""
+
+    async def ask() -> list[Scores]:
+        sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+        async with Client(server.target) as client:
+            completions = [await collect(client, text, sampling) for text in texts]
+        return [
+            Scores(
+                [entry.chosen.logprob for entry in completion.prompt_logprobs],
+                [entry.top[0].token_id for entry in completion.prompt_logprobs],
+            )
+            for completion in completions
+        ]
+
+    arguments = ["--dtype", "bfloat16", "--kv-cache-memory", str(CACHE_GIB), "--max-model-len", "2048", *flags]
+    with LocalServer(str(directory), worker_arguments=arguments) as server:
+        return asyncio.run(ask())
+
+
+def vllm_scores(url: str, texts: Iterable[list[int]]) -> list[Scores]:
+    scores = []
+    for text in texts:
+        body = {"model": MODEL, "prompt": text, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+        request = urllib.request.Request(  # noqa: S310  # our own URL
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with direct_opener().open(request, timeout=300) as response:
+            (choice,) = json.load(response)["choices"]
+        scores.append(scores_of(choice["prompt_logprobs"], text))
+    return scores
+
+
+def scores_of(entries: Sequence[dict[str, dict[str, Any]] | None], text: Sequence[int]) -> Scores:
+    """vLLM's entries, by token id, at each place of a text; at the first there is none."""
+    known = [entry or {} for entry in entries[1:]]
+    return Scores(
+        [entry[str(token)]["logprob"] for entry, token in zip(known, text[1:], strict=True)],
+        [int(next(token for token, score in entry.items() if score["rank"] == 1)) for entry in known],
+    )
+
+
+def read_texts(directory: Path, prompts: Path | None) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    texts = [topics[topic] for topic in TOPICS if topic in topics]
+    if prompts is not None:
+        texts += [turn for line in prompts.read_text().splitlines() for turn in json.loads(line)["turns"]]
+    tokens = [tokenizer.encode(text).ids[:WINDOW] for text in texts]
+    return [text for text in tokens if len(text) > 1]
+
+
+def run(model: str, peer: Path | None, prompts: Path | None) -> tuple[dict[str, Fidelity], int]:
+    """By system, and the number of tokens that were scored."""
+    cache = load_settings(WorkerSettings, "bench", []).cache.expanduser()
+    directory = peer / "model" if peer else find_model(model, cache).path
+    texts = read_texts(directory, prompts)
+    exact = transformers_scores(directory, texts, torch.float32)
+    found = {
+        "pagewire, bfloat16": our_scores(directory, texts),
+        BASE: transformers_scores(directory, texts, torch.bfloat16),
+        "pagewire, int8 cache": our_scores(directory, texts, "--kv-cache-dtype", "int8"),
+        f"{BASE}, fp8 cache": transformers_scores(directory, texts, torch.bfloat16, _CacheInFp8),
+    }
+    schemes: tuple[Quantization, ...] = ("fp8", "int8", "w8a8", "int4")
+    for scheme in schemes:
+        if can_pack(torch.device("cpu"), torch.bfloat16, scheme):
+            found[f"pagewire, {scheme} weights"] = our_scores(directory, texts, "--quantization", scheme)
+    if peer:
+        with vllm_on_cpu(peer, CACHE_GIB) as vllm:
+            found[f"{vllm.name} {vllm.version}, bfloat16"] = vllm_scores(vllm.url, texts)
+    return {name: compare(scores, exact) for name, scores in found.items()}, sum(len(text) - 1 for text in texts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench fidelity", description="Measures how exact log-probabilities are.")
+    parser.add_argument("--model", default="default", help="as a worker takes it; with --peer it is the peer's")
+    parser.add_argument(
+        "--peer", type=Path, metavar="DIR", help="a folder with venv/, which can run vLLM, and model/, what all serve"
+    )
+    parser.add_argument("--prompts", type=Path, metavar="JSONL", help="more texts: the `turns` of each line")
+    arguments = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        fidelities, num_tokens = run(arguments.model, arguments.peer, arguments.prompts)
+    except (BenchError, ServerError, StartError, ValueError, KeyError, OSError) as error:
+        sys.exit(f"bench fidelity: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    base = fidelities[BASE].mean_difference
+    table = Table("system", "mean difference", "ratio", "same likeliest token", "perplexity", box=MARKDOWN)
+    for name, fidelity in fidelities.items():
+        table.add_row(
+            name,
+            f"{fidelity.mean_difference:.4f}",
+            f"{fidelity.mean_difference / base:.2f}",
+            f"{fidelity.same_likeliest:.2f}%",
+            f"{fidelity.perplexity:+.2f}%",
+        )
+    Console(file=sys.stdout, width=200).print(table)
+    report = {
+        "tokens": num_tokens,
+        "mean_difference": {name: fidelity.mean_difference for name, fidelity in fidelities.items()},
+        "same_likeliest_percent": {name: fidelity.same_likeliest for name, fidelity in fidelities.items()},
+        "ratios": {name: fidelity.mean_difference / base for name, fidelity in fidelities.items()},
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+
+
+if __name__ == "__main__":
+    main()

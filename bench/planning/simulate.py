@@ -1,0 +1,229 @@
+"""Whole traces through the real scheduler on a virtual clock: python -m bench simulate TRACE.csv …
+
+Each trace runs with 1, 8 and 1,000 simulated workers under every policy. Its clock is sped up until requests have to
+wait; otherwise all policies are alike. The traces name no senders, so at random one tenant sends 80% of the requests
+and four light tenants 5% each, and 10% of every tenant's requests are urgent.
+
+- p99 TTFT in seconds: of all requests, of the light tenants' requests, of urgent requests.
+- service gap: the most service, in thousands of tokens, that one tenant got more than another while both had requests
+  waiting (`scheduler_service/simulation/fairness.py`).
+- preemptions, by mode.
+
+A second table shows what placement is worth: 8 workers of which one takes four times as long for every step, 8 equal
+workers whose requests are turns of conversations, and the same where four branches of a conversation ask each turn at
+once, as agents do. Each case runs with the balancer, and with "first come": the worker that plans first takes all
+requests that it has room for.
+
+A third table shows what the cap on one prompt's part of a step is worth: one worker with the requests of up to 512
+prompt tokens, and every 400 seconds long prompts that take a hundred steps together. TTFT is of the requests that came
+while one of the long prompts was under way.
+
+One process runs on each core, so the real time of a run includes the load of the others. The last line is JSON.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from scheduler_service.core import Balancer, PreemptionMode, WaitingQueue
+from scheduler_service.core.config import default_prefill_chunk
+from scheduler_service.core.placement.worker import Member
+from scheduler_service.core.queues.policy import POLICIES, waiting_queue
+from scheduler_service.simulation.cost_model import CostModel
+from scheduler_service.simulation.senders import converse, deal
+from scheduler_service.simulation.simulator import RequestTimes, Simulator
+from scheduler_service.simulation.summary import percentiles, ttft
+from scheduler_service.simulation.trace import Arrival, read_trace
+
+# By workers. A sixth for each loads the built-in cost model on the conversation trace; a thousand of them admit every
+# request at once unless the traces' hour passes in seven seconds.
+SPEEDUPS = {1: 1 / 6, 8: 8 / 6, 1000: 500.0}
+HEAVY = "heavy"
+TENANTS = {HEAVY: 0.8, "light 1": 0.05, "light 2": 0.05, "light 3": 0.05, "light 4": 0.05}
+URGENT = -100  # so urgent that ageing does not even it out
+PRIORITIES = {0: 0.9, URGENT: 0.1}
+
+# Slow enough that workers have room most of the time: otherwise placement has little choice.
+PLACEMENT_SPEEDUP = 0.8
+PLACEMENT_REQUESTS = 6_000
+SLOWNESS = {7: 4.0}
+NUM_BRANCHES = 4
+
+SHORT = 512
+LONG_STEPS = 100
+LONG_EVERY = 400.0
+SHORT_SPEEDUP = 0.05
+SHORT_REQUESTS = 1_000
+
+Row = dict[str, str | int | float]
+
+
+class FirstCome(Balancer):
+    """The worker that plans first takes all requests that it has room for."""
+
+    def has_others(self, member: Member) -> bool:  # noqa: ARG002
+        return False
+
+
+def run(case: tuple[str, int, str]) -> Row:
+    trace, num_workers, policy = case
+    arrivals = deal(read_trace(Path(trace), speedup=SPEEDUPS[num_workers]), TENANTS, PRIORITIES)
+    began = time.perf_counter()
+    result = Simulator(arrivals, CostModel(), num_workers=num_workers, waiting=waiting_queue(policy)).run()
+    seconds = time.perf_counter() - began
+    assert all(request.finished is not None for request in result.requests)
+
+    def p99_ttft(wanted: Callable[[RequestTimes], bool]) -> float:
+        return ttft([request for request in result.requests if wanted(request)])["p99"]
+
+    return {
+        "trace": Path(trace).stem,
+        "workers": num_workers,
+        "policy": policy,
+        "p99_ttft": p99_ttft(lambda _: True),
+        "p99_ttft_light": p99_ttft(lambda request: request.arrival.tenant != HEAVY),
+        "p99_ttft_urgent": p99_ttft(lambda request: request.arrival.priority == URGENT),
+        "service_gap_thousands": result.service_gap / 1000,
+        "recompute": result.preemptions[PreemptionMode.RECOMPUTE],
+        "swap": result.preemptions[PreemptionMode.SWAP],
+        "output_tokens_per_second": result.output_tokens_per_second,
+        "utilisation": result.utilisation,
+        "real_seconds": seconds,
+    }
+
+
+def run_placement(case: tuple[str, str, bool]) -> Row:
+    trace, load, is_placed = case
+    arrivals = read_trace(Path(trace), speedup=PLACEMENT_SPEEDUP, limit=PLACEMENT_REQUESTS)
+    if load != "a slow worker":
+        arrivals = converse(arrivals, pause=30.0, most_turns=8)
+    if load == "branches":  # as many requests in as much time
+        arrivals = [arrival for arrival in arrivals[::NUM_BRANCHES] for _ in range(NUM_BRANCHES)]
+    waiting = WaitingQueue()
+    waiting.balancer = Balancer() if is_placed else FirstCome()
+    slowness = SLOWNESS if load == "a slow worker" else None
+    result = Simulator(arrivals, CostModel(), num_workers=8, waiting=waiting, slowness=slowness).run()
+    prompt_tokens = sum(arrival.prompt_tokens for arrival in arrivals)
+    return {
+        "trace": Path(trace).stem,
+        "load": load,
+        "placement": "balancer" if is_placed else "first come",
+        "p50_ttft": ttft(result.requests)["p50"],
+        "p99_ttft": ttft(result.requests)["p99"],
+        "p99_e2e": percentiles([request.e2e for request in result.requests])["p99"],
+        "cached": result.cached_tokens / prompt_tokens,
+        "overtakes": waiting.balancer.num_overtakes,
+    }
+
+
+def run_beside(case: tuple[str, int, bool]) -> Row:
+    trace, num_long, is_capped = case
+    costs = replace(CostModel(), num_device_blocks=2**15)  # the long prompts have room
+    step = costs.max_num_batched_tokens
+    chunk = default_prefill_chunk(step) if is_capped else step
+    arrivals = read_trace(Path(trace), speedup=SHORT_SPEEDUP)
+    arrivals = [arrival for arrival in arrivals if arrival.prompt_tokens <= SHORT][:SHORT_REQUESTS]
+    num_tokens = LONG_STEPS * step // num_long
+    for number in range(int(arrivals[-1].at / LONG_EVERY)):
+        arrivals += [Arrival(LONG_EVERY * number, num_tokens, 1)] * num_long
+    arrivals.sort(key=lambda arrival: arrival.at)
+    requests = Simulator(arrivals, costs, num_workers=1, max_prefill_chunk=chunk).run().requests
+    long = [request for request in requests if request.arrival.prompt_tokens > SHORT]
+    spans = [(request.arrived, request.arrived + request.ttft) for request in long]
+    beside = [
+        request
+        for request in requests
+        if request.arrival.prompt_tokens <= SHORT and any(begin <= request.arrived < end for begin, end in spans)
+    ]
+    return {
+        "trace": Path(trace).stem,
+        "long": f"{num_long} x {num_tokens:,}",
+        "chunk": f"{chunk:,}",
+        "num_short": len(beside),
+        "p50_ttft": ttft(beside)["p50"],
+        "p99_ttft": ttft(beside)["p99"],
+        "mean_ttft_long": sum(request.ttft for request in long) / len(long),
+    }
+
+
+BESIDE_COLUMNS = {
+    "trace": "{trace}",
+    "long prompts": "{long}",
+    "most of a step": "{chunk}",
+    "short requests": "{num_short:,}",
+    "p50 TTFT": "{p50_ttft:.2f}",
+    "p99 TTFT": "{p99_ttft:.2f}",
+    "mean TTFT of the long": "{mean_ttft_long:.1f}",
+}
+PLACEMENT_COLUMNS = {
+    "trace": "{trace}",
+    "load": "{load}",
+    "placement": "{placement}",
+    "p50 TTFT": "{p50_ttft:.2f}",
+    "p99 TTFT": "{p99_ttft:.2f}",
+    "p99 end to end": "{p99_e2e:.1f}",
+    "prompt tokens cached": "{cached:.1%}",
+    "overtakes": "{overtakes:,}",
+}
+COLUMNS = {
+    "trace": "{trace}",
+    "workers": "{workers:,}",
+    "policy": "{policy}",
+    "p99 TTFT": "{p99_ttft:,.1f}",
+    "light": "{p99_ttft_light:,.1f}",
+    "urgent": "{p99_ttft_urgent:,.1f}",
+    "service gap": "{service_gap_thousands:,.0f}",
+    "recompute/swap": "{recompute} / {swap}",
+    "tok/s": "{output_tokens_per_second:,.0f}",
+    "utilisation": "{utilisation:.2f}",
+    "real s": "{real_seconds:.1f}",
+}
+
+
+def table_of(report: list[Row], columns: dict[str, str], last: str) -> Table:
+    """A line below each row that holds `last`."""
+    table = Table()
+    for heading in columns:
+        is_name = heading in ("trace", "policy", "load", "placement")
+        table.add_column(heading, justify="left" if is_name else "right")
+    for row in report:
+        table.add_row(*(cell.format(**row) for cell in columns.values()), end_section=last in row.values())
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="bench simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("traces", nargs="+", metavar="CSV")
+    traces = parser.parse_args().traces
+    cases = list(product(traces, SPEEDUPS, POLICIES))
+    placement_cases = list(product(traces, ("a slow worker", "conversations", "branches"), (False, True)))
+    console = Console(stderr=True)
+    beside_cases = list(product(traces, (1, 4, 8), (False, True)))
+    with ProcessPoolExecutor() as pool:
+        policies = list(track(pool.map(run, cases), total=len(cases), console=console))
+        placement = list(track(pool.map(run_placement, placement_cases), total=len(placement_cases), console=console))
+        beside = list(track(pool.map(run_beside, beside_cases), total=len(beside_cases), console=console))
+    capped = f"{default_prefill_chunk(CostModel().max_num_batched_tokens):,}"
+    for rows, columns, last in (
+        (policies, COLUMNS, POLICIES[-1]),
+        (placement, PLACEMENT_COLUMNS, "balancer"),
+        (beside, BESIDE_COLUMNS, capped),
+    ):
+        Console(file=sys.stdout, width=150).print(table_of(rows, columns, last))
+    sys.stdout.write(json.dumps({"policies": policies, "placement": placement, "beside": beside}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

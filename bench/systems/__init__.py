@@ -1,0 +1,1 @@
+"""What loads are put on: our services and their peers."""

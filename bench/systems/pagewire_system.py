@@ -1,0 +1,71 @@
+"""Our two services, driven over gRPC."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Self
+
+from bench.loads.drive import Stream
+from bench.loads.load import CONTEXT
+from pagewire.v1.admin_service_pb2 import GetClusterStateRequest, StepSplit
+from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
+from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_common.connection.channel import open_channel
+
+
+class Pagewire:
+    """A scheduler and a worker with the weights of `model`, a folder or a GGUF file, and `cache_gib` of memory for keys
+    and values, or what they take by default. `flags` are further ones of the worker.
+
+    Raises ServerError when they do not start.
+    """
+
+    name = "pagewire"
+
+    def __init__(
+        self,
+        model: Path,
+        cache_gib: float | None,
+        *flags: str,
+        context: int = CONTEXT,
+        scheduler_flags: Sequence[str] = (),
+    ) -> None:
+        began = time.perf_counter()
+        cache = () if cache_gib is None else ("--kv-cache-memory", str(cache_gib))
+        self._server = LocalServer(
+            str(model),
+            scheduler_arguments=scheduler_flags,
+            worker_arguments=["--dtype", "bfloat16", "--max-model-len", str(context), *cache, *flags],
+        )
+        self.start_seconds = time.perf_counter() - began
+        self.target = self._server.target
+
+    def pids(self) -> list[int]:
+        return [service.process.pid for service in self._server.processes]
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[Stream]:
+        async with Client(self._server.target) as client:
+            await client.get_model()  # the connection is made before anything is measured
+
+            async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
+                sampling = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
+                async for message in client.generate(prompt, sampling):
+                    if message.token_ids:
+                        yield len(message.token_ids)
+
+            yield stream
+
+    async def step_split(self) -> StepSplit:
+        """Where the time of the worker's steps went so far."""
+        async with open_channel(self._server.admin_target, None) as channel:
+            response = await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())
+        (worker,) = response.state.workers
+        return worker.step_split
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop()

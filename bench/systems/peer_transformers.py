@@ -1,0 +1,36 @@
+"""The peer that is always at hand: transformers' own generate, in one process, in static batches, without serving."""
+
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.loads.load import Load
+
+
+class Transformers:
+    name = "transformers"
+
+    def __init__(self, directory: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+
+    @torch.inference_mode()
+    def output_tokens_per_second(self, load: Load) -> float:
+        """One batch of `concurrency` prompts, all alike in length, warmed up on a few tokens."""
+        prompts = torch.tensor(load.prompts(self._model.config.vocab_size, 0)[: load.concurrency])
+        output_tokens = load.arrivals[0].output_tokens
+        self._generate(prompts, 4)
+        began = time.perf_counter()
+        self._generate(prompts, output_tokens)
+        return load.concurrency * output_tokens / (time.perf_counter() - began)
+
+    def _generate(self, prompts: torch.Tensor, num_tokens: int) -> None:
+        self._model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=[],
+        )

@@ -1,0 +1,171 @@
+"""vLLM with the same weights, driven over its OpenAI-compatible HTTP.
+
+It has the defaults of `vllm serve`, and settings from the environment, such as VLLM_CPU_OMP_THREADS_BIND. Its CPU build
+is started from a folder with `venv/`, a virtual environment that can run it, and `model/`, the weights as a Hugging
+Face directory.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+
+from bench.loads.drive import BenchError, Stream
+from bench.loads.load import CONTEXT
+from pagewire_common.connection.channel import direct_opener
+
+START_SECONDS = 600
+STOP_SECONDS = 15
+MODEL = "default"
+
+
+class Vllm:
+    """A server in a process group of its own. Raises BenchError when it does not start."""
+
+    name = "vLLM"
+
+    def __init__(
+        self,
+        program: Sequence[str | Path],
+        model: Path,
+        *flags: str,
+        context: int = CONTEXT,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """program: what `vllm` is called by; environment: what is set for it besides this process's own."""
+        began = time.perf_counter()
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+        self.environment |= environment or {}
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
+        command: list[str | Path] = [
+            *program, "serve", model, "--served-model-name", MODEL, "--dtype", "bfloat16",
+            "--max-model-len", str(context), "--host", "127.0.0.1", "--port", str(port), *flags,
+        ]  # fmt: skip
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self.environment | {"HF_HUB_OFFLINE": "1"},
+                start_new_session=True,  # Ctrl-C is for the benchmark, which then ends the whole group
+            )
+        except OSError as error:
+            self._log.close()
+            raise BenchError(f"vLLM cannot be started: {error}") from error
+        try:
+            self._wait()
+            self.version = str(json.loads(self._get("/version"))["version"])
+        except BaseException:
+            self.stop()
+            raise
+        self.start_seconds = time.perf_counter() - began
+
+    def _get(self, path: str) -> bytes:
+        with direct_opener().open(self.url + path, timeout=10) as response:
+            return bytes(response.read())
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise BenchError(f"vLLM ended with status {self._process.returncode}:\n{self._last_words()}")
+            with contextlib.suppress(urllib.error.URLError, OSError):
+                self._get("/health")
+                return
+            time.sleep(0.2)
+        raise BenchError(f"vLLM was not ready within {START_SECONDS} s:\n{self._last_words()}")
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-20:])
+
+    def pids(self) -> list[int]:
+        return [self._process.pid]
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[Stream]:
+        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(self.url, connector=connector, timeout=timeout) as session:
+
+            async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
+                async with session.post("/v1/completions", json=_request(prompt, output_tokens)) as response:
+                    if response.status != 200:
+                        raise BenchError(f"vLLM answered {response.status}: {await response.text()}")
+                    async for line in response.content:
+                        if tokens := tokens_of(line):
+                            yield tokens
+
+            yield stream
+
+    def stop(self) -> None:
+        """SIGTERM to the server, which ends its children; then SIGKILL to whatever is left of the group."""
+        try:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+        finally:  # also of an impatient second Ctrl-C
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def vllm_on_cpu(folder: Path, cache_gib: int, *flags: str) -> Vllm:
+    """Its CPU build with the folder's own model, and `cache_gib` of memory for keys and values."""
+    program, environment = cpu_build(folder, cache_gib)
+    return Vllm(program, folder / "model", *flags, environment=environment)
+
+
+def cpu_build(folder: Path, cache_gib: int) -> tuple[list[Path], dict[str, str]]:
+    """The program of the folder's virtual environment, and what it finds in its environment."""
+    return [folder / "venv" / "bin" / "vllm"], {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
+
+
+def _request(prompt: Sequence[int], output_tokens: int) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,  # otherwise an event does not say how many tokens it brought
+    }
+
+
+def tokens_of(line: bytes) -> int:
+    """The tokens that a line of the event stream brought. Raises BenchError on an error that came as an event."""
+    data = line.removeprefix(b"data:").strip()
+    if not data or data == b"[DONE]":
+        return 0
+    event = json.loads(data)
+    if "error" in event:
+        raise BenchError(f"vLLM answered: {event['error']}")
+    return sum(len(choice["token_ids"] or ()) for choice in event["choices"])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,90 @@
+// Products of 32-bit words, pairs of bf16 or four bytes, in vectors of 16: what `Bf16Tiles` and `Int8Tiles` share.
+#pragma once
+
+#if defined(__AVX512BF16__)
+
+#include <algorithm>
+#include <type_traits>
+
+#include "vectors.h"
+
+namespace pagewire {
+
+// 16 vectors of 16 words: afterwards vector i holds word i of each.
+[[gnu::always_inline]] inline void transpose_words(__m512i (&r)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xDD);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xDD);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xDD);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xDD);
+  }
+}
+
+// Adds rows x (kVectors * 16) dot products of words, pairs of bf16 or four bytes, to sums. left: rows of `words` words
+// each, `left_stride` words apart; columns(word, right): makes the words of the columns; multiply(sum, left, right).
+template <int kVectors, int kRows, typename Sum, typename Columns, typename Multiply>
+[[gnu::always_inline]] inline void add_products(
+    const uint32_t* left, int64_t left_stride, int64_t words, const Columns& columns, const Multiply& multiply,
+    Sum (&sums)[kRows][kVectors]) {
+  for (int64_t word = 0; word < words; ++word) {
+    __m512i right[kVectors];
+    columns(word, right);
+    for (int row = 0; row < kRows; ++row) {
+      const __m512i same = _mm512_set1_epi32(static_cast<int>(left[row * left_stride + word]));
+      for (int v = 0; v < kVectors; ++v) sums[row][v] = multiply(sums[row][v], same, right[v]);
+    }
+  }
+}
+
+// For `add_products`: the columns of words that lie in rows of so many.
+inline auto columns_of(const uint32_t* words, int64_t stride) {
+  return [=](int64_t word, auto& right) {
+    for (auto& vector : right) vector = _mm512_loadu_si512(words + word * stride + (&vector - right) * 16);
+  };
+}
+
+constexpr int64_t kSumRows = 6;  // by 64 columns of sums fit into registers; even, since `Int8Tiles` has two for a row
+
+// Calls apply(first_row, integral_constant<rows>) for stretches of at most kSumRows rows.
+template <typename F>
+inline void for_row_stretches(int64_t rows, const F& apply) {
+  for (int64_t row = 0; row < rows; row += kSumRows) {
+    switch (std::min(kSumRows, rows - row)) {
+      case 1: apply(row, std::integral_constant<int, 1>()); break;
+      case 2: apply(row, std::integral_constant<int, 2>()); break;
+      case 3: apply(row, std::integral_constant<int, 3>()); break;
+      case 4: apply(row, std::integral_constant<int, 4>()); break;
+      case 5: apply(row, std::integral_constant<int, 5>()); break;
+      default: apply(row, std::integral_constant<int, 6>());
+    }
+  }
+}
+
+// Calls apply(integral_constant<vectors>) for as many vectors of 16 columns as so many keys need.
+template <typename F>
+inline void for_columns(int64_t keys, const F& apply) {
+  if (keys > 32) return apply(std::integral_constant<int, 4>());
+  if (keys > 16) return apply(std::integral_constant<int, 2>());
+  apply(std::integral_constant<int, 1>());
+}
+
+}  // namespace pagewire
+
+#endif

@@ -1,0 +1,34 @@
+"""Chooses, by device, what computes the operations of a sampler, as `kernels.backends` does for a decoder layer's."""
+
+from functools import cache
+from importlib import import_module
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from kernels.sampling import eager
+
+
+class SamplingOps(Protocol):
+    """What a backend offers; `kernels.sampling.eager` says what each operation is."""
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def keep(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None: ...
+
+    def draw(self, logits: Tensor, largest: Tensor, draws: eager.Draws) -> Tensor: ...
+
+    def log_probabilities(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+_BACKENDS = {"cpu": "kernels.cpu.sampling", "cuda": "kernels.triton.sampling"}
+
+
+@cache
+def sampling_ops_for(device: torch.device) -> SamplingOps:
+    """The fastest backend that can run on a device."""
+    try:
+        return cast(SamplingOps, import_module(_BACKENDS[device.type]))
+    except (KeyError, ImportError):
+        return cast(SamplingOps, eager)

@@ -1,0 +1,282 @@
+"""Paged attention whose sums depend on places alone: a token has the same bits in any batch, chunk or captured graph.
+
+    part      512 keys that begin at a multiple of 512
+    program   one tile of query rows, one key head, and all parts of their keys or some of them
+
+Each part is attended to on its own, key tile after key tile from its beginning, and parts are merged in their order:
+largest score, sum of weights and weighted sum, by `merge_part`. Where programs are few, each takes some of the parts
+and leaves its results to `merge_parts`, which does the same arithmetic; elsewhere one program takes all parts of a
+tile. So how many programs there are changes no bit.
+
+There is one size of tiles for decodes and chunks, and every tile of keys is masked, so that one compiled kernel
+computes them all: nothing of a row's arithmetic depends on the rows beside it, which is also why rows of several
+sequences may share a tile. That is what `metadata.shared` asks for: parts of a prefix that several decodes have are
+attended to once for all of them, in a launch of its own, and each row begins with what that launch has left for it.
+
+Two assumptions are made: that an instruction of tensor cores sums up a row the same wherever it lies in a tile, and
+that a compiler turns `merge_part`, whose roundings are spelled out, into the same operations in both kernels. This has
+not run on a GPU yet, so neither its tiles nor the size of a part are measured choices; 512 is what CPUs have.
+
+Oracle: `kernels.reference.paged_attention`, and its own bits in other batches. Sizes that hurt: those of
+`paged_attention`, contexts of 511 to 513, windows that begin within a part, prefixes that end with a context.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention.metadata import PART_KEYS, AttentionMetadata
+from kernels.attention.options import check_attention_options
+from kernels.triton.attention.attention_tiles import (
+    attend_tile,
+    columns_of,
+    num_processors,
+    sequence_of_tile,
+    tile_keys_of,
+)
+from kernels.triton.attention.merge_parts import finished, merge_part, merge_parts
+from kernels.triton.launch import OPTIONS
+
+_NUM_WARPS = 4
+_NUM_STAGES = 3
+_MOST_TILE_KEYS = 32
+"""With 64 and heads of 128 a thread would keep 200 bytes of its registers in memory, by ptxas for 9.0; so 48."""
+_MOST_PARTIAL_BYTES = 2**28
+"""What may be left to `merge_parts`. Beyond it one program takes all parts of a tile, which changes no bit."""
+
+
+def attention_by_position(
+    query: Tensor,
+    layer_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    bias: Tensor | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """As `kernels.triton.attention.paged_attention`."""
+    check_attention_options(query, window, soft_cap, bias, causal)
+    num_tokens, num_heads, head_dim = query.shape
+    num_sequences, num_kv_heads = len(metadata.context_lens), layer_cache.shape[3]
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if num_tokens == 0:
+        return output
+    groups = num_heads // num_kv_heads
+    tile_rows = _tile_rows(groups, head_dim, query.dtype)
+    tile_tokens = tile_rows // groups
+    only_decodes = metadata.max_query_len == 1
+    num_tiles = num_sequences if only_decodes else num_tokens // tile_tokens + num_sequences
+    num_parts = triton.cdiv(metadata.max_context_len, PART_KEYS)
+    if window is not None:  # which may begin within a part
+        num_parts = min(num_parts, triton.cdiv(window + tile_tokens - 1, PART_KEYS) + 1)
+    num_programs = min(num_parts, 2 * num_processors(query.device) // (num_tiles * num_kv_heads))
+    apart = num_programs > 1 and num_parts * num_tokens * num_heads * head_dim * 4 <= _MOST_PARTIAL_BYTES
+    shared = metadata.shared if only_decodes and window is None and bias is None and causal else None
+
+    # What parts leave: in the order of a row's parts, of which there may be fewer.
+    room = num_parts if apart else 0 if shared is None else min(num_parts, shared.most_parts)
+    partial = torch.empty((num_tokens, num_heads, room, head_dim), device=query.device)
+    sums = torch.empty((num_tokens, num_heads, room, 2), device=query.device)
+    counts = torch.empty((num_tokens, num_heads) if apart else 0, dtype=torch.int32, device=query.device)
+
+    def launch(together: bool, num_tiles: int, num_programs: int) -> None:
+        _attention_by_position_kernel[(num_tiles * num_kv_heads, num_programs)](
+            query,
+            layer_cache,
+            output,
+            partial,
+            sums,
+            counts,
+            metadata.query_start,
+            metadata.context_lens,
+            metadata.block_tables,
+            torch.empty(0, device=query.device) if bias is None else bias,
+            # Not touched where nothing is shared.
+            *((metadata.query_start,) * 3 if shared is None else (shared.items, shared.rows, shared.num_parts)),
+            num_sequences,
+            room,
+            0 if bias is None else bias.shape[1],
+            query.stride(0),
+            layer_cache.stride(0),
+            layer_cache.stride(1),
+            metadata.block_tables.stride(0),
+            scale,
+            int(only_decodes),
+            int(together),
+            int(together or apart),
+            int(shared is not None),
+            groups=groups,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=layer_cache.shape[2],
+            window=window or 0,
+            soft_cap=soft_cap or 0.0,
+            biased=bias is not None,
+            causal=causal,
+            tile_rows=tile_rows,
+            tile_keys=min(_MOST_TILE_KEYS, tile_keys_of(head_dim, query.dtype)),
+            head_columns=columns_of(head_dim),
+            part_keys=PART_KEYS,
+            num_warps=_NUM_WARPS,
+            num_stages=_NUM_STAGES,
+            **OPTIONS,
+        )
+
+    if shared is not None:
+        launch(together=True, num_tiles=len(shared.items), num_programs=1)
+    launch(together=False, num_tiles=num_tiles, num_programs=num_programs if apart else 1)
+    if apart:
+        merge_parts(partial, sums, counts, output)
+    return output
+
+
+def shared_tokens(groups: int, head_dim: int, dtype: torch.dtype) -> int:
+    """As `kernels.ops.Ops`."""
+    return _tile_rows(groups, head_dim, dtype) // groups
+
+
+def _tile_rows(groups: int, head_dim: int, dtype: torch.dtype) -> int:
+    """64 is the least that a Hopper GPU's instruction for warpgroups multiplies. The weighted sums of a part and of all
+    parts before it lie in registers, which bounds the rows of larger heads, and more so in float32."""
+    most = 2**13 // columns_of(head_dim) // (16 if dtype is torch.float32 else 1)
+    return max(16, min(64, most), int(triton.next_power_of_2(groups)))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_sequences", "room", "num_distances", "table_stride", "only_decodes", "together", "apart", "shares",
+    ]
+)  # fmt: skip
+def _attention_by_position_kernel(
+    query,
+    layer_cache,
+    output,
+    partial,
+    sums,
+    counts,
+    query_start,
+    context_lens,
+    block_tables,
+    bias,
+    items,
+    item_rows,
+    num_shared_parts,
+    num_sequences,
+    room,
+    num_distances,
+    query_stride,
+    block_stride,
+    part_stride,
+    table_stride,
+    scale,
+    only_decodes,
+    together,
+    apart,
+    shares,
+    groups: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    window: tl.constexpr,
+    soft_cap: tl.constexpr,
+    biased: tl.constexpr,
+    causal: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_keys: tl.constexpr,
+    head_columns: tl.constexpr,
+    part_keys: tl.constexpr,
+):
+    """What differs between launches is no constant, since a kernel compiled for each might round each differently.
+
+    together: whether tiles are shared parts with rows of several sequences; apart: whether what a part makes is left in
+    `partial` and `sums`; shares: whether rows begin with parts that such a launch has left.
+    """
+    tile_tokens: tl.constexpr = tile_rows // groups
+    row = tl.arange(0, tile_rows)
+    member = row // groups
+    column = tl.arange(0, head_columns)[None, :]
+    kv_head = tl.program_id(0) % num_kv_heads
+    head = kv_head * groups + row % groups
+    num_shared = tl.full([], 0, tl.int32)
+    if together != 0:
+        item = items + tl.program_id(0) // num_kv_heads * 3
+        first_part, first_member, num_members = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+        sequence = tl.load(item_rows + first_member, mask=num_members > 0, other=0)
+        token = tl.load(item_rows + first_member + member, mask=member < num_members, other=0)
+        # All keys are behind all tokens, wherever these are.
+        last_part = first_part + tl.minimum(num_members, 1)
+        low = first_part * part_keys
+        high = last_part * part_keys
+        position = high + member
+        first_place = tl.full([], 0, tl.int32)  # no window is shared: a row's first part is the first
+    else:
+        tile = tl.program_id(0) // num_kv_heads
+        first_token = tl.full([], 0, tl.int32)
+        if only_decodes != 0:
+            sequence = tile
+        else:
+            tile = tl.num_programs(0) // num_kv_heads - 1 - tile  # a prompt's last tile has the most keys
+            sequence = sequence_of_tile(tile, query_start, num_sequences, tile_tokens)
+            first_token = (tile - tl.load(query_start + sequence) // tile_tokens - sequence) * tile_tokens
+        first_row = tl.load(query_start + sequence)
+        num_members = tl.minimum(tl.load(query_start + sequence + 1) - first_row - first_token, tile_tokens)
+        context_len = tl.load(context_lens + sequence)
+        # Tokens that see all keys have the last key's place or follow it.
+        first_position = context_len - 1
+        if causal:
+            first_position = context_len - (tl.load(query_start + sequence + 1) - first_row) + first_token
+        token = first_row + first_token + member
+        position = first_position + member
+        low = tl.maximum(first_position - window + 1, 0) if window > 0 else tl.full([], 0, tl.int32)
+        high = tl.minimum(first_position + tile_tokens, context_len)
+        first_part = low // part_keys
+        last_part = tl.cdiv(tl.where(num_members > 0, high, 0), part_keys)
+        first_place = first_part
+        if shares != 0:
+            num_shared = tl.load(num_shared_parts + sequence)
+
+    is_row = (member < num_members) & (row < tile_tokens * groups)
+    inside = is_row[:, None] & (column < head_dim)
+    wide_token = token.to(tl.int64)
+    queries = tl.load(query + (wide_token * query_stride + head * head_dim)[:, None] + column, mask=inside, other=0.0)
+    place = wide_token * (num_kv_heads * groups) + head
+    head_cache = layer_cache + kv_head * head_dim
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    head_bias = bias + head * num_distances
+
+    largest = tl.full([tile_rows], float("-inf"), tl.float32)
+    total = tl.zeros([tile_rows], tl.float32)
+    weighted = tl.zeros([tile_rows, head_columns], tl.float32)
+    # What a part needs once is computed in it: held in registers beside its tiles, it took 190 bytes more of memory.
+    for part in tl.range(first_part + tl.program_id(1), last_part, tl.num_programs(1), disable_licm=True):
+        begin = tl.maximum(low, part * part_keys) // tile_keys
+        end = tl.cdiv(tl.minimum(high, (part + 1) * part_keys), tile_keys)
+        part_largest = tl.full([tile_rows], float("-inf"), tl.float32)
+        part_total = tl.zeros([tile_rows], tl.float32)
+        part_weighted = tl.zeros([tile_rows, head_columns], tl.float32)
+        for index in range(begin, tl.where(part < num_shared, begin, end)):
+            part_largest, part_total, part_weighted = attend_tile(
+                queries, part_largest, part_total, part_weighted, position, index * tile_keys, low, high, head_cache,
+                table, head_bias, num_distances, block_stride, part_stride, scale, True,
+                num_kv_heads, head_dim, 0, block_size, window, soft_cap, biased, tile_keys, head_columns,
+            )  # fmt: skip
+        left = place * room + part - first_place
+        if apart != 0:
+            if part >= num_shared:  # others are there already
+                tl.store(sums + left * 2, part_largest, mask=is_row)
+                tl.store(sums + left * 2 + 1, part_total, mask=is_row)
+                tl.store(partial + left[:, None] * head_dim + column, part_weighted, mask=inside)
+        else:
+            if part < num_shared:
+                part_largest = tl.load(sums + left * 2, mask=is_row, other=float("-inf"))
+                part_total = tl.load(sums + left * 2 + 1, mask=is_row, other=0.0)
+                part_weighted = tl.load(partial + left[:, None] * head_dim + column, mask=inside, other=0.0)
+            largest, total, weighted = merge_part(largest, total, weighted, part_largest, part_total, part_weighted)
+
+    if apart == 0:
+        result = finished(total, weighted)
+        tl.store(output + place[:, None] * head_dim + column, result.to(output.dtype.element_ty), mask=inside)
+    if (together == 0) & (apart != 0) & (tl.program_id(1) == 0):
+        tl.store(counts + place, last_part - first_part + tl.zeros([tile_rows], tl.int32), mask=is_row)

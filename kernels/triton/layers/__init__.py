@@ -1,0 +1,1 @@
+"""What a layer computes between attention and products."""

@@ -1,0 +1,1 @@
+"""Products with weights, those of experts and adapters among them."""

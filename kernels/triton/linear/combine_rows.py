@@ -1,0 +1,45 @@
+"""The sum of what each token's experts return, times their weights, in the order in which they were chosen.
+
+    rows      [tokens * chosen, size]       of any type
+    places    [tokens, chosen] int64        the row of each
+    weights   [tokens, chosen] float32
+    result    [tokens, size] float32
+    program   one token and 1,024 columns of the result
+
+Oracle: `kernels.linear.experts.combine_rows`. Sizes that hurt: 123 and 1,025 columns, one expert, no token.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.launch import OPTIONS
+
+_COLUMNS = 1024
+
+
+def combine_rows(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """As `kernels.linear.experts.combine_rows`."""
+    size = rows.shape[1]
+    result = torch.empty((len(places), size), dtype=torch.float32, device=rows.device)
+    if len(places):
+        columns = min(_COLUMNS, triton.next_power_of_2(size))
+        _combine_rows_kernel[(len(places), triton.cdiv(size, columns))](
+            rows, places.contiguous(), weights.contiguous(), result, size,
+            chosen=places.shape[1], columns=columns, num_warps=4, **OPTIONS,
+        )  # fmt: skip
+    return result
+
+
+@triton.jit
+def _combine_rows_kernel(rows, places, weights, result, size, chosen: tl.constexpr, columns: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    inside = column < size
+    total = tl.zeros([columns], tl.float32)
+    for number in range(chosen):
+        place = tl.load(places + token * chosen + number)
+        weight = tl.load(weights + token * chosen + number)
+        total += weight * tl.load(rows + place * size + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(result + token * size + column, total, mask=inside)

@@ -1,0 +1,100 @@
+"""`grouped_linear` of e4m3 numbers: each row times its own expert's weight, both of 8 bits with scales.
+
+    numbers     [rows, inputs] e4m3, contiguous, and row_scales, [rows, groups] float32
+    weights     [experts, outputs, inputs] e4m3, contiguous, and scales, [experts, outputs, groups] float32
+    ends        [experts] int64: where the rows of each expert end
+    result      [rows, outputs], of x's type or float32
+    program     16 rows of one expert and 64 outputs, over the inputs of one group after the other; of an only expert
+                up to 128 rows and outputs
+
+Tiles of several experts are the same for any number of rows, because larger ones are multiplied by other instructions,
+which may sum up a row in another order. A step with few rows waits for weights, which are half of what they are in 16
+bits. They are multiplied as float16, in which e4m3 is exact: products of e4m3 itself are summed in fewer bits than
+float32 has. The sums of a group are scaled and added to those before. It was not run on a GPU yet, so its tiles are no
+measured choice. It needs compute capability 8.9, whose instruction turns e4m3 into float16.
+
+Oracle: `kernels.linear.experts.grouped_float8`. Sizes that hurt: experts without rows, one row, 129 rows with one,
+groups of 16 and of 48 inputs, 123 inputs in one group, one output.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.float8 import Float8Weight, round_inputs
+from kernels.triton.launch import OPTIONS
+from kernels.triton.linear.grouped_linear import most_blocks, place_of_block
+from kernels.triton.linear.round_rows import round_rows
+
+_MOST_DEPTH = 128
+
+
+class _Tile(NamedTuple):
+    rows: int
+    outputs: int
+    num_warps: int
+
+
+_TILES = (_Tile(16, 64, 4), _Tile(64, 64, 4), _Tile(128, 128, 8))
+
+
+def grouped_float8(x: Tensor, weight: Float8Weight, ends: Tensor, wide: bool = False) -> Tensor:
+    """As `kernels.linear.experts.grouped_float8`."""
+    num_experts, outputs, inputs = weight.numbers.shape
+    groups = weight.scales.shape[2]
+    result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
+    numbers, row_scales = round_inputs(x, weight._replace(scales=weight.scales[0]), round_rows)
+    tile = next((tile for tile in _TILES if num_experts > 1 or tile.rows >= len(x)), _TILES[-1])
+    if blocks := most_blocks(len(x), num_experts, tile.rows):
+        _grouped_float8_kernel[(triton.cdiv(outputs, tile.outputs), blocks)](
+            numbers, row_scales, weight.numbers, weight.scales, ends, result, num_experts, outputs,
+            groups=groups, size=inputs // groups,
+            experts=triton.next_power_of_2(num_experts),
+            rows=tile.rows, tile=tile.outputs,
+            depth=max(16, min(_MOST_DEPTH, triton.next_power_of_2(inputs // groups))),
+            num_warps=tile.num_warps, **OPTIONS,
+        )  # fmt: skip
+    return result
+
+
+@triton.jit
+def _grouped_float8_kernel(
+    numbers, row_scales, weights, scales, ends, result, num_experts, outputs,
+    groups: tl.constexpr, size: tl.constexpr, experts: tl.constexpr,
+    rows: tl.constexpr, tile: tl.constexpr, depth: tl.constexpr,
+):  # fmt: skip
+    mine, first, last = place_of_block(tl.program_id(1), ends, num_experts, experts, rows)
+    if mine >= num_experts:
+        return
+    row = (first + tl.arange(0, rows)).to(tl.int64)
+    column = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)
+    factors = weights + mine.to(tl.int64) * outputs * (groups * size)
+    factor_scales = scales + mine.to(tl.int64) * outputs * groups
+    sums = tl.zeros((rows, tile), dtype=tl.float32)
+    for group in range(groups):
+        part = tl.zeros((rows, tile), dtype=tl.float32)
+        for start in range(0, size, depth):
+            within = start + tl.arange(0, depth)
+            place = group * size + within
+            values = tl.load(
+                numbers + row[:, None] * (groups * size) + place[None, :],
+                mask=(row < last)[:, None] & (within < size)[None, :],
+                other=0.0,
+            )
+            factor = tl.load(
+                factors + column[None, :] * (groups * size) + place[:, None],
+                mask=(column < outputs)[None, :] & (within < size)[:, None],
+                other=0.0,
+            )
+            part = tl.dot(values.to(tl.float16), factor.to(tl.float16), part)
+        of_columns = tl.load(factor_scales + column * groups + group, mask=column < outputs, other=0.0)
+        of_rows = tl.load(row_scales + row * groups + group, mask=row < last, other=0.0)
+        sums += part * of_columns[None, :] * of_rows[:, None]
+    tl.store(
+        result + row[:, None] * outputs + column[None, :],
+        sums.to(result.dtype.element_ty),
+        mask=(row < last)[:, None] & (column < outputs)[None, :],
+    )

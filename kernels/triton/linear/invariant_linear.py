@@ -1,0 +1,125 @@
+"""`x @ weight.T + bias` whose sums of a row over the inputs have one order, however many rows there are.
+
+    x        [rows, inputs], contiguous
+    result   [rows, outputs], of x's type or float32
+    weight   [outputs, inputs], contiguous
+    program  some rows and some outputs, over 64 inputs after the other
+
+Libraries choose another kernel for another number of rows: another tile, or parts of the inputs that are added up
+afterwards. Here all inputs are summed up in float32 by one program, in their order, 64 at a time. There are a few sizes
+of tiles, because few rows want many programs that read weights, and many rows want large tiles. For this to change no
+bit, tiles must be multiplied by the same kind of instruction, which takes the inputs in the same steps: 16 at a time,
+by `mma` on GPUs of compute capability 8 and by `wgmma` on those of 9.0, which needs 64 rows; so no tile of 16-bit types
+has fewer. `tests/kernels/compile_for_gpus.py` reads the instructions of every tile. That an instruction sums up a row
+the same whatever its other rows and outputs is assumed. It has not run on a GPU yet, so its tiles are no measured
+choice.
+
+Oracle: torch's product, and its own bits with other rows. Sizes that hurt: 123 inputs, one output, no row, 65 rows.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.ops import Product
+from kernels.triton.attention.attention_tiles import HOPPER_SHARED_MEMORY, shared_memory
+from kernels.triton.launch import OPTIONS
+
+_DEPTH = 64
+
+
+class _Tile(NamedTuple):
+    """What a program computes, and how it is compiled."""
+
+    rows: int
+    outputs: int
+    num_warps: int
+    num_stages: int
+
+
+_FEW_ROWS = _Tile(64, 32, 4, 6)
+"""Up to 64. Few outputs make many programs: 128 for a weight of 4,096, of 12 KiB a stage each."""
+_SOME_ROWS = _Tile(128, 128, 8, 3)
+"""Up to 512, as decodes of a large batch; for more only where memory is little."""
+_MANY_ROWS = _Tile(128, 256, 8, 3)
+_FLOAT32 = _Tile(32, 64, 4, 2)
+"""In float32 no tensor core multiplies exactly, and registers are few: there is one tile."""
+
+
+def pack(weight: Tensor, wide: bool = False) -> Product:
+    """As `kernels.ops.Ops`: the product with a weight, [outputs, inputs], which stays as it is."""
+    return partial(invariant_linear, weight, wide)
+
+
+def invariant_linear(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x: [rows, inputs]; returns [rows, outputs], in float32 if `wide`."""
+    outputs, inputs = weight.shape
+    result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
+    tile = _tile(len(x), x.dtype, x.device)
+    if len(x):
+        # Programs of the same outputs run side by side, and share what they read of the weights.
+        _invariant_linear_kernel[(triton.cdiv(len(x), tile.rows), triton.cdiv(outputs, tile.outputs))](
+            x,
+            weight,
+            weight if bias is None else bias,  # not touched where there is none
+            result,
+            len(x),
+            outputs,
+            biased=bias is not None,
+            inputs=inputs,
+            tile_rows=tile.rows,
+            tile_outputs=tile.outputs,
+            depth=_DEPTH,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            **OPTIONS,
+        )
+    return result
+
+
+def _tile(rows: int, dtype: torch.dtype, device: torch.device) -> _Tile:
+    if dtype is torch.float32:
+        return _FLOAT32
+    if rows <= _FEW_ROWS.rows:
+        return _FEW_ROWS
+    return _SOME_ROWS if rows <= 512 or shared_memory(device) < HOPPER_SHARED_MEMORY else _MANY_ROWS
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _invariant_linear_kernel(
+    x,
+    weight,
+    bias,
+    result,
+    rows,
+    outputs,
+    biased: tl.constexpr,
+    inputs: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    depth: tl.constexpr,
+):
+    row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    output = tl.program_id(1) * tile_outputs + tl.arange(0, tile_outputs)
+    place = tl.arange(0, depth)
+    values_at = x + row.to(tl.int64)[:, None] * inputs + place[None, :]
+    factors_at = weight + output.to(tl.int64)[None, :] * inputs + place[:, None]
+    is_row, is_output = (row < rows)[:, None], (output < outputs)[None, :]
+    sums = tl.zeros((tile_rows, tile_outputs), tl.float32)
+    for start in range(0, inputs, depth):
+        if inputs % depth == 0:
+            values = tl.load(values_at + start, mask=is_row, other=0.0)
+            factors = tl.load(factors_at + start, mask=is_output, other=0.0)
+        else:
+            inside = start + place < inputs
+            values = tl.load(values_at + start, mask=is_row & inside[None, :], other=0.0)
+            factors = tl.load(factors_at + start, mask=is_output & inside[:, None], other=0.0)
+        sums = tl.dot(values, factors, sums, input_precision="ieee")
+    if biased:
+        sums += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    result_at = result + row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(result_at, sums.to(result.dtype.element_ty), mask=is_row & is_output)

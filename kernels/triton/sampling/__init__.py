@@ -1,0 +1,11 @@
+"""The operations of a sampler as Triton kernels: one function for each of `kernels.sampling.ops.SamplingOps`.
+
+None waits for the device. Edits of logits are sparse and stay eager (`kernels.sampling.logit_edits`).
+"""
+
+from kernels.sampling.eager import keep
+from kernels.triton.sampling.draw import draw
+from kernels.triton.sampling.greedy import greedy
+from kernels.triton.sampling.log_probabilities import log_probabilities
+
+__all__ = ["draw", "greedy", "keep", "log_probabilities"]

@@ -1,0 +1,138 @@
+"""The least scaled logit that min_p, top_k and top_p leave to be drawn, without sorting and without asking the host.
+
+    logits       [rows, vocabulary_size], any float type, rows any distance apart
+    distance     (largest - logit) / temperature, never negative: so its bits, as an integer, rise with it
+    weight(K)    of the logits whose distance has bits below K and that earlier filters leave: their number for top_k,
+                 the sum of exp(-distance) for top_p
+    threshold    the largest K with weight(K) < k, or < p times the weight of all: every logit at least as likely as K
+                 passes, equals alike
+
+K is found between 0 and infinity in at most 16 passes that cut the interval into quarters; a row without top_k and
+top_p takes none. One program holds one row and reads its logits as they are, from cache after the first pass.
+
+Oracle: `kernels.sampling.filters.filter_thresholds`. Sums are rounded differently from a sort's, so a token whose
+predecessors make up top_p to the last bit may fall on either side. Sizes that hurt: vocabularies of 1, 123 and 4,097
+tokens, equal logits, fewer finite logits than top_k.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.sampling.eager import Draws
+from kernels.triton.launch import OPTIONS, num_warps
+
+_COLUMNS = 4096
+
+
+def filter_thresholds(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
+    """[draws] float32, thresholds of `(logit - largest) / temperature`. largest: [rows], the maxima of logits."""
+    thresholds = torch.empty(len(draws.rows), device=logits.device)
+    columns = min(_COLUMNS, triton.next_power_of_2(logits.shape[1]))
+    if len(thresholds):
+        _filter_thresholds_kernel[(len(thresholds),)](
+            logits,
+            largest,
+            draws.rows,
+            draws.temperature,
+            draws.min_p,
+            draws.top_k,
+            draws.top_p,
+            thresholds,
+            logits.shape[1],
+            logits.stride(0),
+            columns=columns,
+            num_warps=num_warps(columns),
+            **OPTIONS,
+        )
+    return thresholds
+
+
+@triton.jit
+def _filter_thresholds_kernel(
+    logits,
+    largest,
+    rows,
+    temperatures,
+    min_p,
+    top_k,
+    top_p,
+    thresholds,
+    vocabulary_size,
+    row_stride,
+    columns: tl.constexpr,
+):
+    infinity: tl.constexpr = 0x7F800000  # the bits of +inf
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + number)
+    temperature = tl.load(temperatures + number)
+    top = tl.load(largest + row).to(tl.float32)
+    start = logits + row * row_stride
+
+    least = tl.load(min_p + number)
+    # The absolute value, since -log(1) is -0, whose bits are no small integer.
+    floor = tl.where(least > 0, tl.abs(tl.log(tl.where(least > 0, least, 1.0))), float("inf"))
+    limit = floor.to(tl.int32, bitcast=True)
+    rank = tl.load(top_k + number)
+    if (rank > 0) & (rank < vocabulary_size):
+        found = _search(start, top, temperature, infinity, rank.to(tl.float32), vocabulary_size, False, columns)
+        limit = tl.minimum(limit, found)
+    share = tl.load(top_p + number)
+    if share < 1:
+        mass = _weights(
+            start, top, temperature, limit, infinity + 1, infinity + 1, infinity + 1, vocabulary_size, True, columns
+        )[0]
+        limit = tl.minimum(limit, _search(start, top, temperature, limit, share * mass, vocabulary_size, True, columns))
+    tl.store(thresholds + number, -limit.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _search(start, top, temperature, limit, wanted, vocabulary_size, by_mass: tl.constexpr, columns: tl.constexpr):
+    """The largest K with weight(K) < wanted, over logits whose distance has bits up to `limit`."""
+    low = tl.full([], 0, tl.int32)
+    high = tl.full([], 0x7F800001, tl.int32)  # past every distance
+    while high - low > 1:  # weight(low) < wanted <= weight(high), unless nothing limits
+        step = (high - low + 3) // 4
+        cuts = low + step, low + 2 * step, low + 3 * step
+        first, second, third = _weights(
+            start, top, temperature, limit, cuts[0], cuts[1], cuts[2], vocabulary_size, by_mass, columns
+        )
+        steps = (
+            ((first < wanted) & (cuts[0] < high)).to(tl.int32)
+            + ((second < wanted) & (cuts[1] < high)).to(tl.int32)
+            + ((third < wanted) & (cuts[2] < high)).to(tl.int32)
+        )
+        low += steps * step
+        high = tl.minimum(high, low + step)
+    return low
+
+
+@triton.jit
+def _weights(
+    start,
+    top,
+    temperature,
+    limit,
+    first,
+    second,
+    third,
+    vocabulary_size,
+    by_mass: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """weight(K) for three K at once."""
+    first_sums = tl.zeros([columns], tl.float32)
+    second_sums = tl.zeros([columns], tl.float32)
+    third_sums = tl.zeros([columns], tl.float32)
+    for begin in range(0, vocabulary_size, columns):
+        column = begin + tl.arange(0, columns)
+        logit = tl.load(start + column, mask=column < vocabulary_size, other=float("-inf"))
+        distance = tl.div_rn(top - logit.to(tl.float32), temperature + tl.zeros([columns], tl.float32))
+        bits = distance.to(tl.int32, bitcast=True)
+        weight = tl.exp(-distance) if by_mass else tl.full([columns], 1.0, tl.float32)
+        weight = tl.where((bits <= limit) & (column < vocabulary_size), weight, 0.0)
+        first_sums += tl.where(bits < first, weight, 0.0)
+        second_sums += tl.where(bits < second, weight, 0.0)
+        third_sums += tl.where(bits < third, weight, 0.0)
+    return tl.sum(first_sums, axis=0), tl.sum(second_sums, axis=0), tl.sum(third_sums, axis=0)

@@ -1,0 +1,86 @@
+"""Parsers for flags and environment variables. An empty variable counts as unset."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+_INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(1 << 31), (1 << 31) - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, (1 << 32) - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, (1 << 64) - 1),
+}
+"""The first and the last integer that a field of a message can hold, by its type."""
+
+
+def from_environment(name: str) -> str | None:
+    return os.environ.get(name) or None
+
+
+def client_setting(name: str) -> str | None:
+    """PAGEWIRE_CLIENT_<NAME>, or for one release PAGEWIRE_<NAME>, which is the server's setting."""
+    if value := from_environment(f"PAGEWIRE_CLIENT_{name}"):
+        return value
+    if value := from_environment(f"PAGEWIRE_{name}"):
+        sys.stderr.write(
+            f"PAGEWIRE_{name} is a server's setting; a client's is now PAGEWIRE_CLIENT_{name}, and the old name goes "
+            "with the next release\n"
+        )
+    return value
+
+
+def access(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a client shows to get in."""
+    return {"api_key": arguments.api_key, "tls": arguments.tls}
+
+
+def given(text: str) -> str:
+    """Raises ArgumentTypeError for an empty text, as `--target "$UNSET"` has one."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
+
+
+def folder(text: str) -> Path:
+    """Raises ArgumentTypeError for an empty text, which pathlib would read as the current folder."""
+    return Path(given(text))
+
+
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """Raises ArgumentTypeError for what is no integer from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:  # also for thousands of digits
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number") from None
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]} is not in [{least}, {most}]")
+        return number
+
+    return parse
+
+
+def integer_of(message: type[Message], field: str) -> Callable[[str], int]:
+    """The same for what a field of a message can hold."""
+    return whole_number(*_INTEGERS[message.DESCRIPTOR.fields_by_name[field].cpp_type])
+
+
+def seconds(least: float, most: float = float("inf")) -> Callable[[str], float]:
+    """Raises ArgumentTypeError for what is no number of seconds from `least` to `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of seconds") from None
+        if not least <= number <= most:  # NaN is not
+            raise argparse.ArgumentTypeError(f"{text[:40]} is not in [{least:g}, {most:g}]")
+        return number
+
+    return parse

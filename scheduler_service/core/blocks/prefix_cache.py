@@ -1,0 +1,179 @@
+"""Which blocks of one worker are found by their tokens, and which will be.
+
+Full blocks of known tokens can be found from the moment when the chunk that fills them is planned. In the same step
+this is safe because a worker stores the keys and values of all rows before any row reads them. In later steps it is
+safe because a worker does steps in order. In the step that fills such a block, a sequence that shares it may not be
+copied or swapped out.
+
+A running sequence's blocks that no step computes so far are expected.
+"""
+
+import itertools
+from typing import NamedTuple
+
+from scheduler_service.core.blocks.found_runs import FoundRuns
+from scheduler_service.core.blocks.pool import NO_BLOCK, Pool
+from scheduler_service.core.blocks.prefix_key import first_key
+from scheduler_service.core.blocks.sequence_keys import SequenceKeys
+from scheduler_service.core.blocks.sizes import TableSizes
+from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, SequenceGroup
+
+
+class PrefixLook(NamedTuple):
+    """The result of a look for a waiting sequence's blocks."""
+
+    first: int
+    """The number of the first block that is not found."""
+    awaited: bytes | None
+    """The key of that block, if a running sequence is going to compute it."""
+    num_looked_up: int
+    """Block hashes that were looked up or compared."""
+
+
+_NOTHING_EXPECTED = PrefixLook(0, None, 0)
+
+
+class PrefixCache:
+    """Publishes the blocks of sequences in both pools, and finds those of waiting sequences on the device."""
+
+    def __init__(self, device: Pool, host: Pool, sizes: TableSizes, *, prefix_caching: bool) -> None:
+        self.keys = SequenceKeys(sizes, prefix_caching=prefix_caching)
+        self._device, self._host = device, host
+        self._sizes = sizes
+        self._is_on = prefix_caching
+
+    # ---- what is found
+
+    def publish(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Make the full blocks of a sequence's first tokens findable, on the device or, if swapped out, on the host.
+
+        These tokens must be known, and the steps that compute them planned. The last block of an encoder's input counts
+        as full, because that input does not grow. Nothing is published behind a withdrawn block. Returns the blocks.
+        """
+        num_full, start = num_tokens // self._sizes.block_size, sequence.num_published_blocks
+        if sequence.is_encoder:
+            num_full = self._sizes.blocks_of(num_tokens)
+        if not self._is_on or num_full <= start:
+            return []
+        blocks, table = self._device.blocks, self._device.tables.get(sequence.id)
+        if table is None:
+            blocks, table = self._host.blocks, self._host.tables.get(sequence.id)
+        if table is None:
+            return []
+        keys = self.keys.leading(sequence, num_full)
+        if start and blocks.key(table[start - 1]) is None:
+            self.unexpect(sequence, sequence.num_expected_blocks)
+            return []
+        parent = keys[start - 1] if start else first_key(sequence.group)
+        for index in range(start, num_full):
+            blocks.publish(table[index], keys[index], parent)
+            parent = keys[index]
+        self.unexpect(sequence, num_full)
+        sequence.num_published_blocks = num_full
+        return table[start:num_full]
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Withdraw the blocks of a planned chunk that is not computed after all; no other sequence may hold them."""
+        self.unexpect(sequence, sequence.num_expected_blocks)
+        first, end = sequence.num_computed_tokens // self._sizes.block_size, sequence.num_published_blocks
+        for block in self._device.tables[sequence.id][first:end]:
+            assert self._device.blocks.ref_count(block) == 1, "a sequence relies on a chunk that is taken back"
+            self._device.blocks.withdraw(block)
+        sequence.num_published_blocks = min(first, end)
+
+    def expect(self, sequence: Sequence) -> None:
+        """Let others know that a running sequence is going to compute the rest of its known tokens."""
+        num_full, num_published = sequence.num_tokens // self._sizes.block_size, sequence.num_published_blocks
+        start = max(num_published, sequence.num_expected_blocks)
+        if self._is_on and not sequence.is_encoder and num_full > start:
+            if num_published and self._device.blocks.key(self._device.tables[sequence.id][num_published - 1]) is None:
+                return  # nothing is published behind a block that was withdrawn
+            for key in self.keys.leading(sequence, num_full)[start:num_full]:
+                self._device.blocks.expect(key)
+            sequence.num_expected_blocks = num_full
+
+    def unexpect(self, sequence: Sequence, end: int) -> None:
+        """Stop expecting the first `end` blocks of a sequence: it has planned them, or it will not compute them."""
+        for key in sequence.block_keys[sequence.num_published_blocks : min(end, sequence.num_expected_blocks)]:
+            self._device.blocks.unexpect(key)
+        if end >= sequence.num_expected_blocks:
+            sequence.num_expected_blocks = 0
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Remove the sequence's blocks from the prefix cache, because their contents cannot be trusted. The blocks of
+        its encoder are removed too, and all cached blocks whose keys continue theirs."""
+        encoder = sequence.group.encoder
+        ids = [sequence.id] if encoder is None else [sequence.id, encoder.id]
+        unsound = [] if encoder is None else [first_key(sequence.group)]
+        for pool in (self._device, self._host):
+            for block in itertools.chain(*(pool.tables.get(id_, ()) for id_ in ids)):
+                if block != NO_BLOCK and (key := pool.blocks.key(block)) is not None:
+                    pool.blocks.withdraw(block)
+                    unsound.append(key)
+        while unsound:
+            key = unsound.pop()
+            for blocks in (self._device.blocks, self._host.blocks):
+                unsound += blocks.children(key)
+                if (found := blocks.find(key)) is not None:
+                    blocks.withdraw(found)
+
+    def reset(self) -> int:
+        """Make every block unfindable, on the device and on the host; tables keep their blocks.
+
+        Returns the number of device blocks that could be found. What a sequence in flight publishes later is found
+        only behind blocks that are computed anew.
+        """
+        num_findable = self._device.blocks.num_findable
+        for blocks in (self._device.blocks, self._host.blocks):
+            blocks.withdraw_all()
+        return num_findable
+
+    # ---- what a waiting sequence would find
+
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Tokens that a sequence without a table would find computed, those of its group's encoder included."""
+        num_tokens = len(self.cached_blocks(sequence)) * self._sizes.block_size
+        encoder = sequence.group.encoder
+        if encoder is not None and self.cached_encoder_blocks(encoder):
+            num_tokens += encoder.num_prompt_tokens
+        return num_tokens
+
+    def num_shared_tokens(self, sequence: Sequence) -> int:
+        """The same, and the tokens behind them that running sequences are going to compute."""
+        num_tokens = self.num_cached_tokens(sequence)
+        if (look := self.look_up(sequence, 0, FoundRuns(self._device.blocks))).awaited is not None:
+            num_tokens += (
+                self._device.blocks.num_expected(self.keys.cacheable(sequence)[look.first :]) * self._sizes.block_size
+            )
+        return num_tokens
+
+    def look_up(self, sequence: Sequence, start: int, runs: FoundRuns) -> PrefixLook:
+        """Whether a waiting sequence's first block that is not found is expected.
+
+        start: the blocks before were found in an earlier look. If the last of them is gone, all are looked up again.
+        `runs` were found for others in this step. The keys of a prompt of 131,072 tokens take 30 µs to copy, so they
+        are not copied.
+        """
+        if not self._device.blocks.num_expected_keys:
+            return _NOTHING_EXPECTED
+        end = self.keys.num_cacheable(sequence)
+        keys = self.keys.leading(sequence, end)
+        if start and self._device.blocks.find(keys[start - 1]) is None:
+            start = 0
+        first, num_looked_up = runs.find(keys, start, end)
+        is_expected = first < end and self._device.blocks.is_expected(keys[first])
+        return PrefixLook(first, keys[first] if is_expected else None, num_looked_up + 2)
+
+    def has_encoded(self, group: SequenceGroup) -> bool:
+        """Whether a waiting group would find computed what its encoder reads."""
+        return group.encoder is not None and bool(self.cached_encoder_blocks(group.encoder))
+
+    def cached_blocks(self, sequence: Sequence) -> list[int]:
+        """The longest cached prefix."""
+        return self._device.blocks.find_run(self.keys.cacheable(sequence))
+
+    def cached_encoder_blocks(self, encoder: EncoderSequence) -> list[int]:
+        """All blocks of what an encoder reads, or none if any is not cached."""
+        keys = self.keys.cacheable_of_encoder(encoder)
+        blocks = self._device.blocks.find_run(keys)
+        return blocks if len(blocks) == len(keys) else []

@@ -1,0 +1,189 @@
+"""A model that generates text: a decoder, alone or beside an encoder, with its cache and what else settings ask for."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import truediv
+from typing import Any
+
+import structlog
+
+from pagewire_common.model_files.generation_config import GenerationConfig, GenerationDefaults
+from pagewire_common.start_error import StartError
+from worker_service.errors import is_out_of_memory
+from worker_service.execution.adapters.adapters import AdapterRoom
+from worker_service.execution.cache.cache_engine import CacheEngine
+from worker_service.execution.drafting.proposer_loaders import open_proposer_loader
+from worker_service.execution.loaders.loader import Loader
+from worker_service.execution.sampling.alignment import Aligner
+from worker_service.execution.sampling.forms import Forms
+from worker_service.execution.startup.capacity import count_device_blocks
+from worker_service.execution.startup.network import Network
+from worker_service.execution.startup.profiling import measure_encoder_decoder, measure_prefill
+from worker_service.execution.steps.decode_graphs import capture
+from worker_service.execution.steps.encoder_decoder_runner import EncoderDecoderRunner
+from worker_service.execution.steps.model_runner import ModelRunner, Runner
+from worker_service.parallel.ranks import Ranks
+from worker_service.progress import stage
+from worker_service.session.step import Limits, WorkerInfo
+from worker_service.settings import WorkerSettings
+from worker_service.speculation.drafter import Drafter, Proposer
+
+log = structlog.get_logger()
+
+
+class GeneratorLoader(Loader):
+    """Loads the network, its adapters, what drafts for it, and gives the memory that is left to caches."""
+
+    def __init__(self, settings: WorkerSettings, target: Network) -> None:
+        """As `Loader` has it."""
+        generation = _read_generation_config(target)
+        super().__init__(settings, target)
+        config, ranks = target.config, target.ranks
+        self._aligner = Aligner.read(generation, config) if target.max_encoder_len else None
+        window = config.sliding_window
+        # Only a window that is shorter than the longest sequence; without one the scheduler caches prefixes.
+        self._sliding_window = 0 if window is None or window >= self.max_model_len else window
+        self._proposer_loader = open_proposer_loader(settings, target, self.max_model_len, self._sliding_window)
+        follows = settings.forms and ranks.size == 1
+        # Its process starts while the next steps are done.
+        self._forms = Forms.load(target.tokenizer_files, config.vocabulary_size) if follows else None
+        self._shapes = [target.shape, *self._proposer_loader.shapes]
+        self._block_bytes = ranks.gather_numbers(sum(shape.block_bytes for shape in self._shapes))
+        self._room = AdapterRoom(settings.max_loras, settings.max_lora_rank, settings.max_cpu_loras)
+        self._num_device_blocks = 0
+        self._num_host_blocks = int(settings.swap_space * 2**30) // sum(self._block_bytes)
+        self._model: Any  # of the kind that `config` says
+        self._cache: CacheEngine
+        self._proposer: Proposer | None = None
+
+    def check(self) -> list[int]:
+        """As `Loader` has it."""
+        return self.target.check(self._room) + self._proposer_loader.check()
+
+    def load(self) -> None:
+        """As `Loader` has it."""
+        self._model, self.adapters = self.target.load(self._room)
+        if self.settings.max_loras and not self.adapters.shapes:
+            raise StartError(f"--max-loras: {self.target.model_id} has no projection that adapters can be applied to")
+        self._proposer_loader.load(self._model)
+
+    def measure(self) -> int:
+        """As `Loader` has it."""
+        shape, device, most_tokens = self.target.shape, self.target.device, self.settings.max_num_batched_tokens
+        if self.target.max_encoder_len:
+            speed = measure_encoder_decoder(self._model, shape, device, most_tokens)
+        else:
+            speed = measure_prefill(self._model, shape, device, most_tokens, self.settings.max_num_seqs)
+        self._proposer_loader.measure(speed)
+        return speed
+
+    def make_ready(self) -> Runner:
+        """As `Loader` has it."""
+        target, settings = self.target, self.settings
+        self._count_blocks()
+        counts = self._num_device_blocks, self._num_host_blocks
+        self._cache, *others = (CacheEngine(shape, *counts, target.device) for shape in self._shapes)
+        for cache in others:
+            self._proposer_loader.attach(cache)
+        stage("making the cache ready")
+        adapts = bool(settings.max_loras)
+        graphs = capture(target.config, self._model, self._cache, settings, self.max_model_len, has_adapters=adapts)
+        self._proposer = self._proposer_loader.proposer() if target.ranks.rank == 0 else None
+        if self._forms is not None and not self._forms.is_ready():
+            self._forms = None
+        if target.max_encoder_len:
+            return EncoderDecoderRunner(self._model, self._cache, self._forms, self.adapters, self._aligner)
+        return ModelRunner(self._model, self._cache, graphs, self._forms, self.adapters)
+
+    def _count_blocks(self) -> None:
+        """Choose the number of blocks, and where need be a shorter longest text."""
+        target, settings = self.target, self.settings
+        longest = self.max_model_len + target.max_encoder_len
+        # Scaled positions may be for far longer texts than a small machine has a cache for.
+        least = target.unscaled_len + target.max_encoder_len if settings.max_model_len is None else longest
+        self._num_device_blocks = count_device_blocks(
+            target.device, self._shapes, longest, self._sliding_window, settings, target.ranks, least
+        )
+        if self._sliding_window or settings.max_model_len is not None or settings.num_gpu_blocks_override is not None:
+            return
+        found = min(self.max_model_len, max(target.unscaled_len, self._num_device_blocks * settings.block_size))
+        if found < self.max_model_len:
+            log.warning(
+                f"texts have at most {found} tokens: the cache has no room for {self.max_model_len}, for which "
+                "positions are scaled"
+            )
+        self.max_model_len = found
+
+    def drafter(self, runner: Runner, speed: int) -> Drafter | None:
+        """As `Loader` has it."""
+        if self._proposer is None:
+            return None
+        return Drafter(
+            self._proposer,
+            self.settings.num_drafts,
+            self.target.config.vocabulary_size,
+            speed,
+            runs_ahead=runner.runs_ahead,
+        )
+
+    def info(self, fingerprint: str, speed: int) -> WorkerInfo:
+        """As `Loader` has it."""
+        return replace(
+            super().info(fingerprint, speed),
+            features=self._features(),
+            sliding_window=self._sliding_window,
+            swap_bytes_per_second=_slowest(self._cache.measure_swap_bandwidth(), self._block_bytes, self.target.ranks),
+            block_bytes=sum(self._block_bytes),
+            lora_copy_seconds=self.adapters.measure_copy(),
+        )
+
+    def _features(self) -> tuple[str, ...]:
+        features = []
+        if self._num_host_blocks:
+            features.append("swap")
+        if self._forms is not None:
+            features.append("forms")
+        if (speculation := self.settings.speculation) is not None:
+            features.append(f"speculate:{speculation.method}")
+        return tuple(features)
+
+    def limits(self) -> Limits:
+        """As `Loader` has it."""
+        settings, config, max_encoder_len = self.settings, self.target.config, self.target.max_encoder_len
+        return replace(
+            super().limits(),
+            num_device_blocks=self._num_device_blocks,
+            num_host_blocks=self._num_host_blocks,
+            num_speculative_tokens=settings.num_drafts,
+            max_loras=settings.max_loras,
+            max_cpu_loras=settings.max_cpu_loras,
+            embedding_size=0 if max_encoder_len else config.hidden_size,
+            max_encoder_len=max_encoder_len,
+            max_num_encoder_tokens=max(max_encoder_len, settings.max_num_batched_tokens) if max_encoder_len else 0,
+            feature_bytes=getattr(config, "feature_bytes", 0),
+            aligns=self._aligner is not None,
+        )
+
+    def explain(self, error: Exception) -> StartError | None:
+        """As `Loader` has it."""
+        if not is_out_of_memory(error):
+            return None
+        return StartError(
+            f"{self.settings.model} and its cache do not fit into the memory of {self.target.device.type}: "
+            f"{str(error).splitlines()[0]}"
+        )
+
+
+def _read_generation_config(target: Network) -> GenerationConfig:
+    """Raises StartError where the checkpoint's defaults of sampling contradict each other; schedulers take them."""
+    found = GenerationConfig.read(target.checkpoint.config, target.checkpoint.generation, target.config.vocabulary_size)
+    GenerationDefaults.of(found)
+    if target.ranks.rank == 0 and (chosen := found.chosen_by_requests):
+        log.info(f"{found.file} prefers a decoding method that requests have if they ask for it", **chosen)
+    return found
+
+
+def _slowest(bytes_per_second: int, block_bytes: Sequence[int], ranks: Ranks) -> int:
+    """Bytes a second of whole blocks; a block has moved when every rank has moved its part."""
+    speeds = ranks.gather_numbers(bytes_per_second)
+    return 0 if 0 in speeds else round(sum(block_bytes) / max(map(truediv, block_bytes, speeds)))

@@ -1,0 +1,88 @@
+"""The steps from an opened model to a runner, which every kind of model has."""
+
+from pagewire_common.start_error import StartError
+from worker_service.execution.adapters.adapters import Adapters
+from worker_service.execution.startup.device import describe_device
+from worker_service.execution.startup.network import Network
+from worker_service.execution.steps.model_runner import Runner
+from worker_service.session.step import Limits, PoolingType, WorkerInfo
+from worker_service.settings import WorkerSettings
+from worker_service.speculation.drafter import Drafter
+
+
+class Loader:
+    """Loads one model. Its steps are called once each, in the order in which they stand here.
+
+    No step needs memory before `load`.
+    """
+
+    adapters: Adapters
+    """Since `load`."""
+
+    def __init__(self, settings: WorkerSettings, target: Network) -> None:
+        """Raises StartError where settings and model contradict each other."""
+        self.settings = settings
+        self.target = target
+        self.max_model_len = _choose_max_model_len(settings, target.max_model_len)
+
+    def check(self) -> list[int]:
+        """As `Network.check`, of all that `load` will load."""
+        raise NotImplementedError
+
+    def load(self) -> None:
+        """Allocate the weights and fill them. Raises StartError, and what torch raises without enough memory."""
+        raise NotImplementedError
+
+    def measure(self) -> int:
+        """Compute the largest step; returns tokens of prompts a second."""
+        raise NotImplementedError
+
+    def make_ready(self) -> Runner:
+        """Give the memory that is left to a cache, if the model has one. Raises as `load` does."""
+        raise NotImplementedError
+
+    def drafter(self, runner: Runner, speed: int) -> Drafter | None:
+        """What drafts tokens for the runner, in the first rank; None without speculation. speed: as measured."""
+        del runner, speed
+        return None
+
+    def info(self, fingerprint: str, speed: int) -> WorkerInfo:
+        """What the scheduler is told of the model. Every rank calls it."""
+        target = self.target
+        return WorkerInfo(
+            model_id=target.model_id,
+            model_fingerprint=fingerprint,
+            dtype=str(target.dtype).removeprefix("torch."),
+            device=describe_device(target.device, target.ranks.size),
+            features=(),
+            sliding_window=0,
+            swap_bytes_per_second=0,
+            prefill_tokens_per_second=speed,
+            block_bytes=0,
+            pooling_type=PoolingType[target.sentences.pooling],
+            normalizes=target.sentences.normalizes,
+        )
+
+    def limits(self) -> Limits:
+        """What a step may have."""
+        return Limits(
+            block_size=self.settings.block_size,
+            num_device_blocks=0,
+            num_host_blocks=0,
+            vocabulary_size=self.target.config.vocabulary_size,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.settings.max_num_batched_tokens,
+            max_num_seqs=self.settings.max_num_seqs,
+        )
+
+    def explain(self, error: Exception) -> StartError | None:
+        """The sentence for an error of one of the steps; None where it is an error of this code."""
+        raise NotImplementedError
+
+
+def _choose_max_model_len(settings: WorkerSettings, most: int) -> int:
+    if settings.max_model_len is None:
+        return most
+    if settings.max_model_len > most:
+        raise StartError(f"--max-model-len is {settings.max_model_len}; the model's limit is {most}")
+    return settings.max_model_len

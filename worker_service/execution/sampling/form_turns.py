@@ -1,0 +1,48 @@
+"""Which outputs with a form come first in a step, and which end where memory is short."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from worker_service.execution.sampling.form_process import MOST_MEMORY
+from worker_service.execution.sampling.form_progress import FormedOutput
+
+MOST_TOGETHER = 5 * MOST_MEMORY // 8
+"""Bytes of memory that outputs may take together: addresses were up to 1.3 times as many."""
+
+WithRows = tuple[FormedOutput, npt.NDArray[np.uint8]]
+"""An output, and the rows of the step's masks that are its own."""
+
+
+def in_turns(
+    items: Iterable[WithRows],
+) -> list[WithRows]:
+    """One of each owner, then a second one of each, and so on. Owners whose outputs have taken less time are first, and
+    so are such outputs of an owner."""
+    of_owner: defaultdict[bytes, float] = defaultdict(float)
+    turns: list[tuple[int, WithRows]] = []
+    number: Counter[bytes] = Counter()
+    for one in sorted(items, key=lambda one: one[0].progress.taken):
+        of_owner[one[0].owner] += one[0].progress.taken
+        turns.append((number[one[0].owner], one))
+        number[one[0].owner] += 1
+    turns.sort(key=lambda turn: (turn[0], of_owner[turn[1][0].owner]))
+    return [one for _, one in turns]
+
+
+def largest(
+    items: Iterable[WithRows],
+) -> Iterator[WithRows]:
+    """Those without which the others take no more than `MOST_TOGETHER`."""
+    alive = [one for one in items if not one[0].progress.is_over]
+    by_owner: Counter[bytes] = Counter()
+    for item, _ in alive:
+        by_owner[item.owner] += item.progress.memory
+    while sum(by_owner.values()) > MOST_TOGETHER:
+        ((owner, _),) = by_owner.most_common(1)
+        most = max((one for one in alive if one[0].owner == owner), key=lambda one: one[0].progress.memory)
+        alive.remove(most)
+        by_owner[owner] -= most[0].progress.memory
+        yield most

@@ -1,0 +1,147 @@
+"""A step that the device has been asked to compute, until its results are read."""
+
+from collections.abc import Sequence, Set
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from worker_service.execution.sampling.form_masks import FormMasks
+from worker_service.execution.sampling.logprobs import sample_logprobs
+from worker_service.execution.sampling.pooling import encode
+from worker_service.execution.sampling.sampler import BARRED
+from worker_service.execution.steps.decode_inputs import UnseenTokens
+from worker_service.execution.steps.step_clock import StepClock
+from worker_service.session.session import PLACEHOLDER, ScheduledChunk
+from worker_service.session.step import ModelOutput, SampleLogprobs, SequenceVectors, StepTiming
+
+
+class RunningStep:
+    """A step that the device has been asked to compute."""
+
+    def __init__(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        clock: StepClock,
+        logits: Tensor,
+        token_ids: Tensor,
+        prompt_logprobs: list[SampleLogprobs],
+        failed: Set[int],
+        vectors: Sequence[tuple[ScheduledChunk, Tensor]] = (),
+        masks: FormMasks | None = None,
+    ) -> None:
+        """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that chooses a token, and one
+        more for each of its draft tokens.
+
+        failed: ids of sequences whose prompt has no log-probabilities. vectors: what chunks completed. masks: with
+        which tokens were chosen.
+        """
+        self.chunks = chunks
+        self._sampling = [chunk for chunk in chunks if chunk.samples]
+        self._vectors = vectors
+        self._masks = masks
+        self._sequences = [chunk.sequence for chunk in self._sampling for _ in range(_num_choices(chunk))]
+        self._clock = clock
+        self._logits = logits if any(sequence.sampling.logprobs is not None for sequence in self._sequences) else None
+        self._token_ids = token_ids
+        self._host_token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=token_ids.is_cuda)
+        self._host_token_ids.copy_(token_ids, non_blocking=True)
+        self._prompt_logprobs = prompt_logprobs
+        self._failed = failed
+        clock.mark()
+
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait."""
+        return self._clock.has_stopped()
+
+    def unseen_tokens(self) -> UnseenTokens:
+        """The tokens that it samples, for a step that is launched before this one has finished."""
+        return UnseenTokens(
+            self._token_ids, {sequence.sequence_id: row for row, sequence in enumerate(self._sequences)}
+        )
+
+    @torch.inference_mode()
+    def finish(self) -> ModelOutput:
+        """Wait for the device, and read the results."""
+        durations = self._clock.durations()
+        found = self._host_token_ids.tolist()
+        logits, self._logits = self._logits, None
+        numbers = [_num_choices(chunk) for chunk in self._sampling]
+        rows_of = [range(stop - number, stop) for stop, number in zip(accumulate(numbers), numbers, strict=True)]
+        late: Set[int] = frozenset() if self._masks is None else self._masks.late()
+        shares = [
+            []
+            if chunk.sequence.sequence_id in late
+            else accepted(found[rows.start : rows.stop], chunk.drafts)
+            if rows
+            else [PLACEHOLDER]
+            for chunk, rows in zip(self._sampling, rows_of, strict=True)
+        ]
+        vectors, without = self._read_vectors()
+        failed = (
+            self._failed
+            | without
+            | {
+                chunk.sequence.sequence_id
+                for chunk, share in zip(self._sampling, shares, strict=True)
+                if share and share[0] < 0
+            }
+        )
+        reporting = [
+            (chunk.sequence, rows[: len(share)])
+            for chunk, rows, share in zip(self._sampling, rows_of, shares, strict=True)
+            if share and chunk.sequence.sampling.logprobs is not None and chunk.sequence.sequence_id not in failed
+        ]
+        barred = []
+        for chunk, share in zip(self._sampling, shares, strict=True):
+            if share[:1] == [BARRED] and chunk.sequence.sequence_id not in self._failed:
+                barred.append(chunk.sequence.sequence_id)
+            if chunk.sequence.sequence_id in failed:
+                share[:] = [PLACEHOLDER]
+        has_drafts = any(chunk.drafts for chunk in self._sampling)
+        return ModelOutput(
+            token_ids=[token_id for share in shares for token_id in share],
+            num_tokens=[len(share) for share in shares] if has_drafts or late else [],
+            num_draft_tokens=[len(chunk.drafts) for chunk in self._sampling] if has_drafts else [],
+            timing=StepTiming(*durations),
+            logprobs=[] if logits is None else sample_logprobs(logits, found, reporting),
+            prompt_logprobs=self._prompt_logprobs,
+            failed_sequence_ids=[
+                chunk.sequence.sequence_id for chunk in self.chunks if chunk.sequence.sequence_id in failed
+            ],
+            barred_sequence_ids=barred,
+            vectors=vectors,
+        )
+
+    def _read_vectors(self) -> tuple[list[SequenceVectors], set[int]]:
+        """The vectors, and the ids of sequences whose vectors are not finite."""
+        found, without = [], set()
+        for chunk, tensor in self._vectors:
+            pooling = chunk.sequence.sampling.pooling
+            assert pooling is not None
+            vectors = encode(chunk.sequence.sequence_id, tensor, pooling)
+            if vectors is None:
+                without.add(chunk.sequence.sequence_id)
+            else:
+                found.append(vectors)
+        self._vectors = ()
+        return found, without
+
+
+def _num_choices(chunk: ScheduledChunk) -> int:
+    """Tokens that are chosen: behind the sequence's last token, and behind each draft token."""
+    return 1 + len(chunk.drafts) if chunk.chooses else 0
+
+
+def accepted(found: list[int], drafts: Sequence[int]) -> list[int]:
+    """What a sequence gained: the target's own tokens up to the first that differs from its draft.
+
+    found: the token after the last known one and after each draft. Each is the one that would have been sampled there
+    anyway, because it is a function of the tokens before it alone; so drafts change no output.
+    """
+    gained = found[:1]
+    for draft, token_id in zip(drafts, found[1:], strict=True):
+        if gained[-1] != draft or token_id < 0:
+            break
+        gained.append(token_id)
+    return gained

@@ -1,0 +1,116 @@
+"""One open session: its answers on the event loop, and its steps on the device thread, which the first error ends."""
+
+import asyncio
+import contextlib
+import traceback
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import grpc
+import structlog
+
+from pagewire.v1.scheduler_output_pb2 import ModelOutput, SchedulerOutput
+from pagewire_common.calls.errors import RequestError
+from worker_service.errors import FencingError, InvalidStepError, is_out_of_memory
+from worker_service.serving.codec import decode_scheduler_output
+from worker_service.serving.step_in_flight import StepInFlight
+from worker_service.serving.traces import Stays
+from worker_service.session.session import Session
+
+if TYPE_CHECKING:
+    from worker_service.execution.worker import Worker  # imports torch, which the server does after its port is bound
+
+log = structlog.get_logger()
+
+_STEPS_IN_HAND = 2
+"""Steps of a session that are read and not yet answered: the one being computed, and one so that the next can follow it
+without waiting for a message."""
+_FAILURES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+class OpenSession:
+    """Only the device thread calls `compute`; `end` is set on either thread, and the event loop uses the rest."""
+
+    def __init__(self, worker: "Worker", epoch: int, stays: Stays | None = None) -> None:
+        """stays: spans of its sequences, if there are any."""
+        self.session = Session(epoch, worker.limits)
+        self.answers: asyncio.Queue[asyncio.Future[ModelOutput] | None] = asyncio.Queue()
+        """In the order of the steps; None after the last."""
+        self.awaited: asyncio.Future[ModelOutput] | None = None
+        """The answer that the call is waiting for."""
+        self.room = asyncio.Semaphore(_STEPS_IN_HAND)
+        self.stays = stays
+        self.end: RequestError | None = None
+        """Why no further step of the session may be started."""
+        self._worker = worker
+        self._last: StepInFlight | None = None  # the step that was launched last, if the worker runs ahead
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a step ended it."""
+        return self.end is not None and self.end.code in _FAILURES
+
+    def close(self, reason: RequestError) -> None:
+        """Start no further step, and fail the answer that is due next."""
+        self.end = reason
+        # Wakes the call wherever it waits: for the device, or for its next step.
+        if self.awaited is not None and not self.awaited.done():
+            self.awaited.set_exception(reason)
+        else:
+            failed: asyncio.Future[ModelOutput] = asyncio.get_running_loop().create_future()
+            failed.set_exception(reason)
+            self.answers.put_nowait(failed)
+
+    def compute(self, message: SchedulerOutput) -> ModelOutput | StepInFlight:
+        """Compute one step. After an error the session is over, whatever was sent ahead.
+
+        Where the worker runs ahead, the step is on its way when this returns, and the next one may follow it.
+        """
+        worker, ranks = self._worker, self._worker.ranks
+        with self._failures_end():
+            output = decode_scheduler_output(message, worker.limits)
+            before = self._last
+            if before is not None and (before.is_settled or not self.session.follows_unseen(output)):
+                before.settle()
+                before = None
+        with self._failures_end():
+            step = StepInFlight.begin(worker, self.session, output, self._failures_end)
+            if before is not None and not worker.runner.follow(step.chunks):
+                before.settle()
+                before = None
+            if ranks.size > 1:  # a rank that got the step waits for its sums: no other work may come between
+                ranks.send(self.session.epoch, message.SerializeToString(), [chunk.drafts for chunk in step.chunks])
+            step.launch(before)
+            if not worker.runner.runs_ahead or ranks.size > 1:  # ranks finish a step before they take another
+                return step.answer()
+            self._last = step
+        return step
+
+    @contextlib.contextmanager
+    def _failures_end(self) -> Iterator[None]:
+        """Around work on the device thread: it does nothing once the session has ended, and errors end it."""
+        if self.end is not None:
+            raise self.end
+        try:
+            yield
+            return
+        except Exception as error:
+            self.end = _explain(error)
+            traceback.clear_frames(error.__traceback__)  # the step's tensors
+        self._worker.runner.recover()
+        raise self.end
+
+
+def _explain(error: Exception) -> RequestError:
+    if isinstance(error, InvalidStepError):
+        return RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    if isinstance(error, FencingError):
+        return RequestError(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+    if is_out_of_memory(error):
+        log.error("out of memory in a step", exc_info=error)
+        return RequestError(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "the worker ran out of memory in this step; start it with a lower --max-num-batched-tokens",
+        )
+    log.error("a step failed", exc_info=error)
+    return RequestError(grpc.StatusCode.INTERNAL, "a step failed; the worker's log has the details")

@@ -1,0 +1,109 @@
+"""One step from message to answer: check it, draft for it, compute it, and note the sampled tokens in the session.
+
+To be used on the device thread. Beginning a step raises InvalidStepError and FencingError, and so does `launch`, in
+every rank alike. `launch` and `answer` also raise what torch raises. After any error the session is over.
+"""
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from pagewire.v1.scheduler_output_pb2 import ModelOutput
+from worker_service.serving.codec import encode_model_output
+from worker_service.serving.device_thread import Pending
+from worker_service.session.session import NO_DRAFTS, ScheduledChunk, Session
+from worker_service.session.step import SchedulerOutput
+
+if TYPE_CHECKING:
+    # These import torch, which the server does after its port is bound.
+    from worker_service.execution.steps.running_step import RunningStep
+    from worker_service.execution.worker import Worker
+
+Guard = Callable[[], AbstractContextManager[None]]
+"""Entered around work that the device thread comes back to."""
+
+
+class StepInFlight(Pending[ModelOutput]):
+    """A step that has been applied to its session: then it is launched, and then answered.
+
+    The runner's `RunningStep` is the part of it on the device, which knows no messages and no sessions.
+    """
+
+    def __init__(
+        self,
+        worker: "Worker",
+        session: Session,
+        output: SchedulerOutput,
+        chunks: Sequence[ScheduledChunk],
+        *,
+        draft_seconds: float = 0.0,
+        guard: Guard = nullcontext,
+    ) -> None:
+        """chunks: with the drafts that are verified; draft_seconds: that these took."""
+        super().__init__()
+        self.chunks = chunks
+        self._worker = worker
+        self._session = session
+        self._output = output
+        self._draft_seconds = draft_seconds
+        self._guard = guard
+        self._running: RunningStep
+
+    @classmethod
+    def begin(
+        cls, worker: "Worker", session: Session, output: SchedulerOutput, guard: Guard = nullcontext
+    ) -> "StepInFlight":
+        """Apply a step, and draft tokens as far as it has room for them."""
+        chunks = session.apply(output)
+        if worker.drafter is None:
+            return cls(worker, session, output, chunks, guard=guard)
+        began = time.perf_counter()
+        chunks = worker.drafter.begins(output, chunks)
+        return cls(worker, session, output, chunks, draft_seconds=time.perf_counter() - began, guard=guard)
+
+    @classmethod
+    def follow(
+        cls, worker: "Worker", session: Session, output: SchedulerOutput, drafts: "Sequence[array[int]]"
+    ) -> "StepInFlight":
+        """Apply a step for which the first rank has drafted. drafts: of each chunk; empty if no chunk has any."""
+        chunks = session.apply(output)
+        each = drafts or repeat(NO_DRAFTS)
+        chunks = [chunk.with_drafts(drafted) for chunk, drafted in zip(chunks, each, strict=False)]
+        return cls(worker, session, output, chunks)
+
+    def launch(self, before: "StepInFlight | None" = None) -> None:
+        """Have it computed. before: the session's last step, if it has not finished and this may run ahead of it."""
+        worker, began = self._worker, time.perf_counter()
+        with worker.ranks.alike():
+            running = None if before is None else before._running
+            self._running = worker.runner.launch(self._output, self.chunks, running)
+        if worker.drafter is not None:
+            worker.drafter.launched(self._output, time.perf_counter() - began)
+        self._session.advance(self.chunks)
+
+    def is_done(self) -> bool:
+        """As `Pending` has it."""
+        return self._running.is_done()
+
+    def finish(self) -> ModelOutput:
+        """As `Pending` has it: `answer` within the guard."""
+        with self._guard():
+            return self.answer()
+
+    def answer(self) -> ModelOutput:
+        """Wait for the device, and answer."""
+        chunks = self._running.chunks
+        with self._worker.ranks.alike():
+            answer = self._running.finish()
+        self._session.fill_in(chunks, answer.token_ids, answer.num_tokens)
+        if (drafter := self._worker.drafter) is not None:
+            began = time.perf_counter()
+            wanted = drafter.ends(chunks, answer.timing.seconds)
+            guess_us = round((self._draft_seconds + time.perf_counter() - began) * 1e6)
+            timing = replace(answer.timing, guess_us=guess_us)
+            answer = replace(answer, num_draft_tokens_wanted=wanted, timing=timing)
+        return encode_model_output(self._output.epoch, self._output.step_id, answer)
