@@ -52,6 +52,8 @@ class SchedulerOutput:
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     num_samples: int = 0
     """How many of them sample."""
+    is_plain: bool = False
+    """Whether each of them computes one token and samples the next, without room for guesses, and none is a beam."""
     new_sequences: list[NewSequence] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
     block_table_updates: list[BlockTableUpdate] = field(default_factory=list)
@@ -126,6 +128,11 @@ class ModelOutput:
     def has_tokens_alone(self) -> bool:
         """Whether it reports nothing but tokens, of sequences that none failed of."""
         return not (self.logprobs or self.prompt_logprobs or self.vectors or self.failed_sequence_ids)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has one token for each sequence that samples, and says nothing else."""
+        return self.has_tokens_alone and not (self.num_tokens or self.num_draft_tokens_wanted)
 
 
 class SequenceOutput(NamedTuple):

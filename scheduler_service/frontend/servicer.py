@@ -21,7 +21,8 @@ from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.output_failure import failure
-from scheduler_service.frontend.output.request import RequestState, request_key
+from scheduler_service.frontend.output.request import request_key
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.request_trace import CHAT, TEXT_COMPLETION
 from scheduler_service.frontend.output.streams import OutputDelta
 from scheduler_service.wire.columns import fill_column

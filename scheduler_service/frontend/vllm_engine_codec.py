@@ -14,7 +14,7 @@ from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.frontend.calls.generation import REASONS
 from scheduler_service.frontend.checking.checks import invalid
-from scheduler_service.frontend.output.request import RequestState
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.streams import OutputDelta
 
 MOST_BYTES = 4 << 20

@@ -13,7 +13,8 @@ from scheduler_service.engine.sessions.discovery import resolve_by_dns
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.output.request import GenerationRequest, RequestState
+from scheduler_service.frontend.output.request import GenerationRequest
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.operations.admin_servicer import AdminServicer
 from scheduler_service.server import engine_server
 from scheduler_service.settings import SchedulerSettings

@@ -36,7 +36,7 @@ from scheduler_service.engine.front_ends import servicer as engine_servicer
 from scheduler_service.engine.front_ends.processes import FrontEndProcesses
 from scheduler_service.frontend import server as front_end_server
 from scheduler_service.frontend.link.engine_link import EngineLink
-from scheduler_service.frontend.output.request import RequestState
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.streams import OutputDelta
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0)

@@ -29,8 +29,9 @@ from scheduler_service.engine.calls import requests as requests_module
 from scheduler_service.engine.calls.calls import Call
 from scheduler_service.engine.calls.outbox import Outbox
 from scheduler_service.engine.engine import Engine
-from scheduler_service.frontend.output.request import GenerationRequest, RequestState, Resumption
+from scheduler_service.frontend.output.request import GenerationRequest, Resumption
 from scheduler_service.frontend.output.request_memory import UnreadOutput
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.turns import Turns
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.statistics.counts import RequestCounts
@@ -49,7 +50,7 @@ def state_of(resumption: Resumption, **sampling: object) -> RequestState:
     parameters = core.SamplingParams(max_tokens=9, **sampling)  # type: ignore[arg-type]
     request = GenerationRequest(request_id="a", prompt_token_ids=[1, 2, 3], sampling=parameters, resumption=resumption)
     state = RequestState(request, None, RequestCounts(), Turns(), UnreadOutput(1 << 30))
-    state.arrived_at = 100.0
+    state.times.arrived_at = 100.0
     return state
 
 

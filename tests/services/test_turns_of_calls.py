@@ -20,7 +20,7 @@ from pagewire_common.calls.patient_writer import PatientWriter
 from scheduler_service.core import Sequence, SequenceGroup
 from scheduler_service.engine.calls.calls import Call
 from scheduler_service.frontend.link.engine_call import EngineCall
-from scheduler_service.frontend.output.request import RequestState
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
 
 POISON = 99

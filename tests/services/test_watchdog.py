@@ -37,7 +37,7 @@ from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.front_ends.servicer import FrontEndConnection, FrontEnds
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.output.request import RequestState
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.servicer import encode_delta
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.submission import encode_sampling, pack

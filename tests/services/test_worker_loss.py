@@ -24,7 +24,8 @@ from scheduler_service.engine.worker_link.limits import step_timeout
 from scheduler_service.engine.worker_link.step_split import RoundTrips, StepSplit
 from scheduler_service.engine.workers.worker import Worker, WorkerStatus
 from scheduler_service.engine.workers.workers import Workers
-from scheduler_service.frontend.output.request import GenerationRequest, RequestState
+from scheduler_service.frontend.output.request import GenerationRequest
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.settings import SchedulerSettings
 
 NEVER = 1000.0

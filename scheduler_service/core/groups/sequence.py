@@ -184,6 +184,8 @@ class SequenceGroup:
     cache_root: bytes
     """Groups of equal root and adapter may share cached prefixes."""
     sampling: SamplingParams
+    is_plain: bool
+    """Whether its sequences gain tokens and nothing else: no log-probabilities, no vectors, and none is a beam."""
     prompt_token_ids: "array[int]"
     """Four bytes each; an array is taken as it is, and must not change."""
     beams: BeamSearch | None
@@ -226,6 +228,7 @@ class SequenceGroup:
         self.rank = (0, 0)
         self.cache_root = cache_root
         self.sampling = sampling
+        self.is_plain = not sampling.reports
         self.prompt_token_ids = (
             prompt_token_ids if isinstance(prompt_token_ids, array) else array("I", prompt_token_ids)
         )

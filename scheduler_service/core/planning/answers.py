@@ -21,7 +21,7 @@ class Answers:
 
     def take_in(self, output: SchedulerOutput, answer: ModelOutput) -> list[SequenceOutput]:
         """Account for a step's computed tokens and append the sampled ones; see `Scheduler.update_from_output`."""
-        if self._is_plain(output, answer):
+        if output.is_plain and answer.is_plain and self._takes_plainly(output):
             return self._take_in_decodes(output, answer.token_ids)
         if answer.num_draft_tokens_wanted:
             self._note_drafts_wanted(output, answer)
@@ -70,22 +70,13 @@ class Answers:
                 gained += self._advance_beams(group)
         return gained
 
-    def _is_plain(self, output: SchedulerOutput, answer: ModelOutput) -> bool:
-        """Whether tokens are all that there is to take in: one for each sequence, which computed one.
-
-        A beam's answer has log-probabilities.
-        """
+    def _takes_plainly(self, output: SchedulerOutput) -> bool:
+        """Whether nothing has happened to groups, since the step was sent, that counts when their tokens come."""
         groups = self._groups
-        return (
-            output.num_samples == len(output.scheduled) == output.num_tokens
-            and not (output.num_draft_tokens or output.dropped or answer.num_tokens)
-            and answer.has_tokens_alone
-            and not answer.num_draft_tokens_wanted
-            and not (groups.accused or groups.swapped or self._waiting.charges)
-        )
+        return not (output.dropped or groups.accused or groups.swapped or self._waiting.charges)
 
     def _take_in_decodes(self, output: SchedulerOutput, token_ids: SequenceOf[int]) -> list[SequenceOutput]:
-        """Take in a plain answer, which most are, in half the time of `take_in`."""
+        """Take in a plain answer to a plain step, as most are, in half the time of `take_in`."""
         running, block_size, gained = SequenceStatus.RUNNING, self._config.block_size, []
         new = tuple.__new__  # of a named tuple's own constructor, two thirds are Python
         for (sequence, _, _), token_id in zip(output.scheduled, token_ids, strict=True):

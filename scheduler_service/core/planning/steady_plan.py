@@ -2,7 +2,8 @@
 
 Such a step reuses the plan of the one before and looks only at which sequences need a block. A sequence that has ended
 is taken out of that plan, and one that is ready to decode joins it. A sequence that has to be computed otherwise, is
-preempted or is suspected puts an end to it.
+preempted or is suspected puts an end to it. Only how sequences are computed counts: requests need not be plain, as
+log-probabilities are reported by steps of either kind.
 """
 
 from scheduler_service.core.config import PhaseRule

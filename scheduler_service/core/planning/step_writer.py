@@ -44,6 +44,8 @@ class StepWriter:
         steady = self._write_rooms(step, output) if step.rooms else step.steady
         output.scheduled = steady + scheduled if scheduled else steady
         output.num_samples = len(step.steady) + sum(chunk.samples for chunk in scheduled)
+        decodes = output.num_samples == len(output.scheduled) == output.num_tokens and not step.rooms
+        output.is_plain = decodes and all(group.beams is None for group in step.chunks)  # a steady part has none
         output.finished, output.preempted = self._groups.departures()
         if step.placements or step.moved or step.queue.left or step.queue.held:
             self._write_placements(step, output)

@@ -236,12 +236,8 @@ class Requests:
             if group.beams is not None and group.is_finished:
                 num_tokens += sum(len(hypothesis.token_ids) for hypothesis in group.beams.hypotheses)
             num_tokens += token_id is not None
-            if (
-                token_id is None
-                or (sequence.status is not running and not goes_on)
-                or logprobs is not None
-                or prompt_logprobs is not None
-            ):
+            has_more = not group.is_plain and (logprobs is not None or prompt_logprobs is not None)
+            if token_id is None or has_more or (sequence.status is not running and not goes_on):
                 call.tell_gained(item)
             else:
                 call.outbox.outputs.append(call.first_output + sequence.index)

@@ -16,7 +16,7 @@ from scheduler_service.frontend.checking.resumption import served_fingerprint
 from scheduler_service.frontend.checking.text_items import encode_inputs, longest_input
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.output.request import RequestState
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.streams import MAX_VECTOR_BYTES, OutputDelta
 from scheduler_service.wire.fields import decode_enum
 

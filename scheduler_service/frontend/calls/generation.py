@@ -23,13 +23,14 @@ from scheduler_service.frontend.checking.validation import check_names, check_re
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.output.request import GenerationRequest, RequestState, request_key
+from scheduler_service.frontend.output.request import GenerationRequest, request_key
 from scheduler_service.frontend.output.request_memory import (
     NUMBER_BYTES,
     SOUND_BYTES,
     prompt_logprob_bytes,
     request_bytes,
 )
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.request_trace import CallTrace, RequestTrace
 from scheduler_service.frontend.output.streams import OutputDelta
 from scheduler_service.statistics.counts import RequestCounts
@@ -164,7 +165,7 @@ def _count_ended(state: RequestState, counts: RequestCounts) -> None:
         counts.output_tokens.observe(num_tokens)
     queued, first = figures.queued_seconds, figures.first_token_seconds
     if queued is not None and first is not None:
-        last = max(first, state.last_token_seconds)
+        last = max(first, state.times.last_token_seconds)
         counts.prefill_seconds.observe(max(0.0, first - queued))
         counts.decode_seconds.observe(last - first)
         counts.inference_seconds.observe(max(0.0, last - queued))

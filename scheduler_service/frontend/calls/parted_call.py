@@ -19,7 +19,8 @@ from scheduler_service.frontend.checking.validation import check_characters, che
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.output.request import GenerationRequest, RequestState, request_key
+from scheduler_service.frontend.output.request import GenerationRequest, request_key
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.wire.sampling import RequestSampling
 
 Request = pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest

@@ -16,7 +16,7 @@ from scheduler_service.frontend.checking.checks import invalid
 from scheduler_service.frontend.checking.text_items import encode_texts, most_tokens
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import MOST_SCORED
-from scheduler_service.frontend.output.request import RequestState
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.text.tokenization import Text
 from scheduler_service.wire.submission import floats
 

@@ -20,8 +20,8 @@ from scheduler_service.frontend.calls.parted_call import PartedCall
 from scheduler_service.frontend.checking.checks import check_length, invalid
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink
-from scheduler_service.frontend.output.request import RequestState
 from scheduler_service.frontend.output.request_memory import text_bytes, texts_bytes
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.request_trace import EMBEDDINGS, SCORE
 from scheduler_service.frontend.text.tokenization import TextItem
 from scheduler_service.wire.sampling import RequestSampling

@@ -16,7 +16,8 @@ from scheduler_service.core.blocks.prefix_key import block_keys, key_of_adapter,
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.link.patience import patience
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.output.request import GenerationRequest, RequestState
+from scheduler_service.frontend.output.request import GenerationRequest
+from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.request_trace import RequestTrace
 from scheduler_service.wire.fields import encode_fields
 from scheduler_service.wire.submission import encode_sampling, pack
@@ -113,7 +114,7 @@ class EngineCall:
             num_bytes=num_bytes,
             supersedes=request.resumes,
             is_complete=request.is_complete,
-            trace_parent=trace.submitted(request, state.arrived_at) if trace is not None else "",
+            trace_parent=trace.submitted(request, state.times.arrived_at) if trace is not None else "",
         )
         if request.encoder_input is not None:
             encode_fields(EncoderInput, request.encoder_input, submission.encoder_input)

@@ -110,7 +110,9 @@ class OutputStream:
             self._notify()
 
     def put_token(self, index: int, token_id: int, text: str, num_output_tokens: int) -> None:
-        """As `put`, for a token and its text. Most deltas are of this kind, and nearly all of them are merged."""
+        """As `put`, for a token and its text, of a request that `is_plain`: no delta of such a request is full of
+        log-probabilities or vectors. Most deltas are of this kind, and nearly all of them are merged.
+        """
         self.count(output_bytes(1, len(text)))
         delta = self._pending.get(index)
         if delta is None or len(delta.token_ids) >= MAX_TOKENS or len(delta.text) >= MAX_CHARACTERS:

@@ -55,3 +55,28 @@ class WholeOutput:
         delta.status, delta.stop = self.status, self.stop
         delta.num_output_tokens = max(len(begun), len(self.token_ids))
         yield delta
+
+
+class RankedOutput:
+    """An output of best_of, which is kept until it is known whether it is among the likeliest."""
+
+    def __init__(self) -> None:
+        self.whole = WholeOutput()
+        self.logprob = 0.0  # the sum over its tokens
+        self._texts: list[str] = []
+        self.whole.texts = self._texts
+
+    def add(self, delta: OutputDelta) -> None:
+        """A token and its text, or the end of the output."""
+        if delta.token_ids:
+            self.whole.token_ids += delta.token_ids
+            self._texts.append(delta.text)
+        elif self._texts:
+            self._texts[-1] += delta.text
+        self.whole.logprobs += delta.logprobs
+        if delta.status is not None:
+            self.whole.status, self.whole.stop = delta.status, delta.stop
+
+    def place(self) -> tuple[bool, float]:
+        """The likeliest comes first, by its mean log-probability; outputs that failed come last."""
+        return self.whole.status.has_failed, -self.logprob / max(1, len(self.whole.token_ids))
