@@ -14,6 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.files import read_text
 from pagewire_client.flag_values import integer_of
+from pagewire_common.sampling import NUMBERS
 
 MAX_TOKENS = 512
 
@@ -22,13 +23,7 @@ SAMPLING = {
     "beam_width": "beam search with this many beams",
     "max_tokens": f"most tokens to generate (default {MAX_TOKENS}; with --encoder, what the context leaves)",
     "min_tokens": "end-of-sequence tokens and stop texts do not count before this many tokens",
-    "temperature": "0 takes the likeliest token (default: the model's)",
-    "top_k": "sample among this many likeliest tokens; 0 for all",
-    "top_p": "sample among the fewest tokens whose probabilities reach this",
-    "min_p": "drop tokens below this times the likeliest token's probability",
-    "presence_penalty": "subtracted from the logit of every token already generated",
-    "frequency_penalty": "subtracted for each time a token was generated",
-    "repetition_penalty": "divides positive and multiplies negative logits of tokens in the prompt or output",
+    **{name: number.help for name, number in NUMBERS.items()},
     "seed": "makes sampling repeatable",
     "stop": "text that ends the output; may be repeated",
     "stop_token_ids": "token that ends the output; may be repeated",

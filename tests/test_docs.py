@@ -15,21 +15,25 @@ from persons import persons_in
 
 from bench.__main__ import BENCHES
 from bench.__main__ import main as bench
+from pagewire.v1.inference_service_pb2 import SamplingParams
 from pagewire_client.__main__ import parse_arguments as client_arguments
+from pagewire_client.request_options import SAMPLING
 from pagewire_common.calls.errors import MOST_FIELDS
+from pagewire_common.sampling import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    NUMBERS,
+    PARAMETERS,
+)
 from pagewire_common.serving.server import OPTIONS
 from pagewire_common.settings import ServiceSettings
 from scheduler_service.engine.calls.admission import MAX_SIDE_CALLS
 from scheduler_service.fit import parse_arguments as fit_arguments
 from scheduler_service.frontend.calls.text_calls import IN_FLIGHT, MAX_TEXTS
 from scheduler_service.frontend.checking.prompt import MAX_MESSAGES, MAX_TOKENIZE
-from scheduler_service.frontend.checking.sampling_validation import (
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIASES,
-    MAX_N,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKENS,
-)
 from scheduler_service.frontend.link.engine_link import BYTES_PER_TOKEN
 from scheduler_service.operations.admin_servicer import MAX_WATCHES
 from scheduler_service.replay import parse_arguments as replay_arguments
@@ -198,6 +202,20 @@ def test_the_page_of_limits_has_the_numbers_of_the_code(number: int) -> None:
     assert re.search(rf"(?<!\d)(?<!\d,){number:,}(?!,?\d)", (ROOT / "docs/limits.md").read_text())
 
 
+def test_the_page_of_sampling_parameters_has_the_rows_of_their_table() -> None:
+    """A row that differs is printed as it should be."""
+    assert set(PARAMETERS) == set(SamplingParams.DESCRIPTOR.fields_by_name)
+    expected: dict[str, list[str]] = {"Numbers": [], "Others": []}
+    for name, one in PARAMETERS.items():
+        cells = [f"`{name}`", f"`{flag(name)}`" if name in SAMPLING else "–", one.values, one.default]
+        if name not in NUMBERS:
+            cells += [", ".join(one.readers), "yes" if one.with_beams else "no"]
+        expected["Numbers" if name in NUMBERS else "Others"].append(f"| {' | '.join(cells)} |")
+    for heading, wanted in expected.items():
+        section = (ROOT / "docs/sampling.md").read_text().split(f"\n## {heading}\n")[1].split("\n#")[0]
+        assert re.findall(r"^\| `.*$", section, re.MULTILINE) == wanted
+
+
 @each_page
 def test_every_command_that_a_page_names_is_there(page: Path) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -226,6 +244,8 @@ def test_every_setting_is_in_the_table_of_flags_with_its_default_and_its_choices
 def test_every_option_of_a_command_is_in_the_page_of_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     (table,) = re.findall(r"\n## Commands\n(.*)", (ROOT / "docs/flags.md").read_text(), re.DOTALL)
     described = [row for row in table.splitlines() if f"_{command}" in row or f".{command}" in row]
+    if command == "client":
+        described += re.findall(r"^\| `\w+` \| (`--.*?`)", (ROOT / "docs/sampling.md").read_text(), re.MULTILINE)
     assert flags_in("\n".join(described)) == options(capsys, COMMANDS[command])
 
 

@@ -48,7 +48,7 @@ class SleepingWorkerService(WorkerServiceServicer):
     async def GetWorkerInfo(self, request: Any, context: Any) -> worker_pb.GetWorkerInfoResponse:
         config = json.loads((self._directory / "config.json").read_text())
         return worker_pb.GetWorkerInfoResponse(
-            protocol_version=3,
+            protocol_version=4,
             model_id=self._directory.resolve().name,
             model_fingerprint="sleeping",
             dtype="float32",

@@ -1,27 +1,26 @@
 """What may be asked for in a body of /v1/completions, and what it means in our own protocol."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.http.call import Fields, ListOf, Number, Part, Priority, Texts
 from pagewire_client.http.errors import invalid
 from pagewire_client.http.unread import read_bias
+from pagewire_common.sampling import MAX_N, MAX_STOP_STRINGS, NUMBERS
 
 MAX_TOKENS = 16
 """Where nothing is said, as OpenAI and vLLM have it."""
-MAX_N = 128
-MAX_STOP_STRINGS = 16
 _ONLY_FOR_SAMPLING = (
     *("allowed_token_ids", "bad_words", "logit_bias", "response_format", "stop", "stop_token_ids"),
     *("structured_outputs", "regex", "json_schema", "ebnf", "user"),
 )
 Outputs = Annotated[int, Field(ge=1, le=MAX_N)]
 _AS_THEY_ARE = (
-    *("n", "best_of", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "seed", "logprobs", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
+    *NUMBERS,
+    *("n", "best_of", "seed", "logprobs", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
     *("skip_special_tokens", "length_penalty", "early_stopping"),
 )
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
@@ -58,28 +57,32 @@ class StructuredOutputs(Part):
     model_config = ConfigDict(alias_generator=_without_underscore)
 
 
-class CompletionFields(Fields):
+if TYPE_CHECKING:
+    NumberFields = Fields
+else:
+    NumberFields = create_model(
+        "NumberFields",
+        __base__=Fields,
+        **{name: (float | None if one.kind is float else Number | None, None) for name, one in NUMBERS.items()},
+    )
+
+
+class CompletionFields(NumberFields):
     """OpenAI's, and of vLLM's those that our own protocol has too."""
 
     prompt: Texts
     best_of: Outputs | None = None
     echo: bool | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
     logprobs: Number | None = None
     max_tokens: Number | None = None
     n: Outputs | None = None
-    presence_penalty: float | None = None
     seed: int | None = None
     stop: str | ListOf[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
 
     top_k: Annotated[int, Field(ge=-1, lt=1 << 32)] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     min_tokens: Number | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Number], Field(fail_fast=True, max_length=64)] | None = None

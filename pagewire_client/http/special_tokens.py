@@ -22,15 +22,16 @@ from smg_grpc_proto.generated import common_pb2 as common
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.http.errors import invalid
 from pagewire_client.http.unread import is_unicode
+from pagewire_common.sampling import NUMBERS
 
 PARSE = "parse_special_tokens"
 """The field of a body that has them read as special tokens."""
 _NOT_FOR_THE_TEMPLATE = frozenset(
     (
         *("model", "user", "n", "seed", "stream", "stream_options", "stop", "stop_token_ids", "ignore_eos", "rid"),
-        *("max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "logprobs"),
-        *("top_logprobs", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-        *("skip_special_tokens", "response_format", "regex", "ebnf", "json_schema"),
+        *("max_tokens", "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs"),
+        *("logit_bias", "skip_special_tokens", "response_format", "regex", "ebnf", "json_schema"),
+        *NUMBERS,
     )
 )
 _GET_TOKENIZER = "/vllm.grpc.engine.VllmEngine/GetTokenizer"

@@ -9,13 +9,13 @@ from typing import Any
 
 from pagewire_common.model_files.generation_keys import CHOSEN_BY_REQUESTS, kinds
 from pagewire_common.model_files.shown import shown
+from pagewire_common.sampling import NUMBERS, SamplerParams
 from pagewire_common.start_error import StartError
 
 FILE = "generation_config.json"
 _MOST_SHOWN = 8
-_AS_THEY_ARE = (
-    *("top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "max_length", "min_new_tokens", "min_length"),
-)
+_NUMBERS = tuple(name for name, number in NUMBERS.items() if number.in_files)
+_LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class GenerationConfig:
         return tuple(dict.fromkeys(value if isinstance(value, list) else [value]))
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults(SamplerParams):
     """Values for fields that a request leaves out, read as the authors' own library reads them.
 
     Without do_sample, decoding is greedy whatever the other fields say. `max_length` and `min_length` count the prompt,
@@ -78,11 +78,6 @@ class GenerationDefaults:
     no field of a request overrides this.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
     max_new_tokens: int | None = None
     max_length: int | None = None
     min_new_tokens: int | None = None
@@ -98,9 +93,9 @@ class GenerationDefaults:
         """Raises StartError for values that contradict each other."""
         _check_agreement(config)
         keys, stop, ends = config.keys, config.keys.get("stop_strings", []), config.tokens("eos_token_id")
+        given = {name: keys[name] for name in (*_NUMBERS, *_LENGTHS) if name in keys}
         return cls(
-            **{name: keys[name] for name in _AS_THEY_ARE if name in keys},
-            temperature=keys.get("temperature", 1.0) if keys.get("do_sample") else 0.0,
+            **given | {"temperature": keys.get("temperature", 1.0) if keys.get("do_sample") else 0.0},
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             logit_bias={token_id: bias for (token_id,), bias in keys.get("sequence_bias", [])},
             # in transformers too, bad words do not ban an end-of-sequence token
@@ -141,8 +136,7 @@ class GenerationDefaults:
 
     def sampling_params(self) -> dict[str, float]:
         """As vLLM's engine protocol names them."""
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        values = {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in _NUMBERS}
         return values if self.max_new_tokens is None else values | {"max_tokens": self.max_new_tokens}
 
 

@@ -8,43 +8,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from pagewire_common.sampling import MAX_BIAS, MAX_STOP_STRINGS, MAX_STRING, NUMBERS, Bounds, Number
+
 MOST_LISTED = 1024
 """Token ids or words in one list: each request carries them to its worker."""
-MOST_STOP_STRINGS = 16
-LONGEST_STOP_STRING = 256
 _LONGEST_WORD = 256
 """Token ids of a word that is banned."""
-_MOST_BIAS = 100
 _MOST_HEADS = 1024
-
-
-class Bounds(NamedTuple):
-    """The range of a value, in a request and in a model's file."""
-
-    low: float
-    high: float
-    excludes_low: bool = False
-
-    def hold(self, value: float) -> bool:
-        """Whether the value is finite and lies in the range; NaN lies in none."""
-        return -math.inf < value < math.inf and self.low <= value <= self.high and (
-            not self.excludes_low or value != self.low
-        )  # fmt: skip
-
-    def __str__(self) -> str:
-        if self.high == math.inf:
-            return f"at least {self.low:g}"
-        return f"in {'(' if self.excludes_low else '['}{self.low:g}, {self.high:g}]"
-
-
-BOUNDS = {
-    "temperature": Bounds(0, 100),
-    "top_k": Bounds(0, 2**31 - 1),
-    "top_p": Bounds(0, 1, excludes_low=True),
-    "min_p": Bounds(0, 1),
-    "repetition_penalty": Bounds(0.01, 10),
-    "max_new_tokens": Bounds(1, 2**31 - 1),
-}
 
 
 class Kind(NamedTuple):
@@ -75,6 +45,10 @@ def _whole(bounds: Bounds) -> Kind:
     return Kind(f"a whole number {bounds}", lambda value, _: type(value) is int and bounds.hold(value))
 
 
+def _as_requests(number: Number) -> Kind:
+    return _whole(number.bounds) if number.kind is int else _number(number.bounds)
+
+
 def _one_of(*values: object) -> Kind:
     """True is not 1 here, and 1.0 is 1."""
 
@@ -86,8 +60,8 @@ def _one_of(*values: object) -> Kind:
 
 def _are_texts(value: object, _: int) -> bool:
     texts = value if isinstance(value, list) else [value]
-    return len(texts) <= MOST_STOP_STRINGS and all(
-        isinstance(text, str) and 1 <= len(text) <= LONGEST_STOP_STRING for text in texts
+    return len(texts) <= MAX_STOP_STRINGS and all(
+        isinstance(text, str) and 1 <= len(text) <= MAX_STRING for text in texts
     )
 
 
@@ -104,7 +78,7 @@ def _are_biases(value: object, vocabulary_size: int) -> bool:
     for pair in value:
         match pair:
             case [[token_id], int() | float() as bias] if is_token(token_id, vocabulary_size):
-                if isinstance(bias, bool) or not -_MOST_BIAS <= bias <= _MOST_BIAS:
+                if isinstance(bias, bool) or not -MAX_BIAS <= bias <= MAX_BIAS:
                     return False
                 found.add(token_id)
             case _:
@@ -143,12 +117,9 @@ _HEADS = Kind(
 
 _OBEYED: Mapping[str, Kind] = {
     "do_sample": _FLAG,
-    "temperature": _number(BOUNDS["temperature"]),
-    "top_k": _whole(BOUNDS["top_k"]),
-    "top_p": _number(BOUNDS["top_p"]),
-    "min_p": _number(BOUNDS["min_p"]),
-    "repetition_penalty": _number(BOUNDS["repetition_penalty"]),
-    "max_new_tokens": _whole(BOUNDS["max_new_tokens"]),
+    **{name: _as_requests(number) for name, number in NUMBERS.items() if number.in_files},
+    "top_k": _whole(Bounds(0, 2**31 - 1)),
+    "max_new_tokens": _whole(Bounds(1, 2**31 - 1)),
     "max_length": _whole(Bounds(1, math.inf)),
     "min_new_tokens": _whole(Bounds(0, 2**31 - 1)),
     "min_length": _whole(Bounds(0, 2**31 - 1)),
@@ -164,11 +135,11 @@ _OBEYED: Mapping[str, Kind] = {
     ),
     "sequence_bias": Kind(
         f"a list of at most {MOST_LISTED} pairs [[token id], bias], each of another single token of the model's "
-        f"vocabulary and a bias in [-{_MOST_BIAS}, {_MOST_BIAS}]",
+        f"vocabulary and a bias in [-{MAX_BIAS}, {MAX_BIAS}]",
         _are_biases,
     ),
     "stop_strings": Kind(
-        f"a text, or a list of at most {MOST_STOP_STRINGS}, each of 1 to {LONGEST_STOP_STRING} characters", _are_texts
+        f"a text, or a list of at most {MAX_STOP_STRINGS}, each of 1 to {MAX_STRING} characters", _are_texts
     ),
 }
 
@@ -225,8 +196,8 @@ _LEFT_OUT: Mapping[str, tuple[str, ...]] = {
 }
 
 _OF_TEXT: Mapping[str, Kind] = {
-    **_OBEYED,
     **_NEUTRAL,
+    **_OBEYED,
     **{key: kind for key, (kind, _) in CHOSEN_BY_REQUESTS.items()},
     **{key: _ANYTHING for keys in _LEFT_OUT.values() for key in keys},
 }

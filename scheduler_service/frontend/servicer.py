@@ -5,10 +5,10 @@ import time
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceServicer
 from pagewire_common.calls import errors
+from pagewire_common.sampling import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from scheduler_service.access.audit import note
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import SequenceStatus
-from scheduler_service.core.groups.sampling_params import MAX_N
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.frontend.calls.embedding import embed
 from scheduler_service.frontend.calls.generation import Context, allowed_model, generate
@@ -16,7 +16,6 @@ from scheduler_service.frontend.calls.scoring import score
 from scheduler_service.frontend.calls.transcription import transcribe
 from scheduler_service.frontend.checking.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.checking.resumption import served_fingerprint
-from scheduler_service.frontend.checking.sampling_validation import MAX_LOGPROBS, MAX_STOP_STRINGS
 from scheduler_service.frontend.checking.validation import check_names
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink

@@ -4,11 +4,12 @@ The gateway tokenizes prompts and makes text of outputs by itself; requests and 
 request that are not optional are set by it always; where 0 is no value, it means vLLM's default.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.sampling import NUMBERS
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.frontend.calls.generation import REASONS
@@ -22,17 +23,14 @@ TOKEN_BYTES = 4
 LOGPROB_BYTES = 9
 POSITION_BYTES = 16
 
-_AS_THEY_ARE = (
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-)
+_AS_THEY_ARE = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 _OPTIONAL = ("max_tokens", "logprobs")
-_NOT_ZERO = {"n": 1, "top_p": 1.0, "repetition_penalty": 1.0}
+_NUMBERS: Mapping[str, float] = {"n": 1} | {
+    name: number.default
+    for name, number in NUMBERS.items()
+    if (known := vllm.SamplingParams.DESCRIPTOR.fields_by_name.get(name)) and not known.has_presence
+}
+"""With vLLM's default, which 0 stands for where 0 is no value."""
 _NOT_SERVED = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "media_refs")
 _FORMS = ("json_schema", "regex", "grammar")
 
@@ -75,7 +73,7 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
     for name in _OPTIONAL:
         if params.HasField(name):
             setattr(sampling, name, getattr(params, name))
-    for name, default in _NOT_ZERO.items():
+    for name, default in _NUMBERS.items():
         setattr(sampling, name, getattr(params, name) or default)
     if (
         params.min_tokens

@@ -17,7 +17,7 @@ from google.protobuf.proto import serialize_length_prefixed
 from pagewire.v1 import recording_pb2 as pb
 
 FORMAT = "pagewire recording"
-VERSION = 2
+VERSION = 3
 MAX_EVENT_BYTES = 128 << 20  # twice the largest message on the wire to a worker
 MAX_VARINT_BYTES = 10
 

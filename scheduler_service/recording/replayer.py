@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 from pagewire.v1 import recording_pb2 as pb
 from pagewire.v1 import scheduler_output_pb2 as wire
 from pagewire.v1 import sequence_group_pb2 as group_pb
+from pagewire_common.sampling import MAX_N
 from scheduler_service.core import (
     Scheduler,
     SchedulerConfig,
@@ -23,7 +24,6 @@ from scheduler_service.core import (
     WaitingQueue,
 )
 from scheduler_service.core.config import MAX_BLOCKS
-from scheduler_service.core.groups.sampling_params import MAX_N
 from scheduler_service.core.queues.policy import waiting_queue
 from scheduler_service.recording.format import ReadEvent, RecordingError, read_events
 from scheduler_service.recording.placements import compare_placements, encode_placements

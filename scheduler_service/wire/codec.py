@@ -3,17 +3,19 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
+from pagewire.v1.sequence_group_pb2 import GroupSampling, TokenSequence
+from pagewire_common.sampling import NUMBERS
 from scheduler_service.core import ModelOutput, PoolingParams, SamplingParams, SchedulerOutput, TranscriptParams
 from scheduler_service.core.groups.sequence import EncoderSequence
 from scheduler_service.core.outputs import Fork, NewSequence, TokenLogprobs
 from scheduler_service.wire.columns import fill_column
 from scheduler_service.wire.fields import encode_fields
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class WorkerInfo(NamedTuple):
@@ -57,26 +59,25 @@ def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
     return WorkerInfo(**{name: getattr(message, name) for name in WorkerInfo._fields})
 
 
-def _fill_sampling(message: pb.SequenceSampling, sampling: SamplingParams, index: int) -> None:
+def _fill_sampling(message: GroupSampling, sampling: SamplingParams) -> None:
+    """What a worker reads, less the numbers that have their default. Simulated requests have no numbers."""
+    numbers: dict[str, Any] = {
+        name: value
+        for name, number in NUMBERS.items()
+        if (value := getattr(sampling, name, number.default)) != number.default
+    }
     message.MergeFrom(
-        pb.SequenceSampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
+        GroupSampling(
+            **numbers,
             seed=sampling.seed,
-            index=index,
             min_tokens=sampling.min_tokens,
             eos_token_ids=sorted(sampling.end_token_ids),
             logprobs=sampling.num_logprobs,
             prompt_logprobs=sampling.prompt_logprobs,
             logit_bias=sampling.logit_bias,
-            bad_words=[pb.TokenSequence(token_ids=word) for word in sampling.bad_words],
+            bad_words=[TokenSequence(token_ids=word) for word in sampling.bad_words],
             form=sampling.form,
-            is_beam=sampling.beam_width > 0,
+            beam_width=sampling.beam_width,
         )
     )
     fill_column(message, "allowed_token_ids", sampling.allowed_token_ids)
@@ -106,9 +107,10 @@ def _fill_new_sequence(message: pb.NewSequence, new: NewSequence) -> None:
         return
     fill_column(message, "token_ids", sequence.tokens_between(0, sequence.num_tokens))
     message.num_prompt_tokens = sequence.num_prompt_tokens
-    _fill_sampling(message.sampling, sequence.sampling, sequence.index)
+    _fill_sampling(message.sampling, sequence.sampling)
+    message.index = sequence.index
     if sequence.sampling.form:
-        message.sampling.form_owner = hashlib.blake2b(sequence.group.tenant.encode(), digest_size=8).digest()
+        message.form_owner = hashlib.blake2b(sequence.group.tenant.encode(), digest_size=8).digest()
     if sequence.group.encoder is not None:
         message.encoder_sequence_id = sequence.group.encoder.id
 

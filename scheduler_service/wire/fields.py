@@ -15,10 +15,15 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from scheduler_service.core import SamplingParams
+from scheduler_service.wire.sampling import RequestSampling
+
 T = TypeVar("T")
 # Protobuf's two implementations of descriptors share no useful type.
 EnumDescriptor = Any
 FieldDescriptor = Any
+_COMPLETE: Mapping[type, type] = {SamplingParams: RequestSampling}
+"""The class that is made of a message where the core's type has only the fields that planning reads."""
 
 
 def encode_fields(of: type, value: object, message: Message) -> None:
@@ -105,7 +110,10 @@ def _reader(field: FieldDescriptor, hint: Any) -> Callable[[Any], Any]:
         return tuple if field.message_type is None else _read_sequences
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return lambda number: decode_enum(hint, field.enum_type, number)
-    return _read_plain if field.message_type is None else lambda message: decode_fields(hint, message)
+    if field.message_type is None:
+        return _read_plain
+    complete = _COMPLETE.get(hint, hint)
+    return lambda message: decode_fields(complete, message)
 
 
 def _read_plain(value: Any) -> Any:

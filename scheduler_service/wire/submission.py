@@ -8,6 +8,7 @@ from dataclasses import replace
 from pagewire.v1 import engine_service_pb2 as pb
 from scheduler_service.core import EncoderInput, SamplingParams, SequenceGroup
 from scheduler_service.wire.fields import decode_fields, encode_fields
+from scheduler_service.wire.sampling import RequestSampling
 
 KEY_BYTES = 32
 """Bytes of a key of the prefix cache."""
@@ -39,13 +40,13 @@ def floats(data: bytes) -> "array[float]":
 
 
 def encode_sampling(sampling: SamplingParams, submission: pb.Submit) -> None:
-    encode_fields(SamplingParams, replace(sampling, allowed_token_ids=()), submission.sampling)
+    encode_fields(type(sampling), replace(sampling, allowed_token_ids=()), submission.sampling)
     submission.allowed_token_ids = pack(sampling.allowed_token_ids)
 
 
 def decode_group(request_id: str, submission: pb.Submit, now: float, adapter: str = "") -> SequenceGroup:
     """The request as the core sees it; it arrives `now`, and is for the adapter of this fingerprint."""
-    sampling = decode_fields(SamplingParams, submission.sampling)
+    sampling = decode_fields(RequestSampling, submission.sampling)
     if submission.allowed_token_ids:
         sampling = replace(sampling, allowed_token_ids=unpack(submission.allowed_token_ids))
     group = SequenceGroup(

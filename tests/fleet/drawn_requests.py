@@ -8,8 +8,10 @@ from random import Random
 from typing import Any
 
 from load import SCHEMA
+from sampler_numbers import drawn
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.sampling import NUMBERS
 
 TENANTS, SALTS = ("", "gold", "iron"), ("", "", "salt")
 LORA_NAMES = ("one", "two", "three")
@@ -138,6 +140,7 @@ def _sampling(draw: Random, kind: Kind) -> pb.SamplingParams:
         "allowed_token_ids": sorted(draw.sample(range(259), draw.choice([3, 30, 150]))),
         "n": draw.randint(2, MOST_OUTPUTS),
     }
+    others |= {name: drawn(name, draw) for name in NUMBERS if name not in fields | others}
     fields |= {name: value for name, value in others.items() if draw.random() < 0.15}
     if draw.random() < 0.1:
         fields |= {"best_of": draw.randint(fields.get("n", 1), MOST_OUTPUTS)}

@@ -42,7 +42,7 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
         self.num_prompts = 0
         self.stops_at: int | None = None
         self.info = worker_pb.GetWorkerInfoResponse(
-            protocol_version=3,
+            protocol_version=4,
             model_id="fake",
             model_fingerprint="f",
             dtype="float32",

@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from sampler_numbers import FLOATS
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from pagewire.v1 import admin_service_pb2 as admin
@@ -41,8 +42,7 @@ def sampling(**fields: Any) -> pb.GenerateRequest:
 
 
 def floats(draw: Draw) -> pb.GenerateRequest:
-    name = draw.choice(["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"])
-    return sampling(**{name: draw.choice([NAN, INFINITY, -INFINITY, -1e30, 1e30])})
+    return sampling(**{draw.choice(FLOATS): draw.choice([NAN, INFINITY, -INFINITY, -1e30, 1e30])})
 
 
 def crowds(draw: Draw) -> pb.GenerateRequest:

@@ -2,6 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire.v1.sequence_group_pb2 import GroupSampling
 from scheduler_service.wire.columns import SHORT, fill_column
 
 NUMBERS = st.integers(0, 2**32 - 1) | st.integers(0, 35).map(lambda bits: min(2**bits, 2**32 - 1))
@@ -13,6 +14,6 @@ def test_a_long_column_is_what_protobuf_makes_of_its_numbers(seed: list[int], le
     message = pb.NewSequence(sequence_id=7)
     fill_column(message, "token_ids", numbers)
     assert message == pb.NewSequence(sequence_id=7, token_ids=numbers)
-    sampling = pb.SequenceSampling(seed=7)
+    sampling = GroupSampling(seed=7)
     fill_column(sampling, "allowed_token_ids", numbers)
-    assert sampling.SerializeToString() == pb.SequenceSampling(seed=7, allowed_token_ids=numbers).SerializeToString()
+    assert sampling.SerializeToString() == GroupSampling(seed=7, allowed_token_ids=numbers).SerializeToString()

@@ -74,7 +74,9 @@ def defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
 
 
 def test_sound_values_are_taken() -> None:
-    assert defaults(SOUND) == GenerationDefaults(0.6, 40, 0.9, 0.05, 1.1, 7)
+    assert defaults(SOUND) == GenerationDefaults(
+        **{name: value for name, value in SOUND.items() if name != "do_sample"}
+    )
     assert defaults({"temperature": 0.6, "top_p": None}) == GenerationDefaults()
     assert defaults({"do_sample": True}) == GenerationDefaults(temperature=1.0)
     assert defaults({"do_sample": True, "temperature": 0}) == GenerationDefaults()

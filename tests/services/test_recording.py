@@ -8,6 +8,7 @@ from random import Random
 import pytest
 import structlog
 from recorded_workload import OVERTAKES, WEIGHTS, Connection, MemorySink, Worker, Workload, record
+from sampler_numbers import OTHERS
 
 from pagewire.v1 import recording_pb2 as pb
 from pagewire.v1 import scheduler_output_pb2 as wire_pb
@@ -32,18 +33,13 @@ from scheduler_service.recording.format import MAX_EVENT_BYTES, VERSION, ReadEve
 from scheduler_service.recording.recorder import NoRecorder, RecordedScheduler, Recorder
 from scheduler_service.recording.writer import FileWriter
 from scheduler_service.wire.fields import decode_enum, decode_fields, encode_enum, encode_fields
+from scheduler_service.wire.sampling import RequestSampling
 
-SAMPLING = SamplingParams(
+SAMPLING = RequestSampling(
+    **OTHERS,
     max_tokens=9,
     n=2,
     min_tokens=3,
-    temperature=0.1,
-    top_k=5,
-    top_p=0.3,
-    min_p=0.7,
-    presence_penalty=-1.1,
-    frequency_penalty=1.3,
-    repetition_penalty=1.7,
     seed=(1 << 63) + 1,
     eos_token_ids=frozenset({2, 1}),
     stop_token_ids=frozenset({7, 3}),
@@ -123,7 +119,7 @@ def read_all(path: Path) -> tuple[list[ReadEvent], str]:
     ids=["sampling", "config", "encoder's input"],
 )
 def test_every_field_is_carried_and_comes_back(
-    value: SamplingParams | SchedulerConfig | EncoderInput, message: object
+    value: RequestSampling | SchedulerConfig | EncoderInput, message: object
 ) -> None:
     for field in dataclasses.fields(value):
         assert getattr(value, field.name) != field.default, f"give {field.name} a value here that is not its default"
@@ -133,8 +129,8 @@ def test_every_field_is_carried_and_comes_back(
 
 def test_values_that_are_none_come_back_as_none() -> None:
     message = group_pb.GroupSampling()
-    encode_fields(SamplingParams, SamplingParams(max_tokens=1), message)
-    assert decode_fields(SamplingParams, message) == SamplingParams(max_tokens=1)
+    encode_fields(RequestSampling, RequestSampling(max_tokens=1), message)
+    assert decode_fields(RequestSampling, message) == RequestSampling(max_tokens=1)
 
 
 def test_a_group_comes_back_as_it_was_made() -> None:
@@ -159,7 +155,7 @@ def test_a_group_comes_back_as_it_was_made() -> None:
 
 def test_a_recording_from_before_a_field_was_made_has_the_fields_default() -> None:
     message = group_pb.GroupSampling(max_tokens=5)
-    assert decode_fields(SamplingParams, message) == SamplingParams(max_tokens=5)
+    assert decode_fields(RequestSampling, message) == RequestSampling(max_tokens=5)
 
 
 def test_a_field_that_the_format_does_not_know_is_an_error_and_not_forgotten() -> None:
@@ -218,7 +214,7 @@ def test_a_bit_that_flips_anywhere_is_found(tmp_path: Path) -> None:
         (frame(arrival("a")), "byte 0 begins no header"),
         (
             frame(pb.RecordedEvent(header=pb.RecordingHeader(format="pagewire recording", version=1))),
-            "has version 1 of the format; 2 can be read",
+            "has version 1 of the format; 3 can be read",
         ),
         (frame(header()) + b"\xff\xff\xff\xff\x7f", f"claims 34359738367 bytes; .* {MAX_EVENT_BYTES}"),
         (frame(header()) + b"\xff" * 20, "event 1 at byte .* has no length"),

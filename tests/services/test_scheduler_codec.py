@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sampler_numbers import OTHERS
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from scheduler_service.core import (
@@ -19,6 +20,7 @@ from scheduler_service.core.blocks.pool import NO_BLOCK
 from scheduler_service.core.outputs import BlockTableUpdate, Fork, NewSequence, TokenLogprobs
 from scheduler_service.core.planning.step import bytes_to_tell
 from scheduler_service.wire.codec import decode_model_output, encode_scheduler_output
+from scheduler_service.wire.sampling import RequestSampling
 
 
 def test_a_steady_decode_step_of_256_sequences_is_under_2_kb() -> None:
@@ -132,12 +134,10 @@ def test_no_sequence_takes_more_bytes_on_the_wire_than_the_core_counts(data: st.
     group = SequenceGroup(
         "r",
         data.draw(st.lists(number, min_size=1, max_size=30)),
-        SamplingParams(
+        RequestSampling(
+            **OTHERS | {"top_k": 2**32 - 1},
             max_tokens=1,
             n=2,
-            temperature=0.5,
-            top_k=2**32 - 1,
-            presence_penalty=1.0,
             seed=2**64 - 1,
             min_tokens=2**32 - 1,
             eos_token_ids=frozenset(data.draw(numbers)),

@@ -4,21 +4,16 @@ from pathlib import Path
 
 from engines import running, submit
 from fake_worker_service import FakeWorkerService, serving
+from sampler_numbers import OTHERS
 
-from scheduler_service.core import SamplingParams
 from scheduler_service.frontend.output.request import GenerationRequest, Resumption
+from scheduler_service.wire.sampling import RequestSampling
 
-SAMPLING = SamplingParams(
+SAMPLING = RequestSampling(
+    **OTHERS,
     max_tokens=30,
     n=3,
     min_tokens=2,
-    temperature=0.5,
-    top_k=7,
-    top_p=0.25,
-    min_p=0.125,
-    presence_penalty=0.5,
-    frequency_penalty=-0.5,
-    repetition_penalty=1.5,
     seed=2**63,
     eos_token_ids=frozenset((2, 3)),
     stop_token_ids=frozenset((4,)),
@@ -50,7 +45,7 @@ async def test_nothing_of_a_request_is_lost_between_front_end_and_engine(byte_to
         assert list(group.prompt_token_ids) == [5, 6, 7]
         assert group.ended == {1}
         assert [list(sequence.output_token_ids) for sequence in group.sequences] == [[5, 6], [], []]
-        for name in SamplingParams.__dataclass_fields__:
+        for name in RequestSampling.__dataclass_fields__:
             asked, came = getattr(SAMPLING, name), getattr(group.sampling, name)
             if name == "allowed_token_ids":
                 came = tuple(came)
@@ -60,7 +55,7 @@ async def test_nothing_of_a_request_is_lost_between_front_end_and_engine(byte_to
         roots = {group.cache_root}
         for number, owner in enumerate(({}, {"tenant": "gold"}, {"cache_salt": "salt"})):
             other = GenerationRequest(
-                request_id=str(number), prompt_token_ids=[5], sampling=SamplingParams(max_tokens=1), **owner
+                request_id=str(number), prompt_token_ids=[5], sampling=RequestSampling(max_tokens=1), **owner
             )
             other_state = await one.submit(other)
             roots.add(one.group(other_state).cache_root)

@@ -1,17 +1,21 @@
 import math
+import re
 from dataclasses import replace
 
 import grpc
 import pytest
+from sampler_numbers import BEYOND, OTHERS
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from pagewire_common.model_files.generation_config import GenerationConfig, GenerationDefaults
-from scheduler_service.core import BlockManager, SamplingParams, SequenceGroup, TranscriptParams
+from pagewire_common.sampling import NUMBERS
+from scheduler_service.core import BlockManager, SequenceGroup, TranscriptParams
 from scheduler_service.frontend.checking.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.checking.validation import check_names, check_request, check_sizes
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest
+from scheduler_service.wire.sampling import RequestSampling
 
 
 def request(text: str = "hello", **sampling: object) -> pb.GenerateRequest:
@@ -89,7 +93,14 @@ INVALID = {
     "a penalty without beams": (request(length_penalty=1), "length_penalty is for beam search"),
     "early stopping without beams": (request(early_stopping=True), "early_stopping is for beam search"),
     "no number as penalty": (request(beam_width=2, length_penalty=math.nan), "length_penalty is nan"),
-    "beams with a temperature": (request(beam_width=2, temperature=0.5), "temperature cannot be combined"),
+    "a temperature of no number": (
+        request(temperature=math.nan),
+        r"^sampling.temperature is nan; it must be in \[0, 100\]$",
+    ),
+    **{
+        f"beams with {name}": (request(beam_width=2, **{name: value}), f"sampling.{name} cannot be combined with sampl")
+        for name, value in OTHERS.items()
+    },
     "beams with stop strings": (request(beam_width=2, stop=["a"]), "stop cannot be combined with sampling.beam_width"),
     "beams and best of": (request(beam_width=2, best_of=2), "best_of cannot be combined"),
 }
@@ -109,9 +120,6 @@ def test_long_names_are_refused(message: type[pb.GenerateRequest] | type[pb.Abor
         check_names(message(tenant="t" * 257))
 
 
-FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-
-
 @pytest.mark.parametrize(("message", "reason"), INVALID.values(), ids=INVALID)
 async def test_bad_input_is_refused_with_the_field_and_its_limit(
     message: pb.GenerateRequest, reason: str, byte_model: ServedModel
@@ -121,10 +129,10 @@ async def test_bad_input_is_refused_with_the_field_and_its_limit(
     assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("name", FLOATS)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -2.5, 101.0])
-async def test_floats_that_are_no_sensible_number_are_refused(name: str, value: float, byte_model: ServedModel) -> None:
-    with pytest.raises(RequestError, match=f"sampling.{name} is") as error:
+@pytest.mark.parametrize(("name", "value"), BEYOND)
+async def test_numbers_beyond_their_bounds_are_refused(name: str, value: float, byte_model: ServedModel) -> None:
+    sentence = f"sampling.{name} is {value:g}; it must be {NUMBERS[name].bounds}"
+    with pytest.raises(RequestError, match=f"^{re.escape(sentence)}$") as error:
         await check(request(**{name: value}), byte_model)
     assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -245,7 +253,7 @@ async def test_beams_search_the_models_own_distribution_whatever_its_generation_
     config = {"do_sample": True, "temperature": 0.6, "repetition_penalty": 1.2}
     model = replace(byte_model, defaults=defaults_of(config))
     sampling = (await check(request(beam_width=4, n=2, length_penalty=0.5, max_tokens=5), model)).sampling
-    assert sampling == SamplingParams(
+    assert sampling == RequestSampling(
         n=2, beam_width=4, length_penalty=0.5, max_tokens=5, eos_token_ids=frozenset({2}), seed=sampling.seed
     )
 

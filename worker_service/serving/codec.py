@@ -6,9 +6,13 @@ equal length, parameters within their ranges. Decoded values are safe to index m
 
 from array import array
 from collections.abc import Collection, Sequence
+from ctypes import c_float
+from typing import Any
 
 from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire.v1 import sequence_group_pb2 as group_pb
 from pagewire.v1.worker_service_pb2 import GetWorkerInfoResponse
+from pagewire_common.sampling import MAX_BIAS, NUMBERS
 from worker_service.errors import InvalidStepError
 from worker_service.session.step import (
     TOKENS,
@@ -27,19 +31,23 @@ from worker_service.session.step import (
     WorkerInfo,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 TOKEN_BYTES = array(TOKENS).itemsize
 _PREFIX = "POOLING_TYPE_"
-_BOUNDS = (
-    ("temperature", 0.0, 100.0),
-    ("top_p", 1e-45, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0099, 10.0),
-)
-"""Those of requests, in 32 bits: beyond them logits are infinite, and no step is to fail for that."""
-_MOST_BIAS = 100.0
+
+
+def _in_32_bits(value: float) -> float:
+    """As the device computes; infinite if it is too large."""
+    return c_float(value).value
+
+
+_BOUNDS = {
+    name: number.bounds
+    if number.kind is int
+    else number.bounds._replace(low=_in_32_bits(number.bounds.low), high=_in_32_bits(number.bounds.high))
+    for name, number in NUMBERS.items()
+}
+"""Those of requests, where 5e-324 is 0: beyond them logits are infinite, and no step is to fail for that."""
 
 
 def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> SchedulerOutput:
@@ -187,7 +195,7 @@ def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:
         message.num_prompt_tokens,
         message.num_computed_tokens,
         _block_ids(message.block_ids, limits),
-        _sampling(f"{where}: sampling", message.sampling, limits, message.num_prompt_tokens),
+        _sampling(f"{where}: sampling", message, limits),
         message.lora_name,
         encoder_id=message.encoder_sequence_id,
     )
@@ -222,32 +230,30 @@ def _encoder_input(where: str, message: pb.NewSequence, limits: Limits) -> NewSe
     )
 
 
-def _sampling(where: str, message: pb.SequenceSampling, limits: Limits, num_prompt_tokens: int) -> SamplingParams:
-    pooling = None
+def _sampling(where: str, new: pb.NewSequence, limits: Limits) -> SamplingParams:
+    message, pooling = new.sampling, None
     if message.HasField("pooling"):
-        pooling = _pooling(f"{where}: pooling", message.pooling, limits, num_prompt_tokens)
-    for name, least, most in _BOUNDS:
-        if not least <= (value := getattr(message, name)) <= most:  # also refuses NaN
-            raise InvalidStepError(f"{where}: {name} is {value:g} and must be from {least:g} to {most:g}")
+        pooling = _pooling(f"{where}: pooling", message.pooling, limits, new.num_prompt_tokens)
+    numbers: dict[str, Any] = {}
+    for name, bounds in _BOUNDS.items():
+        if message.HasField(name):
+            value = getattr(message, name)
+            numbers[name] = value if isinstance(value, int) else _in_32_bits(value)
+            if not bounds.hold(numbers[name]):
+                raise InvalidStepError(f"{where}: {name} is {value:g}; it must be {bounds}")
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(message, name) > limits.vocabulary_size:
             raise InvalidStepError(
                 f"{where}: {name} is {getattr(message, name)}; the vocabulary has {limits.vocabulary_size} tokens"
             )
-    if not all(-_MOST_BIAS <= bias <= _MOST_BIAS for bias in message.logit_bias.values()):
-        raise InvalidStepError(f"{where}: a logit_bias is not from {-_MOST_BIAS:g} to {_MOST_BIAS:g}")
+    if not all(-MAX_BIAS <= bias <= MAX_BIAS for bias in message.logit_bias.values()):
+        raise InvalidStepError(f"{where}: a logit_bias is not from {-MAX_BIAS} to {MAX_BIAS}")
     if not all(word.token_ids for word in message.bad_words):
         raise InvalidStepError(f"{where}: a bad word has no tokens")
     return SamplingParams(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty,
+        **numbers,
         seed=message.seed,
-        index=message.index,
+        index=new.index,
         min_tokens=message.min_tokens,
         eos_token_ids=tuple(_token_ids(f"{where}: eos_token_ids", message.eos_token_ids, limits)),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
@@ -259,17 +265,19 @@ def _sampling(where: str, message: pb.SequenceSampling, limits: Limits, num_prom
         allowed_token_ids=array(TOKENS, _token_ids(f"{where}: allowed_token_ids", message.allowed_token_ids, limits)),
         bad_words=tuple(tuple(_token_ids(f"{where}: bad_words", word.token_ids, limits)) for word in message.bad_words),
         form=message.form,
-        form_owner=message.form_owner,
+        form_owner=new.form_owner,
         pooling=pooling,
-        transcript=_transcript(f"{where}: transcript", message, limits) if message.HasField("transcript") else None,
-        is_beam=message.is_beam,
+        transcript=_transcript(f"{where}: transcript", message.transcript, limits)
+        if message.HasField("transcript")
+        else None,
+        is_beam=message.beam_width > 0,
     )
 
 
-def _pooling(where: str, message: pb.PoolingParams, limits: Limits, num_prompt_tokens: int) -> PoolingParams:
-    if message.type == pb.POOLING_TYPE_UNSPECIFIED or message.type not in pb.PoolingType.values():
+def _pooling(where: str, message: group_pb.PoolingParams, limits: Limits, num_prompt_tokens: int) -> PoolingParams:
+    if message.type == group_pb.POOLING_TYPE_UNSPECIFIED or message.type not in group_pb.PoolingType.values():
         raise InvalidStepError(f"{where}: type {message.type} is none that is known")
-    kind = PoolingType[pb.PoolingType.Name(message.type).removeprefix(_PREFIX)]
+    kind = PoolingType[group_pb.PoolingType.Name(message.type).removeprefix(_PREFIX)]
     if kind is PoolingType.ALIGNMENT:
         most = num_prompt_tokens if limits.aligns else 0
         if most and not 1 <= message.num_sound_tokens <= limits.max_encoder_len:
@@ -290,8 +298,7 @@ def _pooling(where: str, message: pb.PoolingParams, limits: Limits, num_prompt_t
     )
 
 
-def _transcript(where: str, message: pb.SequenceSampling, limits: Limits) -> TranscriptParams:
-    params = message.transcript
+def _transcript(where: str, params: group_pb.TranscriptParams, limits: Limits) -> TranscriptParams:
     _token_ids(where, [params.first_timestamp, params.num_text_tokens], limits)
     return TranscriptParams(
         params.first_timestamp,

@@ -42,7 +42,7 @@ class Stays:
         self._leave(step.preempted)
         for new in step.new_sequences:
             if new.trace_parent:
-                self._come(new.sequence_id, new.trace_parent, new.sampling.index, new.num_computed_tokens, began)
+                self._come(new.sequence_id, new.trace_parent, new.index, new.num_computed_tokens, began)
         if not self._open:
             return
         ending = set(step.finished)

@@ -9,6 +9,8 @@ from array import array
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from pagewire_common.sampling import LOGIT_EDITS, SamplerParams
+
 TOKENS = "q"
 """The type code of arrays of token ids and block numbers: 64-bit, which torch reads without conversion."""
 
@@ -108,16 +110,9 @@ class TranscriptParams:
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How to choose a sequence's tokens; the meaning of each field is SequenceSampling's."""
+class SamplingParams(SamplerParams):
+    """How to choose a sequence's tokens; the meaning of each field is GroupSampling's or NewSequence's."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     seed: int = 0
     index: int = 0
     min_tokens: int = 0
@@ -139,7 +134,8 @@ class SamplingParams:
     def edits_logits(self) -> bool:
         """Whether anything but the temperature and its filters changes which token is likeliest."""
         return bool(
-            self.penalizes or (self.min_tokens and self.eos_token_ids) or self.logit_bias
+            any(getattr(self, name) != nothing for name, nothing in LOGIT_EDITS.items())
+            or (self.min_tokens and self.eos_token_ids) or self.logit_bias
             or self.allowed_token_ids or self.bad_words or self.form or self.transcript
         )  # fmt: skip
 

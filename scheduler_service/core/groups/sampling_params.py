@@ -1,4 +1,7 @@
-"""How a request wants its tokens chosen, and when to stop."""
+"""What planning has to know of how a request wants its tokens chosen, and when to stop.
+
+The numbers by which a worker's sampler chooses pass through unread: `wire.sampling` adds them.
+"""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
@@ -7,32 +10,21 @@ from dataclasses import dataclass, field, replace
 from scheduler_service.core.groups.pooling_params import PoolingParams
 from scheduler_service.core.groups.transcript_params import TranscriptParams
 
-MAX_N = 128
-"""Outputs of one request, or beams."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop, with every default filled in.
 
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off. `eos_token_ids`
-    are the tokens that end the output silently (empty with ignore_eos), `stop_token_ids` those that the request
-    named. `logprobs` None asks for none, 0 for the chosen token's alone. `beam_width` 0 is no beam search; with it
-    nothing is sampled, and `n` of the `beam_width` outputs that the search ends with are wanted. `form` is the grammar
-    that an output must follow, as the worker reads it. With `pooling` nothing is sampled, and vectors are wanted.
-    `transcript` says which tokens may follow each other where the output is one, and which are never chosen.
+    `eos_token_ids` are the tokens that end the output silently (empty with ignore_eos), `stop_token_ids` those that
+    the request named. `logprobs` None asks for none, 0 for the chosen token's alone. `beam_width` 0 is no beam search;
+    with it nothing is sampled, and `n` of the `beam_width` outputs that the search ends with are wanted. `form` is the
+    grammar that an output must follow, as the worker reads it. With `pooling` nothing is sampled, and vectors are
+    wanted. `transcript` says which tokens may follow each other where the output is one, and which are never chosen.
     """
 
     max_tokens: int
     n: int = 1
     min_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()

@@ -13,9 +13,9 @@ from opentelemetry.trace import Tracer
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
+from pagewire_common.sampling import MAX_STRING
 from scheduler_service.access.audit import leave_own_line
 from scheduler_service.access.caller import caller
-from scheduler_service.frontend.checking.sampling_validation import MAX_STRING
 from scheduler_service.frontend.output.request_trace import CallTrace, trace_id_of
 
 log = structlog.get_logger()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire.v1 import scheduler_output_pb2 as wire
+from pagewire.v1 import sequence_group_pb2 as wire
 from pagewire_common.calls.errors import RequestError
 from pagewire_common.calls.patient_writer import PatientWriter
 from scheduler_service.core import PoolingParams, PoolingType

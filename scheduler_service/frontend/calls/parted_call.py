@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.access.caller import caller, tenant_of
-from scheduler_service.core import EncoderInput, SamplingParams
+from scheduler_service.core import EncoderInput
 from scheduler_service.frontend.calls.call_end import recorded
 from scheduler_service.frontend.calls.generation import Context, allowed_model
 from scheduler_service.frontend.checking.validation import check_characters, check_place
@@ -20,6 +20,7 @@ from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest, RequestState, request_key
+from scheduler_service.wire.sampling import RequestSampling
 
 Request = pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest
 
@@ -82,7 +83,7 @@ class PartedCall:
         self,
         number: int,
         prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
+        sampling: RequestSampling,
         encoder_input: EncoderInput | None = None,
     ) -> AsyncIterator[RequestState]:
         """Have a part computed; its stream is to be read within the block. Raises RequestError."""

@@ -14,7 +14,7 @@ from typing import Any
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls import errors
 from pagewire_common.calls.errors import RequestError
-from scheduler_service.core import PoolingParams, PoolingType, SamplingParams
+from scheduler_service.core import PoolingParams, PoolingType
 from scheduler_service.frontend.calls.generation import Context
 from scheduler_service.frontend.calls.parted_call import PartedCall
 from scheduler_service.frontend.checking.checks import check_length, invalid
@@ -24,6 +24,7 @@ from scheduler_service.frontend.output.request import RequestState
 from scheduler_service.frontend.output.request_memory import text_bytes, texts_bytes
 from scheduler_service.frontend.output.request_trace import EMBEDDINGS, SCORE
 from scheduler_service.frontend.text.tokenization import TextItem
+from scheduler_service.wire.sampling import RequestSampling
 
 MAX_TEXTS = 2048
 IN_FLIGHT = 256
@@ -89,7 +90,7 @@ class TextCall(PartedCall):
     ) -> None:
         """before: set when the texts before this one were taken; after: to be set when this one was."""
         pooled = replace(pooling, num_first_tokens=item.num_first_tokens)
-        async with self.part(number, item.token_ids, SamplingParams(max_tokens=1, pooling=pooled)) as state:
+        async with self.part(number, item.token_ids, RequestSampling(max_tokens=1, pooling=pooled)) as state:
             await before.wait()
             await take(number, state)
             after.set()

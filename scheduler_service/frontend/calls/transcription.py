@@ -16,8 +16,8 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls import errors
 from pagewire_common.calls.errors import RequestError
 from pagewire_common.calls.patient_writer import PatientWriter
-from pagewire_common.model_files.generation_keys import BOUNDS
-from scheduler_service.core import EncoderInput, PoolingParams, PoolingType, SamplingParams
+from pagewire_common.sampling import NUMBERS
+from scheduler_service.core import EncoderInput, PoolingParams, PoolingType
 from scheduler_service.frontend.calls.generation import Context
 from scheduler_service.frontend.calls.parted_call import PartedCall
 from scheduler_service.frontend.checking.checks import check_context, invalid
@@ -32,6 +32,7 @@ from scheduler_service.frontend.speech.sound import SAMPLE_RATE
 from scheduler_service.frontend.speech.speech_tokens import SECONDS_PER_TIMESTAMP, SpeechTokens
 from scheduler_service.frontend.speech.transcript import Segment, Transcript
 from scheduler_service.frontend.speech.words import Word, timed_words
+from scheduler_service.wire.sampling import RequestSampling
 
 LEAST_STEP = SAMPLE_RATE
 """Samples from one window to the next: a text that ends sooner, before another that does not end, has been made up."""
@@ -69,8 +70,8 @@ class _SpeechCall(PartedCall):
         self._seconds = 0.0
 
     def _check(self) -> None:
-        if not BOUNDS["temperature"].hold(self._speech.temperature):
-            invalid(f"temperature is {self._speech.temperature}; it must be {BOUNDS['temperature']}")
+        if not (bounds := NUMBERS["temperature"].bounds).hold(self._speech.temperature):
+            invalid(f"temperature is {self._speech.temperature}; it must be {bounds}")
         check_characters("prompt", self._speech.prompt, MAX_PROMPT_CHARACTERS)
 
     def _figures(self) -> dict[str, Any]:
@@ -104,7 +105,7 @@ class _SpeechCall(PartedCall):
             prompt = tokens.prompt(language, task, known)
             check_context("what the text begins with", len(prompt), model)
             silence = await self._find_silence((*known, tokens.start), features) if request.scores else None
-            sampling = SamplingParams(
+            sampling = RequestSampling(
                 max_tokens=min(model.context_length // 2, model.context_length - len(prompt)),
                 temperature=request.temperature,
                 seed=seed,
@@ -174,7 +175,7 @@ class _SpeechCall(PartedCall):
     async def _find_language(self, features: EncoderInput, tokens: SpeechTokens) -> str:
         """The likeliest one. What the encoder reads for it is found in the cache when the text is asked for."""
         codes = {token_id: code for code, token_id in tokens.languages.items()}
-        sampling = SamplingParams(max_tokens=1, allowed_token_ids=sorted(codes))
+        sampling = RequestSampling(max_tokens=1, allowed_token_ids=sorted(codes))
         found = next(iter(codes))
         async with self.part(self._num_parts, (tokens.start,), sampling, features) as state:
             async for delta in state.stream:
@@ -190,7 +191,7 @@ class _SpeechCall(PartedCall):
         found = (tokenizer.token_id(name) for name in NO_SPEECH) if tokenizer is not None else iter(())
         if (token_id := next((token for token in found if token is not None), None)) is None:
             return None
-        sampling = SamplingParams(max_tokens=1, allowed_token_ids=[token_id], logprobs=0)
+        sampling = RequestSampling(max_tokens=1, allowed_token_ids=[token_id], logprobs=0)
         silence = None
         async with self.part(self._num_parts, prompt, sampling, features) as state:
             async for delta in state.stream:
@@ -218,7 +219,7 @@ class _SpeechCall(PartedCall):
             num_sound_tokens=max(1, num_samples // SAMPLES_PER_TOKEN),
         )
         found = b""
-        sampling = SamplingParams(max_tokens=1, pooling=pooling)
+        sampling = RequestSampling(max_tokens=1, pooling=pooling)
         async with self.part(self._num_parts, prompt, sampling, features) as state:
             state.stream.when_cut = writer.give_up
             async for delta in state.stream:

@@ -10,9 +10,19 @@ from typing import Any
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.model_files.generation_config import GenerationDefaults
-from pagewire_common.model_files.generation_keys import BOUNDS, Bounds
-from scheduler_service.core import SamplingParams, TranscriptParams
-from scheduler_service.core.groups.sampling_params import MAX_N
+from pagewire_common.sampling import (
+    LENGTH_PENALTY,
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    MAX_STRING,
+    NUMBERS,
+    PARAMETERS,
+    Bounds,
+)
+from scheduler_service.core import TranscriptParams
 from scheduler_service.frontend.checking.checks import (
     IDS_AT_ONCE,
     check_length,
@@ -24,34 +34,13 @@ from scheduler_service.frontend.checking.checks import (
 from scheduler_service.frontend.forms.forms import FormError
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.output_failure import NOTHING_ALLOWED
-
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_STOP_TOKENS = 64
-MAX_LOGIT_BIASES = 1024
-MAX_BAD_WORDS = 64
-MAX_STRING = 256
+from scheduler_service.wire.sampling import RequestSampling
 
 # Lower positive temperatures count as this one: dividing logits by less overflows without changing the choice.
 MIN_TEMPERATURE = 0.01
 
-# Beam search takes the likeliest continuations of the model's own distribution; nothing may bend it or cut it short.
-NOT_WITH_BEAMS = (
-    "best_of",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logprobs",
-    "prompt_logprobs",
-)
-NOT_WITH_BEAMS_REPEATED = ("stop", "logit_bias", "allowed_token_ids", "bad_words")
 
-
-async def read_sampling(sampling: pb.SamplingParams, prompt: Sequence[int], model: ServedModel) -> SamplingParams:
+async def read_sampling(sampling: pb.SamplingParams, prompt: Sequence[int], model: ServedModel) -> RequestSampling:
     """What is asked for after this prompt, where `check_sampling` has found nothing. Raises RequestError."""
     max_tokens = _max_tokens(sampling, len(prompt), model)
     if sampling.stop:
@@ -79,10 +68,8 @@ def check_sampling(sampling: pb.SamplingParams, model: ServedModel) -> None:
     _check_form(sampling, model)
     _check_beams(sampling, most_sequences, model)
     _check_number("max_tokens", sampling, 1, math.inf)
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-        _check_bounds(name, sampling, BOUNDS[name])
-    _check_number("presence_penalty", sampling, -2, 2)
-    _check_number("frequency_penalty", sampling, -2, 2)
+    for name, number in NUMBERS.items():
+        _check_bounds(name, sampling, number.bounds)
     _check_number("logprobs", sampling, 0, min(MAX_LOGPROBS, model.vocabulary_size))
     _check_number("prompt_logprobs", sampling, 0, min(MAX_LOGPROBS, model.vocabulary_size))
     _check_strings("stop", sampling.stop, MAX_STOP_STRINGS)
@@ -91,8 +78,8 @@ def check_sampling(sampling: pb.SamplingParams, model: ServedModel) -> None:
     check_token_ids("sampling.logit_bias", sampling.logit_bias, model)
     check_length("sampling.allowed_token_ids", len(sampling.allowed_token_ids), model.vocabulary_size)
     for token_id, bias in sampling.logit_bias.items():
-        if not -100 <= bias <= 100:  # also refuses NaN
-            invalid(f"sampling.logit_bias[{token_id}] is {bias:g}; it must be in [-100, 100]")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:  # also refuses NaN
+            invalid(f"sampling.logit_bias[{token_id}] is {bias:g}; it must be in [-{MAX_BIAS}, {MAX_BIAS}]")
 
 
 def _check_form(sampling: pb.SamplingParams, model: ServedModel) -> None:
@@ -119,9 +106,8 @@ def _check_beams(sampling: pb.SamplingParams, most_sequences: int, model: Served
         return
     num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})  # each beam needs tokens that are no end
     _check_number("beam_width", sampling, sampling.n or 1, min(most_sequences, model.vocabulary_size - num_ends))
-    _check_number("length_penalty", sampling, -10, 10)
-    given = [name for name in NOT_WITH_BEAMS if sampling.HasField(name) and getattr(sampling, name)]
-    given += [name for name in NOT_WITH_BEAMS_REPEATED if getattr(sampling, name)]
+    _check_bounds("length_penalty", sampling, LENGTH_PENALTY)
+    given = [field.name for field, value in sampling.ListFields() if value and not PARAMETERS[field.name].with_beams]
     if given:
         invalid(f"sampling.{given[0]} cannot be combined with sampling.beam_width")
     if (key := model.defaults.not_with_beams) is not None:
@@ -226,12 +212,12 @@ def _sampling_params(
     bad_words: tuple[Sequence[int], ...],
     allowed_token_ids: Sequence[int],
     form: str,
-) -> SamplingParams:
+) -> RequestSampling:
     def optional(name: str, default: Any) -> Any:
         return getattr(sampling, name) if sampling.HasField(name) else default
 
     if sampling.beam_width:
-        return SamplingParams(
+        return RequestSampling(
             n=sampling.n or 1,
             beam_width=sampling.beam_width,
             length_penalty=optional("length_penalty", 1.0),
@@ -239,15 +225,12 @@ def _sampling_params(
             **ends,
         )
     defaults = model.defaults
-    given = {
-        name: optional(name, getattr(defaults, name)) for name in ("top_k", "top_p", "min_p", "repetition_penalty")
-    }
-    temperature = optional("temperature", defaults.temperature) or 0.0
-    return SamplingParams(
+    numbers = {name: optional(name, getattr(defaults, name)) for name in NUMBERS}
+    if numbers["temperature"]:
+        numbers["temperature"] = max(numbers["temperature"], MIN_TEMPERATURE)
+    return RequestSampling(
+        **numbers,
         n=max(sampling.n, sampling.best_of, 1),
-        temperature=max(temperature, MIN_TEMPERATURE) if temperature else 0.0,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
         logprobs=optional("logprobs", 0 if sampling.best_of > (sampling.n or 1) else None),
         prompt_logprobs=optional("prompt_logprobs", None),
@@ -257,7 +240,6 @@ def _sampling_params(
         form=form,
         transcript=_bans(defaults),
         **ends,
-        **given,
     )
 
 

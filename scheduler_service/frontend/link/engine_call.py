@@ -7,8 +7,8 @@ from itertools import islice
 from typing import Self
 
 from pagewire.v1 import engine_service_pb2 as pb
-from pagewire.v1 import scheduler_output_pb2 as wire
 from pagewire.v1.admin_service_pb2 import FinishedRequest
+from pagewire.v1.sequence_group_pb2 import TokenSequence
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.access.caller import caller
 from scheduler_service.core import EncoderInput
@@ -106,7 +106,7 @@ class EngineCall:
             cache_root=root,
             tenant=request.tenant,
             priority=request.priority,
-            output_token_ids=[wire.TokenSequence(token_ids=tokens) for tokens in resumption.token_ids],
+            output_token_ids=[TokenSequence(token_ids=tokens) for tokens in resumption.token_ids],
             ended=() if request.comes_whole else sorted(resumption.finished),
             first_output=state.first_output,
             num_bytes=num_bytes,

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from pagewire.v1.engine_service_pb2 import Hypothesis, Standing
 from pagewire_common.calls.errors import RequestError
-from scheduler_service.core import EncoderInput, PoolingParams, PoolingType, SamplingParams, SequenceStatus
+from scheduler_service.core import EncoderInput, PoolingParams, PoolingType, SequenceStatus
 from scheduler_service.frontend.output.gained import Gained
 from scheduler_service.frontend.output.output_failure import failure
 from scheduler_service.frontend.output.request_memory import STRING_BYTES, UnreadOutput
@@ -19,6 +19,7 @@ from scheduler_service.frontend.text.output_text import OutputText
 from scheduler_service.frontend.text.tokenization import Tokenizer
 from scheduler_service.statistics.counts import RequestCounts
 from scheduler_service.statistics.finished_requests import RequestMetrics
+from scheduler_service.wire.sampling import RequestSampling
 
 
 def request_key(tenant: str, request_id: str) -> str:
@@ -57,7 +58,7 @@ class GenerationRequest:
 
     request_id: str
     prompt_token_ids: Sequence[int]
-    sampling: SamplingParams
+    sampling: RequestSampling
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

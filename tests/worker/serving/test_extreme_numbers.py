@@ -9,12 +9,16 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from message_helpers import new_message
+from sampler_numbers import OTHERS
 from served_worker import PROMPT, Service
 
 from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire.v1 import sequence_group_pb2 as group_pb
 
 UNSIGNED = {FieldDescriptor.TYPE_UINT32: (2**32 - 1,), FieldDescriptor.TYPE_UINT64: (2**64 - 1,)}
 FLOATS = (math.nan, 3.4e38, -3.4e38)
+DOUBLES = (*FLOATS, 1.7e308, -1.7e308, 5e-324)
+OTHER_VALUES = UNSIGNED | {FieldDescriptor.TYPE_FLOAT: FLOATS, FieldDescriptor.TYPE_DOUBLE: DOUBLES}
 REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
 
@@ -22,31 +26,27 @@ def steps() -> list[pb.SchedulerOutput]:
     """A session in which every kind of change is made that a worker without an encoder, adapters and guesses takes."""
     sampled = new_message(
         *(1, PROMPT, range(6)),
-        temperature=0.5,
-        top_k=5,
-        top_p=0.9,
-        min_p=0.01,
-        presence_penalty=0.1,
+        **OTHERS,
         logprobs=2,
-        frequency_penalty=0.1,
-        repetition_penalty=1.1,
         seed=7,
         index=1,
         min_tokens=2,
         eos_token_ids=[2],
         prompt_logprobs=1,
         logit_bias={3: 1.0},
-        bad_words=[pb.TokenSequence(token_ids=[5, 6])],
+        bad_words=[group_pb.TokenSequence(token_ids=[5, 6])],
     )
     greedy = new_message(2, PROMPT, range(32, 40), allowed_token_ids=[3, 4, 5])
     transcript = new_message(3, PROMPT, range(12, 18))
     transcript.sampling.transcript.MergeFrom(
-        pb.TranscriptParams(
+        group_pb.TranscriptParams(
             first_timestamp=100, max_initial=5, num_text_tokens=100, suppressed=[1], begin_suppressed=[2]
         )
     )
     pooled = new_message(4, PROMPT, range(18, 24))
-    pooled.sampling.pooling.MergeFrom(pb.PoolingParams(type=pb.POOLING_TYPE_MEAN, dimensions=8, num_first_tokens=3))
+    pooled.sampling.pooling.MergeFrom(
+        group_pb.PoolingParams(type=group_pb.POOLING_TYPE_MEAN, dimensions=8, num_first_tokens=3)
+    )
     return [
         pb.SchedulerOutput(
             new_sequences=[sampled, greedy, transcript, pooled],
@@ -80,7 +80,7 @@ def extremes(message: Message, path: str = "") -> Iterator[tuple[str, Any]]:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             yield from (
                 (f"{where}[{key}]={value}", ("map", field.name, key, value))
-                for key, value in ((2**32 - 1, 1.0), *((3, value) for value in FLOATS))
+                for key, value in ((2**32 - 1, 1.0), *((3, value) for value in DOUBLES))
             )
         elif field.message_type is not None:
             below = getattr(message, field.name)
@@ -89,7 +89,7 @@ def extremes(message: Message, path: str = "") -> Iterator[tuple[str, Any]]:
                 for name, change in extremes(one, f"{where}[{index}]"):
                     yield name, ("below", field.name, index if field.is_repeated else None, change)
         else:
-            values = FLOATS if field.type == FieldDescriptor.TYPE_FLOAT else UNSIGNED.get(field.type, ())
+            values = OTHER_VALUES.get(field.type, ())
             yield from ((f"{where}={value}", ("set", field.name, field.is_repeated, value)) for value in values)
 
 

@@ -33,7 +33,7 @@ async def test_nothing_is_served_before_the_model_is_there(loading: Service) -> 
 
 async def test_the_worker_says_what_it_is(service: Service, tiny_checkpoint: Path) -> None:
     info = await service.stub.GetWorkerInfo(worker_service_pb2.GetWorkerInfoRequest())
-    assert (info.protocol_version, info.model_id, info.dtype) == (3, tiny_checkpoint.name, "float32")
+    assert (info.protocol_version, info.model_id, info.dtype) == (4, tiny_checkpoint.name, "float32")
     assert (info.block_size, info.num_device_blocks, info.vocabulary_size, info.max_model_len) == (4, 64, 131, 128)
     assert info.block_bytes == 3 * 2 * 4 * 2 * 10 * 4
     assert info.num_host_blocks == int(1e-4 * 2**30) // info.block_bytes

@@ -11,6 +11,7 @@ from message_helpers import new_message
 from served_worker import PROMPT, Client, Service, prompt_step
 
 from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire.v1 import sequence_group_pb2 as group_pb
 from worker_service.execution.worker import Worker
 from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import TOKENS, SchedulerOutput
@@ -22,7 +23,7 @@ NUM_TOKENS = 1 + NUM_STEPS * (1 + MOST)
 SAMPLING: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "top_p": 0.9, "seed": 7},
-    {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "bad_words": [pb.TokenSequence(token_ids=[3])]},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "bad_words": [group_pb.TokenSequence(token_ids=[3])]},
     {"temperature": 0.5, "seed": 9, "logprobs": 2},
 ]
 IDS = range(1, 1 + len(SAMPLING))

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 from message_helpers import new_message
+from sampler_numbers import BEYOND, OTHERS
 from worker_helpers import LIMITS
 
 from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire.v1 import sequence_group_pb2 as group_pb
 from worker_service.errors import InvalidStepError
 from worker_service.serving.codec import decode_scheduler_output, encode_model_output
 from worker_service.session.step import (
@@ -27,13 +29,7 @@ def test_empty_columns_mean_one_token_each_and_all_sample() -> None:
 
 def test_every_sampling_parameter_arrives() -> None:
     sampling: dict[str, Any] = {
-        "temperature": 0.5,
-        "top_k": 3,
-        "top_p": 0.75,
-        "min_p": 0.25,
-        "presence_penalty": -1.0,
-        "frequency_penalty": 1.5,
-        "repetition_penalty": 2.0,
+        **OTHERS,
         "seed": 2**64 - 1,
         "index": 4,
         "min_tokens": 6,
@@ -43,7 +39,7 @@ def test_every_sampling_parameter_arrives() -> None:
         "allowed_token_ids": [7, 8],
     }
     message = new_message(
-        1, [5], [0], logit_bias={3: -2.5}, bad_words=[pb.TokenSequence(token_ids=[9, 10])], **sampling
+        1, [5], [0], logit_bias={3: -2.5}, bad_words=[group_pb.TokenSequence(token_ids=[9, 10])], **sampling
     )
     output = decode_scheduler_output(pb.SchedulerOutput(new_sequences=[message]), LIMITS)
     params = output.new_sequences[0].sampling
@@ -60,7 +56,6 @@ def test_unset_logprobs_are_none_at_all() -> None:
     assert output.new_sequences[0].sampling.prompt_logprobs is None
 
 
-NAN, INF = float("nan"), float("inf")
 MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "columns of different lengths": ({"sequence_ids": [1], "num_scheduled_tokens": [1, 1]}, "num_scheduled_tokens"),
     "samples of another length": ({"sequence_ids": [1, 2], "samples": [True]}, "samples: 1 entries for 2"),
@@ -96,22 +91,15 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
 } | {
     f"{name} {value}": ({"new_sequences": [new_message(1, [5], [], **{name: value})]}, f"{name}")
     for name, value in [
-        ("temperature", NAN),
-        ("temperature", INF),
-        ("temperature", -1.0),
-        ("top_p", 0.0),
-        ("top_p", NAN),
-        ("min_p", 1.5),
-        ("presence_penalty", NAN),
-        ("frequency_penalty", INF),
-        ("repetition_penalty", 0.0),
+        *BEYOND,
+        ("top_k", 2**32),
         ("logprobs", 132),
         ("prompt_logprobs", 132),
-        ("logit_bias", {3: NAN}),
+        ("logit_bias", {3: float("nan")}),
         ("logit_bias", {131: 1.0}),
         ("allowed_token_ids", [131]),
         ("eos_token_ids", [131]),
-        ("bad_words", [pb.TokenSequence(token_ids=[131])]),
+        ("bad_words", [group_pb.TokenSequence(token_ids=[131])]),
     ]
 }
 
@@ -124,7 +112,7 @@ def test_malformed_steps_are_refused_with_a_sentence(name: str) -> None:
 
 
 def test_an_empty_bad_word_is_refused() -> None:
-    message = new_message(1, [5], [0], bad_words=[pb.TokenSequence()])
+    message = new_message(1, [5], [0], bad_words=[group_pb.TokenSequence()])
     with pytest.raises(InvalidStepError, match="a bad word has no tokens"):
         decode_scheduler_output(pb.SchedulerOutput(new_sequences=[message]), LIMITS)
 
@@ -162,7 +150,7 @@ def test_a_steady_decode_step_of_256_sequences_is_small() -> None:
 
 
 def pooling_message(**changes: Any) -> pb.SchedulerOutput:
-    pooling = pb.PoolingParams(**{"type": pb.POOLING_TYPE_MEAN, "dimensions": 4} | changes)
+    pooling = group_pb.PoolingParams(**{"type": group_pb.POOLING_TYPE_MEAN, "dimensions": 4} | changes)
     return pb.SchedulerOutput(new_sequences=[new_message(1, [5, 6], [0], pooling=pooling)])
 
 
@@ -184,7 +172,7 @@ def test_what_is_pooled_arrives_and_vectors_are_answered() -> None:
         ({"type": 9}, "type 9 is none that is known"),
         ({"dimensions": 0}, "dimensions is 0; this worker's vectors have 8"),
         ({"dimensions": 9}, "dimensions is 9; this worker's vectors have 8"),
-        ({"type": pb.POOLING_TYPE_SCORE}, "dimensions is 4; this worker's vectors have 2"),
+        ({"type": group_pb.POOLING_TYPE_SCORE}, "dimensions is 4; this worker's vectors have 2"),
     ],
 )
 def test_what_cannot_be_pooled_is_refused(changes: dict[str, Any], sentence: str) -> None:
