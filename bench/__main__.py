@@ -15,7 +15,7 @@ BENCHES = {
     "fidelity": ("bench.model.fidelity", "difference of log-probabilities from float32, beside transformers and vLLM"),
     "packed": ("bench.model.packed", "a GGUF file as stored, in 4 bits and in bfloat16, beside llama.cpp"),
     "adapters": ("bench.model.adapters", "streams of 1, 4 and 16 adapters, beside the base model and vLLM's adapters"),
-    "trained_adapter": ("bench.model.trained_adapter", "whether an adapter trained with PEFT gives the trained answers"),
+    "trained_adapter": ("bench.model.trained_adapter", "whether adapters trained with PEFT give the trained answers"),
     "speculation": ("bench.model.speculation", "tokens per second with and without drafts, beside vLLM's n-grams"),
     "acceptance": ("bench.model.acceptance", "the acceptance rate of a draft model, by three rules"),
     "trained_head": ("bench.model.trained_head", "trains an EAGLE-3 head, and measures its acceptance rate"),
