@@ -113,7 +113,7 @@ bench: setup
 	$(BIN)/python -m bench serving $(PEER:%=--peer %) $(TRACE:%=--trace %) $(SPEEDUP:%=--speedup %) $(LOADS:%=--loads %) \
 	  $(MODEL:%=--model %) $(if $(FLAGS),--flags="$(FLAGS)") $(ROUNDS:%=--rounds %) $(CHART:%=--chart %)
 
-# Runs every benchmark that needs no files, or only PEER, which is optional. `python -m bench` lists all benchmarks.
+# Runs every benchmark that needs no files. PEER is optional. `python -m bench` lists all benchmarks.
 BENCHES := serving gateway forms fidelity adapters speculation
 bench-all: setup
 	for name in $(BENCHES); do $(BIN)/python -m bench $$name $(PEER:%=--peer %) || exit; done
