@@ -14,10 +14,11 @@ from pagewire.v1.inference_service_pb2 import (
     SamplingParams,
     Usage,
 )
-from pagewire_client.client import Client, EncoderPrompt, Prompt, Sound
+from pagewire_client.client import Client
 from pagewire_client.embedding import Embedding
 from pagewire_client.llm import LLM, Completion, Output
 from pagewire_client.local import LocalServer, ServerError
+from pagewire_client.prompts import EncoderPrompt, Prompt, Sound
 
 __all__ = [
     "FINISH_REASON_ABORT",

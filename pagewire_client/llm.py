@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client.client import RETRY_SECONDS, Client, Prompt, Text
+from pagewire_client.client import RETRY_SECONDS, Client
 from pagewire_client.embedding import Embedding
 from pagewire_client.local import LocalServer
+from pagewire_client.prompts import Prompt, Text
 
 MAX_IN_FLIGHT = 512
 
@@ -52,7 +53,7 @@ class LLM:
 
     Its own server holds `model`, loads when the LLM is made and stops with `close`, with the `with` block, or when
     the LLM is collected. `worker_arguments` and `scheduler_arguments` are further flags of its two services, as
-    ["--policy", "priority"]. Raises ServerError when it does not start.
+    ["--scheduling-policy", "priority"]. Raises ServerError when it does not start.
 
     `api_key` and `tls` are for a `target`, as `Client` has them. Raises ValueError for what is said of a server of its
     own where there is a target, or the other way round.

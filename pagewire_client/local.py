@@ -127,7 +127,7 @@ class LocalServer:
             worker_address = str(worker.wait_for("listening", timeout)["address"])
             scheduler = self._start(
                 "scheduler_service",
-                [*ADMIN, "--model", model, "--workers", worker_address, *scheduler_arguments],
+                [*ADMIN, "--workers", worker_address, *scheduler_arguments],
             )
             self.admin_target = str(scheduler.wait_for("admin listening", timeout)["address"])
             self.target = str(scheduler.wait_for("listening", timeout)["address"])

@@ -1,6 +1,7 @@
 """Exit 0 when the server at HOST:PORT reports SERVING: python -m pagewire_common.healthcheck HOST:PORT [SERVICE].
 
-It speaks TLS where the server does: with the files of PAGEWIRE_TLS, whose certificate must be for the HOST as well.
+It speaks TLS where the server does, in whose environment it runs: with the files of PAGEWIRE_TLS, whose certificate
+must be for the HOST as well.
 """
 
 import asyncio

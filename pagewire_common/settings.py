@@ -8,31 +8,57 @@ sentence.
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+import structlog
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
+from pagewire_common import old_names
+from pagewire_common.connection.address import join_address, parse_address, split_address
 from pagewire_common.connection.tls import Security, TlsFolder
 from pagewire_common.telemetry.tracing import check_endpoint
 from pagewire_common.version import version_of
 
-
-def parse_address(address: str) -> str:
-    """Check that an address is HOST:PORT; raises ValueError otherwise. Port 0 lets the system choose."""
-    host, separator, port = address.rpartition(":")
-    if not (host and separator and port.isdigit() and int(port) < 65536):
-        raise ValueError(f"'{address}' is not HOST:PORT")
-    return address
-
+log = structlog.get_logger()
 
 Address = Annotated[str, AfterValidator(parse_address)]
 
 
+class _Environment(EnvSettingsSource):
+    """PAGEWIRE_ variables, under old names too."""
+
+    def __call__(self) -> dict[str, Any]:
+        found = super().__call__()
+        settings: type[ServiceSettings] = self.settings_cls  # type: ignore[assignment]
+        found |= settings.translate(old_names.from_environment(settings.old_names))
+        # Kubernetes gives pods such a PAGEWIRE_PORT where a Service has the name "pagewire".
+        if str(found.get("port", "")).startswith("tcp://"):
+            del found["port"]
+        if "listen" in self.current_state:  # flags win, and --listen has both parts
+            found.pop("host", None)
+            found.pop("port", None)
+        return found
+
+
 class ServiceSettings(BaseSettings):
     """The settings that both services have."""
+
+    old_names: ClassVar[Mapping[str, str]] = {}
+    """New names by the names of the release before."""
+
+    several: ClassVar[frozenset[str]] = frozenset()
+    """Settings whose flags take several words, as `--lora-modules a=A b=B`."""
+
+    _lines: list[str] = PrivateAttr(default_factory=list)
 
     model_config = SettingsConfigDict(
         env_prefix="PAGEWIRE_",
@@ -45,10 +71,8 @@ class ServiceSettings(BaseSettings):
         protected_namespaces=(),
     )
 
-    model: str = Field(
-        "default",
-        description="'default', a Hugging Face directory, a GGUF file, or a hub name; the same for both services",
-    )
+    host: str | None = Field(None, min_length=1, description="the HOST of --listen, without its port")
+    port: int | None = Field(None, ge=0, lt=65536, description="the PORT of --listen, without its host")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log to write")
     log_format: Literal["auto", "json", "console"] = Field("auto", description="auto: console on a terminal, else json")
     metrics_listen: Address | None = Field(
@@ -66,6 +90,34 @@ class ServiceSettings(BaseSettings):
     )
     mutual_tls: bool = Field(False, description="with --tls: callers need a certificate that ca.crt vouches for")
     grace: float = Field(30.0, ge=0, description="seconds that work in flight is given after SIGTERM")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003  # it knows no old names
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, _Environment(settings_cls), dotenv_settings, file_secret_settings
+
+    @classmethod
+    def translate(cls, values: Mapping[str, str]) -> dict[str, str]:
+        """Values by new names, from values by old names. Raises ValueError where an old value has no meaning."""
+        return {cls.old_names[old]: value for old, value in values.items()}
+
+    def log_old_names(self) -> None:
+        """Write a line for each setting that was given under its old name."""
+        for line in self._lines:
+            log.warning(line)
+
+    @field_validator("listen", check_fields=False)
+    @classmethod
+    def _with_host_and_port(cls, listen: str, info: ValidationInfo) -> str:
+        host, port = split_address(listen)
+        given_host, given_port = info.data.get("host"), info.data.get("port")
+        return join_address(given_host or host, port if given_port is None else given_port)
 
     @field_validator("mutual_tls")
     @classmethod
@@ -97,7 +149,12 @@ def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | 
         if os.environ.get(variable) == "":
             sys.exit(f"{program}: {variable} is empty, which would leave the service open; unset it or fill it")
     try:
-        return CliApp.run(cls, given)
+        given, lines = old_names.translated(given, cls.old_names, cls.translate)
+        names = {word.partition("=")[0] for word in given}
+        for part in ("--host", "--port"):
+            if {part, "--listen"} <= names:
+                raise ValueError(f"{part}: it is a part of --listen; give one of them alone")
+        settings = CliApp.run(cls, list(_one_word_each(given, cls.several)))
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0]).replace("_", "-")
@@ -105,3 +162,19 @@ def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | 
         sys.exit(f"{program}: --{field}: {first['msg'].removeprefix('Value error, ')}{value}")
     except Exception as error:  # the settings library raises its own types for flags it cannot read
         sys.exit(f"{program}: {error}")
+    settings._lines = lines
+    return settings
+
+
+def _one_word_each(arguments: Sequence[str], several: frozenset[str]) -> Iterator[str]:
+    """The arguments, with a flag that takes several words repeated before each of them."""
+    flags = {old_names.flag(name) for name in several}
+    current = ""
+    for word in arguments:
+        if word in flags:
+            current = word
+        elif current and not word.startswith("--"):
+            yield f"{current}={word}"
+        else:
+            current = ""
+            yield word

@@ -9,6 +9,7 @@ from scheduler_service.settings import SchedulerSettings
 def main() -> None:
     settings = load_settings(SchedulerSettings, "scheduler_service")
     configure_logging(settings.log_level, settings.log_format)
+    settings.log_old_names()
     # Imported after the flags are known to be good.
     from scheduler_service.server import serve
 

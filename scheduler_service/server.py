@@ -24,7 +24,6 @@ from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.front_ends.port import PATIENCE_SECONDS, reserved
 from scheduler_service.engine.front_ends.processes import FrontEndProcesses
 from scheduler_service.engine.front_ends.servicer import FrontEnds
-from scheduler_service.engine.worker_link.limits import model_name
 from scheduler_service.operations.admin_servicer import AdminServicer
 from scheduler_service.operations.metrics import SchedulerMetrics
 from scheduler_service.settings import SchedulerSettings
@@ -81,7 +80,9 @@ async def serve(settings: SchedulerSettings) -> None:
     processes = FrontEndProcesses(settings.frontends)
     front_ends = FrontEnds(engine, settings.frontends, processes.kill)
     admin = AdminServicer(front_ends)
-    metrics = SchedulerMetrics(front_ends, model_name(settings.model), vllm_names=settings.vllm_metric_names)
+    metrics = SchedulerMetrics(
+        front_ends, lambda: engine.fleet.agreement.model_name, vllm_names=settings.vllm_metric_names
+    )
     security = settings.security()
 
     def may_read_metrics(authorization: str) -> bool:
@@ -126,7 +127,7 @@ async def _run(
     announcing = asyncio.create_task(announce(engine, front_ends))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((running, keeping, stopping), return_when=asyncio.FIRST_COMPLETED)
-    log.info("stopping", requests=len(engine.requests))
+    log.info("stopping", requests=len(engine.requests.in_flight))
     announcing.cancel()
     front_ends.tell_serving(serving=False)
     await engine.drain(settings.grace)
@@ -141,7 +142,7 @@ async def _run(
 
 async def announce(engine: Engine, front_ends: FrontEnds) -> None:
     """Have front ends show whether requests are worth sending here, and log it, until cancelled."""
-    model = await engine.wait_for_model()
+    model = await engine.fleet.agreement.wait_for_model()
     _spare_the_collector()
 
     async def say_ready() -> None:
@@ -149,7 +150,7 @@ async def announce(engine: Engine, front_ends: FrontEnds) -> None:
         log.info("ready", model=model.name, context_length=model.context_length)
 
     async with asyncio.TaskGroup() as tasks:
-        async for serving in engine.watch_health():  # the first is that it is so
+        async for serving in engine.fleet.watch_health():  # the first is that it is so
             front_ends.tell_serving(serving=serving)
             if serving:
                 saying = tasks.create_task(say_ready())

@@ -1,14 +1,20 @@
 """The scheduler service's settings."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
 from pagewire_common.settings import Address, ServiceSettings
 from scheduler_service.core import PhaseRule, PreemptionMode
+from scheduler_service.lora_modules import parse_modules
 from scheduler_service.targets import is_name, parse_target
+
+# More could make an answer too large for a message: see core/step_bytes.py.
+MOST_BATCHED_TOKENS = 131_072
+MOST_SEQS = 8192
 
 Target = Annotated[str, AfterValidator(parse_target)]
 
@@ -22,7 +28,26 @@ def _split(value: object) -> object:
 class SchedulerSettings(ServiceSettings):
     """Plans the steps of the workers and streams their tokens to clients."""
 
-    listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to serve clients on")
+    old_names: ClassVar[Mapping[str, str]] = {
+        "policy": "scheduling_policy",
+        "overtakes": "priority_aging",
+        "lora": "lora_modules",
+        "max_prefill_chunk": "long_prefill_token_threshold",
+    }
+    several: ClassVar[frozenset[str]] = frozenset({"lora_modules"})
+
+    model: str | None = Field(
+        None,
+        description="refuse workers that serve another model: 'default', a Hugging Face directory, a GGUF file, or a "
+        "hub name; by default the first worker decides",
+    )
+    served_model_name: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="the model's name towards clients and in metrics; by default the name that its workers give it",
+    )
+    listen: Address = Field("127.0.0.1:50051", validate_default=True, description="HOST:PORT to serve clients on")
     admin_listen: Address = Field(
         "127.0.0.1:50053",
         description="HOST:PORT to serve AdminService on, for operators; by default from this machine alone",
@@ -46,9 +71,10 @@ class SchedulerSettings(ServiceSettings):
         description="where the workers are, separated by commas: HOST:PORT of one, dns:///NAME:PORT for all addresses "
         "behind a name",
     )
-    lora: Annotated[list[str], NoDecode, BeforeValidator(_split)] = Field(
+    lora_modules: Annotated[list[str], NoDecode, BeforeValidator(parse_modules)] = Field(
         [],
-        description="low-rank adapters that requests can name, separated by commas: NAME=FOLDER, as PEFT saves one",
+        description="low-rank adapters that requests can name, separated by spaces or commas: NAME=FOLDER, as PEFT "
+        'saves one, or {"name": NAME, "path": FOLDER}',
     )
     lora_dir: Path | None = Field(
         None, description="folder of adapters, each in a folder of its name; more can be loaded from it while running"
@@ -64,16 +90,24 @@ class SchedulerSettings(ServiceSettings):
         description="name that every worker's certificate must have; by default the host that --workers names",
     )
     discovery_interval: float = Field(5.0, gt=0, description="seconds between look-ups of the names among --workers")
-    # More could make an answer too large for a message: see core/planning/step.py.
-    max_num_batched_tokens: int = Field(
-        2048, ge=1, le=131_072, description="most tokens in one step; a worker's own limit counts"
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_BATCHED_TOKENS,
+        description="most tokens in one step, where that is fewer than a worker's own limit; by default each worker's",
     )
-    max_num_seqs: int = Field(256, ge=1, le=8192, description="most sequences in one step; a worker's own limit counts")
-    max_prefill_chunk: int = Field(
-        0,
+    max_num_seqs: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_SEQS,
+        description="most sequences in one step, where that is fewer than a worker's own limit; by default each "
+        "worker's",
+    )
+    long_prefill_token_threshold: int | None = Field(
+        None,
         ge=0,
-        description="most tokens that a prompt takes of a step while others want the rest, so that a long one does not "
-        "hold up those behind it; 0 is a quarter of the step",
+        description="a prompt with more tokens than this to compute is long, and takes no more of a step while others "
+        "want the rest, so that it does not hold up those behind it; 0 is no limit; by default a quarter of the step",
     )
     max_connections: int = Field(
         4096, ge=1, le=1_000_000, description="connections of clients to each front end; those beyond it are closed"
@@ -100,13 +134,16 @@ class SchedulerSettings(ServiceSettings):
         description="with separate phases only: hold prompts back until one has waited for this many times the last "
         "prompt step",
     )
-    policy: Literal["fcfs", "priority", "fair"] = Field(
+    scheduling_policy: Literal["fcfs", "priority", "fair"] = Field(
         "fcfs",
         description="which request is next: the first to arrive; the lowest priority number; that of the tenant served "
         "least so far",
     )
-    overtakes: int = Field(
-        64, ge=1, description="later arrivals that may overtake a request for each level of better priority"
+    priority_aging: int = Field(
+        64,
+        ge=1,
+        description="under the priority policy: later arrivals that may overtake a request for each level of better "
+        "priority",
     )
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         {}, description='shares of tenants under the fair policy, as JSON: {"gold": 3}; 1 for those not named'
@@ -143,6 +180,13 @@ class SchedulerSettings(ServiceSettings):
         "outputs as token ids",
     )
     check_invariants: bool = Field(False, description="verify the block tables after every step; for tests")
+
+    @classmethod
+    def translate(cls, values: Mapping[str, str]) -> dict[str, str]:
+        new = super().translate(values)
+        if new.get("long_prefill_token_threshold") == "0":  # 0 was a quarter of the step, which is now the default
+            del new["long_prefill_token_threshold"]
+        return new
 
     @field_validator("worker_identity")
     @classmethod

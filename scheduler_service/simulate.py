@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from pagewire_common.old_names import renamed
 from scheduler_service.core import PhaseRule, PreemptionMode
 from scheduler_service.core.queues.policy import POLICIES, waiting_queue
 from scheduler_service.simulation.cost_model import CostModel
@@ -23,17 +24,19 @@ from scheduler_service.simulation.simulator import Result, Simulator
 from scheduler_service.simulation.summary import summarise
 from scheduler_service.simulation.trace import read_trace
 
+OLD_NAMES = {"policy": "scheduling_policy", "max_prefill_chunk": "long_prefill_token_threshold"}
+
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scheduler_service.simulate", description=__doc__)
     parser.add_argument("--trace", type=Path, required=True, help="CSV: TIMESTAMP, ContextTokens, GeneratedTokens")
     parser.add_argument("--workers", type=_positive_int, default=1, help="simulated workers (default 1)")
     parser.add_argument("--cost-model", type=Path, help="JSON with the fields of CostModel")
-    parser.add_argument("--policy", action="append", choices=POLICIES, help="may be repeated (default: all)")
+    parser.add_argument("--scheduling-policy", action="append", choices=POLICIES, help="may be repeated (default: all)")
     parser.add_argument("--preemption-mode", type=PreemptionMode, default=PreemptionMode.AUTO)
     parser.add_argument("--phase-rule", type=PhaseRule, default=PhaseRule.CHUNKED)
     parser.add_argument(
-        "--max-prefill-chunk",
+        "--long-prefill-token-threshold",
         type=_positive_int,
         default=0,
         help="most tokens that a prompt takes of a step while others want the rest (default: a quarter of the step)",
@@ -55,7 +58,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--plot", type=Path, metavar="OUT.png", help="draw time to first token, queue and running requests"
     )
-    return parser.parse_args(arguments)
+    try:
+        words, lines = renamed(sys.argv[1:] if arguments is None else arguments, OLD_NAMES)
+    except ValueError as error:
+        parser.error(str(error))
+    for line in lines:
+        sys.stderr.write(f"{line}\n")
+    return parser.parse_args(words)
 
 
 def _positive(text: str) -> float:
@@ -106,7 +115,7 @@ def main() -> None:
         results: dict[str, Result] = {}
         report: dict[str, dict[str, object]] = {}
         with Progress(console=Console(stderr=True)) as bar:
-            for policy in arguments.policy or POLICIES:
+            for policy in arguments.scheduling_policy or POLICIES:
                 task = bar.add_task(policy, total=len(arrivals))
                 simulator = Simulator(
                     arrivals,
@@ -115,7 +124,7 @@ def main() -> None:
                     waiting=waiting_queue(policy),
                     preemption_mode=arguments.preemption_mode,
                     phase_rule=arguments.phase_rule,
-                    max_prefill_chunk=arguments.max_prefill_chunk,
+                    max_prefill_chunk=arguments.long_prefill_token_threshold,
                 )
                 began = time.perf_counter()
                 result = simulator.run(lambda count, task=task: bar.update(task, completed=count))  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """How --workers names them: given addresses, and names of which every address is a worker's."""
 
-from pagewire_common.settings import parse_address
+from pagewire_common.connection.address import parse_address
 
 SCHEME = "dns:///"
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SHOWN = {
-    "pagewire_client/finished.py": "shows when requests ended",
+    "pagewire_client/cli/finished.py": "shows when requests ended",
     "pagewire_client/http/completions.py": "`created` of an answer",
     "pagewire_client/http/models.py": "`created` of a model",
     "pagewire_client/http/vectors.py": "`created` of an answer",
-    "pagewire_client/watch.py": "shows when a state was read",
-    "scheduler_service/engine/workers/worker_loop.py": "an epoch, newer than the last one whatever the clock says",
+    "pagewire_client/cli/watch.py": "shows when a state was read",
+    "scheduler_service/engine/sessions/worker_loop.py": "an epoch, newer than the last one whatever the clock says",
     "scheduler_service/frontend/text/chat_template.py": "a template's strftime_now",
     "scheduler_service/frontend/output/request_trace.py": "times of spans",
     "scheduler_service/operations/metrics.py": "a gauge's time",

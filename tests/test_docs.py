@@ -16,8 +16,8 @@ from persons import persons_in
 from bench.__main__ import BENCHES
 from bench.__main__ import main as bench
 from pagewire.v1.inference_service_pb2 import SamplingParams
-from pagewire_client.__main__ import parse_arguments as client_arguments
-from pagewire_client.request_options import SAMPLING
+from pagewire_client.cli.parser import parse_arguments as client_arguments
+from pagewire_client.cli.request_options import SAMPLING
 from pagewire_common.calls.errors import MOST_FIELDS
 from pagewire_common.sampling import (
     MAX_BAD_WORDS,
@@ -34,7 +34,7 @@ from scheduler_service.engine.calls.admission import MAX_SIDE_CALLS
 from scheduler_service.fit import parse_arguments as fit_arguments
 from scheduler_service.frontend.calls.text_calls import IN_FLIGHT, MAX_TEXTS
 from scheduler_service.frontend.checking.prompt import MAX_MESSAGES, MAX_TOKENIZE
-from scheduler_service.frontend.link.engine_link import BYTES_PER_TOKEN
+from scheduler_service.frontend.link.message_limits import BYTES_PER_TOKEN
 from scheduler_service.operations.admin_servicer import MAX_WATCHES
 from scheduler_service.replay import parse_arguments as replay_arguments
 from scheduler_service.settings import SchedulerSettings
@@ -174,6 +174,8 @@ def test_every_flag_that_a_page_names_exists(page: Path, capsys: pytest.CaptureF
     known = {flag(name) for settings in SERVICES for name in settings.model_fields}
     known |= {flag(f"no_{name}") for settings in SERVICES for name, field in settings.model_fields.items()
               if field.annotation is bool}  # fmt: skip
+    if page.name == "flags.md":
+        known |= {flag(old) for settings in SERVICES for old in settings.old_names}
     known |= {"--help", "--no-", "--version"}.union(
         *(options(capsys, commands) for commands in (*COMMANDS.values(), PROGRAMS))
     )
@@ -186,7 +188,10 @@ def test_every_flag_that_a_page_names_exists(page: Path, capsys: pytest.CaptureF
 @each_page
 def test_every_variable_that_a_page_names_is_a_setting(page: Path) -> None:
     known = {name.upper() for settings in SERVICES for name in settings.model_fields}
-    known |= {"TARGET", "ADMIN_TARGET", "HTTP_LISTEN", "HTTP_TLS", "HTTP_MUTUAL_TLS"}
+    if page.name == "flags.md":
+        known |= {old.upper() for settings in SERVICES for old in settings.old_names}
+    known |= {"TARGET", "ADMIN_TARGET", "HTTP_LISTEN", "HTTP_HOST", "HTTP_PORT", "HTTP_TLS", "HTTP_MUTUAL_TLS"}
+    known |= {"CLIENT_TLS", "CLIENT_API_KEY"}
     assert set(re.findall(r"\bPAGEWIRE_([A-Z_]+)", page.read_text())) <= known
 
 
@@ -238,6 +243,15 @@ def test_every_setting_is_in_the_table_of_flags_with_its_default_and_its_choices
             assert in_words(field.default) in (default or meaning), name
             for choice in choices(field.annotation):
                 assert f"`{choice}`" in default + meaning, name
+
+
+def test_every_old_name_is_in_the_table_of_old_names_with_its_new_name() -> None:
+    section = (ROOT / "docs/flags.md").read_text().split("\n## Old names\n")[1].split("\n#")[0]
+    table = [line.split(" | ", 1) for line in section.splitlines() if line.startswith("| `")]
+    for settings in SERVICES:
+        for old, new in settings.old_names.items():
+            assert any(flag(old) in flags_in(row[0]) and flag(new) in flags_in(row[1]) for row in table), old
+            assert old not in settings.model_fields
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -19,6 +19,9 @@ from worker_service.settings import WorkerSettings
 def main() -> None:
     """Serve in this process, or start a process for each rank."""
     settings = load_settings(WorkerSettings, "worker_service")
+    configure_logging(settings.log_level, settings.log_format)
+    if not is_rank():
+        settings.log_old_names()
     if settings.tensor_parallel_size == 1:
         run("worker_service", lambda: serve(settings))
     elif is_rank():
@@ -26,7 +29,6 @@ def main() -> None:
     else:
         from worker_service.serving.launcher import launch  # which imports torch
 
-        configure_logging(settings.log_level, settings.log_format)
         sys.exit(launch([sys.executable, "-m", "worker_service", *sys.argv[1:]], settings.tensor_parallel_size))
 
 

@@ -1,17 +1,28 @@
 """What a worker can be told by flags and environment."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from pagewire_common.settings import Address, ServiceSettings
+from worker_service.speculative_config import OLD_METHODS, SpeculativeConfig
 
 
 class WorkerSettings(ServiceSettings):
     """The worker's settings; those without a default here are chosen at start from the model and the device."""
 
-    listen: Address = Field("127.0.0.1:50052", description="HOST:PORT to serve WorkerService on")
+    old_names: ClassVar[Mapping[str, str]] = {
+        "num_device_blocks": "num_gpu_blocks_override",
+        "speculate": "speculative_config",
+        "draft_model": "speculative_config",
+        "num_speculative_tokens": "speculative_config",
+    }
+
+    model: str = Field("default", description="'default', a Hugging Face directory, a GGUF file, or a hub name")
+    listen: Address = Field("127.0.0.1:50052", validate_default=True, description="HOST:PORT to serve WorkerService on")
     scheduler_identity: str | None = Field(
         None, description="with --mutual-tls: the name in the certificate of the scheduler, which alone may call then"
     )
@@ -41,15 +52,18 @@ class WorkerSettings(ServiceSettings):
         "hold the weights, the cache and the adapters of a natively run model",
     )
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV cache block")
-    num_device_blocks: int | None = Field(
-        None, ge=1, le=2**31 - 1, description="KV cache blocks on the device; by default what its memory has room for"
+    num_gpu_blocks_override: int | None = Field(
+        None,
+        ge=1,
+        le=2**31 - 1,
+        description="KV cache blocks on the device, a GPU or a CPU; by default what its memory has room for",
     )
     kv_cache_memory: float | None = Field(
         None,
         gt=0,
         le=2**20,
-        description="GiB of KV cache, without --num-device-blocks; by default a quarter of free memory on a CPU, and "
-        "what --gpu-memory-utilization leaves on a GPU",
+        description="GiB of KV cache, without --num-gpu-blocks-override; by default a quarter of free memory on a CPU, "
+        "and what --gpu-memory-utilization leaves on a GPU",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
@@ -77,19 +91,15 @@ class WorkerSettings(ServiceSettings):
         description="follow the forms that requests ask for (json_schema, regex, choice, grammar), in a process beside "
         "the worker; not where several processes share the model",
     )
-    speculate: Literal["none", "ngram", "draft", "eagle", "mtp"] = Field(
-        "none",
-        description="guess how an output goes on, and verify several tokens in a step where that is faster; the tokens "
-        "are the same. ngram: as it, or its prompt, did before; draft and eagle: as --draft-model does; mtp: as the "
-        "layer does that the checkpoint has for it",
-    )
-    draft_model: str | None = Field(
+    speculative_config: str | None = Field(
         None,
         validate_default=True,
-        description="for --speculate draft: a smaller model with the same vocabulary; for eagle: an EAGLE-3 head of "
-        "the model; named as --model",
+        description="guess how an output goes on, and verify several tokens in a step where that is faster; the tokens "
+        "are the same. JSON with the keys method, model, num_speculative_tokens (8), prompt_lookup_min (2) and "
+        "prompt_lookup_max (16). ngram: as the output, or its prompt, did before; draft_model and eagle3: as the "
+        '"model" does, a smaller one with the same vocabulary or an EAGLE-3 head; mtp: as the layer does that the '
+        "checkpoint has for it",
     )
-    num_speculative_tokens: int = Field(8, ge=1, le=64, description="most guesses for one sequence in one step")
     max_loras: int = Field(
         0, ge=0, le=256, description="most low-rank adapters in one step, for which memory is set aside on the device"
     )
@@ -102,21 +112,39 @@ class WorkerSettings(ServiceSettings):
     )
     cache: Path = Field(Path("~/.cache/pagewire"), description="folder for downloaded and converted models")
 
-    @field_validator("speculate")
+    @field_validator("speculative_config", mode="before")
     @classmethod
-    def _states_in_one_process(cls, speculate: str, info: ValidationInfo) -> str:
-        if speculate == "mtp" and info.data.get("tensor_parallel_size") != 1:
-            raise ValueError("mtp is for a model that one process holds; use --speculate ngram")
-        return speculate
+    def _as_text(cls, config: object) -> object:
+        return json.dumps(config) if isinstance(config, Mapping) else config
 
-    @field_validator("draft_model")
+    @field_validator("speculative_config")
     @classmethod
-    def _drafts_in_one_process(cls, draft_model: str | None, info: ValidationInfo) -> str | None:
-        if (info.data.get("speculate") in ("draft", "eagle")) != (draft_model is not None):
-            raise ValueError("it goes together with --speculate draft and eagle")
-        if draft_model is not None and info.data.get("tensor_parallel_size") != 1:
-            raise ValueError("it is for a model that one process holds; use --speculate ngram")
-        return draft_model
+    def _guesses_in_one_process(cls, text: str | None, info: ValidationInfo) -> str | None:
+        if text is None:
+            return None
+        config = SpeculativeConfig.parse(text)
+        if config.method != "ngram" and info.data.get("tensor_parallel_size") != 1:
+            raise ValueError(f'"{config.method}" is for a model that one process holds; use the method "ngram"')
+        return text
+
+    @classmethod
+    def translate(cls, values: Mapping[str, str]) -> dict[str, str]:
+        new = {cls.old_names[old]: value for old, value in values.items() if old == "num_device_blocks"}
+        speculate = values.get("speculate", "none")
+        if speculate == "none":
+            if "draft_model" in values:
+                raise ValueError("--draft-model: it goes together with --speculate draft and eagle")
+            return new
+        if speculate not in OLD_METHODS:
+            raise ValueError(f"--speculate: it may be none, {', '.join(OLD_METHODS)} (got {speculate!r})")
+        config: dict[str, object] = {"method": OLD_METHODS[speculate]}
+        if "draft_model" in values:
+            config["model"] = values["draft_model"]
+        if "num_speculative_tokens" in values:
+            config["num_speculative_tokens"] = _whole_number(
+                "--num-speculative-tokens", values["num_speculative_tokens"]
+            )
+        return new | {"speculative_config": json.dumps(config)}
 
     @field_validator("scheduler_identity", "metrics_identity")
     @classmethod
@@ -126,11 +154,22 @@ class WorkerSettings(ServiceSettings):
         return identity
 
     @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How the worker drafts tokens; None if it does not."""
+        return SpeculativeConfig.parse(self.speculative_config) if self.speculative_config is not None else None
+
+    @property
     def num_drafts(self) -> int:
         """The most drafts for one sequence in one step; 0 without speculation."""
-        return self.num_speculative_tokens if self.speculate != "none" else 0
+        return self.speculation.num_speculative_tokens if self.speculation is not None else 0
 
     @property
     def metrics_readers(self) -> list[str]:
         """Names, one of which a reader's certificate must have; none where any reader may."""
         return [name for name in (self.scheduler_identity, self.metrics_identity) if name]
+
+
+def _whole_number(flag: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{flag}: {text!r} is no whole number")
+    return int(text)

@@ -4,7 +4,8 @@
 
 For each position of functions of this project, p and q are what target and draft say of the next token.
 
-- Shared noise is what `--speculate draft` does: both take the largest of logits / temperature + the same Gumbel noise.
+- Shared noise is what the method `draft_model` does: both take the largest of logits / temperature + the same Gumbel
+  noise.
   Counted over draws by the worker's own sampler.
 - Draws of its own agree with probability sum(p q).
 - The ratio test (Leviathan, Kalman and Matias 2023) keeps a guess with probability sum(min(p, q)), and no scheme can

@@ -1,7 +1,8 @@
-"""What guessing brings: the same requests to servers that differ in --speculate alone, in turn, on one machine.
+"""What guessing brings: the same requests to servers that guess in different ways, in turn, on one machine.
 
-    python -m bench speculation [--speculate ngram,draft] [--model default] [--draft-model NAME] [--sequences 1,8,32]
-    python -m bench speculation --speculate eagle --draft-model FOLDER
+    python -m bench speculation [--methods ngram,draft_model] [--model default] [--draft-model NAME]
+        [--sequences 1,8,32]
+    python -m bench speculation --methods eagle3 --draft-model FOLDER
     python -m bench speculation --peer DIR     as of bench serving: vLLM with its own n-grams, and without, as well
 
 Two sets of prompts. Texts that repeat are edits of this project's own sources: a file, and the request to write it
@@ -160,7 +161,7 @@ async def connect(server: LocalServer | Vllm, stack: AsyncExitStack) -> Call:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
-    parser.add_argument("--speculate", default="ngram")
+    parser.add_argument("--methods", default="ngram")
     parser.add_argument("--draft-model")
     parser.add_argument("--code", action="store_true")
     parser.add_argument("--sequences", default="1,8,32")
@@ -177,10 +178,10 @@ def main() -> None:
         if arguments.peer:
             arguments.model = str(arguments.peer / "model")
         servers: dict[str, LocalServer | Vllm] = {"none": server()}
-        for one in arguments.speculate.split(","):
-            draft = ("--draft-model", arguments.draft_model) if one in ("draft", "eagle") else ()
-            most = ("--num-speculative-tokens", arguments.num_speculative_tokens)
-            servers[one] = server("--speculate", one, *draft, *most)
+        for one in arguments.methods.split(","):
+            draft = {"model": arguments.draft_model} if one in ("draft_model", "eagle3") else {}
+            most = {"num_speculative_tokens": int(arguments.num_speculative_tokens)}
+            servers[one] = server("--speculative-config", json.dumps({"method": one, **draft, **most}))
         if arguments.peer:
             config = {"method": "ngram", "num_speculative_tokens": int(arguments.num_speculative_tokens)}
             lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 16}  # as ours

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head that learns from what a model itself says, on this machine, in minutes, for `--speculate eagle`.
+"""An EAGLE-3 head that learns from what a model itself says, on this machine, in minutes, for the method `eagle3`.
 
     python -m bench trained_head FOLDER [--model default] [--prompts FILE] [--outputs 240] [--epochs 6]
 

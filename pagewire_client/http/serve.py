@@ -40,7 +40,7 @@ curl {url}/v1/rerank -H 'content-type: application/json' {key}\\
   -d '{{"model": "{model}", "query": "What is the capital of France?", "documents": ["Rome", "Paris"]}}'"""
 EXAMPLES = {"transcribe": TRANSCRIBE, "generate": CHAT, "embed": EMBED, "score": SCORE}
 """By task, the first that a model can do."""
-KEY_LINE = '-H "authorization: Bearer $PAGEWIRE_API_KEY" '
+KEY_LINE = '-H "authorization: Bearer $PAGEWIRE_CLIENT_API_KEY" '
 
 
 async def serve(arguments: argparse.Namespace, target: str, *, api_key: str = "", tls: Path | None = None) -> None:

@@ -9,7 +9,7 @@
     concurrency = 16                # requests in flight
     models = ["default"]            # that it may use; all unless given
     adapters = ["poet"]             # that it may name; all unless given
-    weight = 2.0                    # share of its tenant under --policy fair; the same for all keys of a tenant
+    weight = 2.0                    # share of its tenant under the fair policy; the same for all keys of a tenant
     admin = false                   # whether AdminService is open to it
     metrics = false                 # whether metrics are
 
@@ -170,8 +170,8 @@ class Keyring:
 
 
 _NO_KEY = (
-    "an API key is needed: pagewire's commands take it from the environment, as PAGEWIRE_API_KEY; other clients send "
-    "authorization: Bearer KEY"
+    "an API key is needed: pagewire's commands take it from the environment, as PAGEWIRE_CLIENT_API_KEY; other clients "
+    "send authorization: Bearer KEY"
 )
 
 

@@ -87,7 +87,7 @@ async def _serve(link: EngineLink, listen: str, security: Security, max_connecti
         if link.welcome.done():
             server = front_end_server(link, shares_port=True, security=security, max_connections=max_connections)
             address = await server.start(listen, "front end listening")
-            link.say(0, listening=pb.Listening(address=address, process_id=os.getpid()))
+            link.connection.say(0, listening=pb.Listening(address=address, process_id=os.getpid()))
             showing = asyncio.create_task(show_health(link, server))
             watching = asyncio.create_task(watch_engine(link, server))
             await asyncio.wait((running, showing), return_when=asyncio.FIRST_COMPLETED)
@@ -102,18 +102,18 @@ async def _serve(link: EngineLink, listen: str, security: Security, max_connecti
         for task in (running, showing, watching):
             if task is not None:
                 task.cancel()
-        await link.close()
+        await link.connection.close()
 
 
 async def show_health(link: EngineLink, server: GrpcServer) -> None:
     """Show what the engine says, once the model is there. Raises what the loading of the model raised."""
-    await link.wait_for_model()
+    await link.loading.wait()
     _spare_the_collector()
     while True:
         link.serving_changed.clear()
         serving = link.serving
         await server.set_serving(serving)
-        link.say(0, health_shown=pb.HealthShown(serving=serving))
+        link.connection.say(0, health_shown=pb.HealthShown(serving=serving))
         await link.serving_changed.wait()
 
 
@@ -122,7 +122,7 @@ async def watch_engine(link: EngineLink, server: GrpcServer) -> None:
     is_alive = True
     while True:
         await asyncio.sleep(LOOK_SECONDS)
-        if (time.monotonic() - link.heard_at < MOST_SILENT_SECONDS) is not is_alive:
+        if (time.monotonic() - link.connection.heard_at < MOST_SILENT_SECONDS) is not is_alive:
             is_alive = not is_alive
             if is_alive:
                 log.info("the engine answers again")

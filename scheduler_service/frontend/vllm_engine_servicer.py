@@ -99,7 +99,7 @@ class VllmEngine(VllmEngineServicer):
             await call.admit_side_call()
             model = await allowed_model(self._link)
         return vllm.GetServerInfoResponse(
-            active_requests=len(self._link.requests),
+            active_requests=len(self._link.requests.by_call),
             uptime_seconds=time.monotonic() - self._started_at,
             server_type="vllm-grpc",
             data_parallel_size=1,

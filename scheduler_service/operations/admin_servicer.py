@@ -67,7 +67,7 @@ class AdminServicer(AdminServiceServicer):
         limit = request.limit if request.HasField("limit") else NUM_FINISHED
         if not 1 <= limit <= MAX_REQUESTS:
             raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"limit is {limit}; it must be in [1, {MAX_REQUESTS}]")
-        return pb.ListFinishedRequestsResponse(requests=self.engine.finished.newest(limit))
+        return pb.ListFinishedRequestsResponse(requests=self.engine.requests.finished.newest(limit))
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
         note(lora_name=request.name)
@@ -79,21 +79,21 @@ class AdminServicer(AdminServiceServicer):
         return pb.UnloadAdapterResponse()
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
-        return pb.ListAdaptersResponse(adapters=map(_adapter_info, self.engine.adapters.listed))
+        return pb.ListAdaptersResponse(adapters=map(_adapter_info, self.engine.adapters.catalogue.listed))
 
     async def ResetPrefixCache(
         self, request: pb.ResetPrefixCacheRequest, context: Context
     ) -> pb.ResetPrefixCacheResponse:
-        return pb.ResetPrefixCacheResponse(num_blocks=self.engine.reset_prefix_cache())
+        return pb.ResetPrefixCacheResponse(num_blocks=self.engine.workers.reset_prefix_cache())
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
         note(worker=request.address)
-        self.engine.drain_worker(request.address)
+        self.engine.fleet.drain(self.engine.workers.find(request.address))
         return pb.DrainWorkerResponse()
 
     async def UndrainWorker(self, request: pb.UndrainWorkerRequest, context: Context) -> pb.UndrainWorkerResponse:
         note(worker=request.address)
-        self.engine.undrain_worker(request.address)
+        self.engine.fleet.undrain(self.engine.workers.find(request.address))
         return pb.UndrainWorkerResponse()
 
 

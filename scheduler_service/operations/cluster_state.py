@@ -4,25 +4,25 @@ from pagewire.v1 import admin_service_pb2 as pb
 from scheduler_service.core import Balancer
 from scheduler_service.engine.front_ends.servicer import FrontEnds
 from scheduler_service.engine.worker_link.step_split import StepSplit
-from scheduler_service.engine.workers.worker_loop import WorkerLoop
+from scheduler_service.engine.workers.worker import Worker
 
 
 def cluster_state(front_ends: FrontEnds) -> pb.ClusterState:
     """Everything in it is of the same moment: nothing is awaited on the way."""
     engine = front_ends.engine
-    statistics, departed = engine.statistics, engine.departed
-    workers = [_encode_worker(worker) for worker in engine.workers]
+    statistics, departed = engine.requests.statistics, engine.workers.departed
+    workers = [_encode_worker(worker) for worker in engine.workers.all]
     return pb.ClusterState(
         start_time_ms=statistics.start_time_ms,
         draining=engine.is_draining,
-        num_requests=len(engine.requests),
-        num_waiting=len(engine.waiting),
+        num_requests=len(engine.requests.in_flight),
+        num_waiting=len(engine.requests.waiting),
         num_prompt_tokens=statistics.num_prompt_tokens,
         num_cached_tokens=statistics.num_cached_tokens,
         num_output_tokens=statistics.num_output_tokens,
         num_losses=departed.num_losses + sum(worker.num_losses for worker in workers),
         num_preemptions=departed.num_preemptions + sum(worker.num_preemptions for worker in workers),
-        placement=_encode_placement(engine.waiting.balancer),
+        placement=_encode_placement(engine.requests.waiting.balancer),
         workers=workers,
         front_end_error=front_ends.error,
     )
@@ -37,7 +37,7 @@ def _encode_placement(balancer: Balancer) -> pb.PlacementCounts:
     )
 
 
-def _encode_worker(worker: WorkerLoop) -> pb.WorkerState:
+def _encode_worker(worker: Worker) -> pb.WorkerState:
     state = pb.WorkerState(
         address=worker.client.address,
         status=f"WORKER_STATUS_{worker.state.name}",

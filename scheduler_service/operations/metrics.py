@@ -6,13 +6,13 @@ metrics are written a second time under vLLM's own names, for dashboards and gat
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from pagewire.v1 import admin_service_pb2 as pb
-from scheduler_service.engine.adapters.adapters import MOST_COUNTED
+from scheduler_service.engine.adapters.adapter_counts import MOST_COUNTED
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.front_ends.servicer import FrontEnds
 from scheduler_service.operations.cluster_state import cluster_state
@@ -28,7 +28,7 @@ REASONS = ("stop", "length", "abort", "error")
 class SchedulerMetrics:
     """Makes the families of one scrape, on the event loop of the engine: sums over all front ends."""
 
-    def __init__(self, front_ends: FrontEnds, model_name: str, *, vllm_names: bool) -> None:
+    def __init__(self, front_ends: FrontEnds, model_name: Callable[[], str], *, vllm_names: bool) -> None:
         self._front_ends = front_ends
         self._model_name = model_name
         self._vllm_names = vllm_names
@@ -52,7 +52,7 @@ class SchedulerMetrics:
         labels: Mapping[str, str],
         histograms: Sequence[tuple[dict[str, str], RequestCounts]],
     ) -> Iterator[Metric]:
-        family = _Families(prefix, {"model_name": self._model_name, **labels})
+        family = _Families(prefix, {"model_name": self._model_name(), **labels})
         num_running = sum(worker.num_running for worker in state.workers)
         num_swapped = sum(worker.num_swapped for worker in state.workers)
         yield family.gauge("num_requests_running", "Requests that workers are computing.", num_running)
@@ -119,7 +119,7 @@ class SchedulerMetrics:
             ("request_params_max_tokens", "Tokens that an output might have.", "params_max_tokens"),
         ):
             yield family.histogram(name, text, [(more, getattr(of, histogram)) for more, of in histograms])
-        workers = self._front_ends.engine.workers
+        workers = self._front_ends.engine.workers.all
         # vLLM's name ends as a counter's must, and only a counter's may.
         yield family.histogram(
             "iteration_tokens_total" if prefix == VLLM else "iteration_tokens",
@@ -139,11 +139,11 @@ class SchedulerMetrics:
                 if worker.scheduler is not None
             ],
         )
-        if self._front_ends.engine.adapters.are_served:
+        if self._front_ends.engine.adapters.catalogue.are_served:
             yield _adapters_in_use(prefix, self._front_ends.engine)
 
     def _own(self, state: pb.ClusterState, counts: CountsByTenant) -> Iterator[Metric]:
-        family = _Families("pagewire_", {"model_name": self._model_name})
+        family = _Families("pagewire_", {"model_name": self._model_name()})
         num_serving = sum(worker.status == pb.WORKER_STATUS_SERVING for worker in state.workers)
         statuses = Counter(_status(worker) for worker in state.workers)
         yield family.gauge(
@@ -197,7 +197,7 @@ class SchedulerMetrics:
             ("adapter_generation_tokens", "Tokens of their outputs.", adapters.num_output_tokens),
         ):
             yield family.counters(metric, text, "adapter", numbers)
-        fetches = {worker.client.address: worker.fetch_counts for worker in self._front_ends.engine.workers}
+        fetches = {worker.client.address: worker.fetch_counts for worker in self._front_ends.engine.workers.all}
         for metric, text, count in (
             ("adapter_fetches", "Adapters that a worker was brought.", "num_adapters"),
             ("adapter_fetch_bytes", "Bytes of their weights.", "num_bytes"),
@@ -217,10 +217,10 @@ def _adapters_in_use(prefix: str, engine: Engine) -> Metric:
     """As gateways of Kubernetes read it: labels alone, and as its value the time, by which they find the latest."""
     waiting: Counter[str] = Counter()
     running: Counter[str] = Counter()
-    for call in engine.requests.values():
+    for call in engine.requests.in_flight.values():
         if name := (call.parent or call).lora_name:
-            (waiting if call.key in engine.waiting else running)[name] += 1
-    most = sum(loop.scheduler.config.max_loras for loop in engine.workers if loop.scheduler is not None)
+            (waiting if call.key in engine.requests.waiting else running)[name] += 1
+    most = sum(worker.scheduler.config.max_loras for worker in engine.workers.all if worker.scheduler is not None)
     labels = {
         "max_lora": str(most),
         "running_lora_adapters": _most_used(running),

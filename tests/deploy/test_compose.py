@@ -8,7 +8,7 @@ import pytest
 import yaml
 from kustomize import KUBERNETES, container, render
 
-from pagewire_client.__main__ import parse_arguments
+from pagewire_client.cli.parser import parse_arguments
 from pagewire_client.http.gateway import SHUTDOWN_SECONDS
 from pagewire_common.settings import ServiceSettings
 from scheduler_service.engine.calls.admission import UNREAD_SHARE
@@ -120,6 +120,18 @@ def test_a_gateway_finds_its_scheduler_and_listens_where_it_is_published(
     assert f'"pagewire_client.http.gateway", "127.0.0.1:{port}"' in dockerfile
     assert "\nUSER 10001\n" in dockerfile
     assert int(service["stop_grace_period"].removesuffix("s")) > SHUTDOWN_SECONDS
+
+
+def test_the_locked_gateway_is_a_client_by_settings_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locked = services(ROOT / "deploy" / "locked" / "docker-compose.yml")["openai"]["environment"]
+    for variable, value in (services(ROOT / "docker-compose.yml")["openai"]["environment"] | locked).items():
+        monkeypatch.setenv(variable, value)
+    arguments = parse_arguments(["serve"])
+    assert str(arguments.tls) == str(arguments.http_tls) == "/etc/pagewire/tls"
+    assert arguments.api_key.startswith("${PAGEWIRE_CLIENT_API_KEY:?")
+    assert capsys.readouterr().err == ""  # no old name
 
 
 def test_kubernetes_runs_the_images_that_compose_builds() -> None:

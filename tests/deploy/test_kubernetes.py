@@ -235,7 +235,7 @@ def test_metrics_are_served_where_they_are_scraped(
 
 async def test_workers_are_scaled_on_metrics_that_the_scheduler_has() -> None:
     engine = Engine(SchedulerSettings())
-    metrics = SchedulerMetrics(FrontEnds(engine, 1), "default", vllm_names=False)
+    metrics = SchedulerMetrics(FrontEnds(engine, 1), lambda: "default", vllm_names=False)
     known = {metric.name for metric in await metrics.families()}
     (scaled,) = read(KUBERNETES / "autoscaling" / "worker-scaledobject.yaml")
     assert scaled["spec"]["scaleTargetRef"]["name"] == "worker"

@@ -45,7 +45,7 @@ def test_locked_and_with_the_gateway_both_have_certificates_of_one_authority_and
     assert target["value"].partition(":")[0] in scheduler["dnsNames"]
     assert find(resources, "Service", "openai")["metadata"]["name"] in certificate["dnsNames"]
     (folder,) = {one["value"] for one in others if "value" in one}
-    assert {one["name"] for one in others} == {"PAGEWIRE_TLS", "PAGEWIRE_HTTP_TLS", "PAGEWIRE_API_KEY"}
+    assert {one["name"] for one in others} == {"PAGEWIRE_CLIENT_TLS", "PAGEWIRE_HTTP_TLS", "PAGEWIRE_CLIENT_API_KEY"}
     (key,) = (one["valueFrom"]["secretKeyRef"] for one in others if "valueFrom" in one)
     made = f"create secret generic {key['name']} --from-literal={key['key']}="
     for page in (KUBERNETES.parent / "README.md", KUBERNETES / "openai-locked" / "kustomization.yaml"):

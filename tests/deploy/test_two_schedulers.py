@@ -45,7 +45,7 @@ def schedulers(tmp_path: Path) -> Iterator[list[LocalServer]]:
     servers: list[LocalServer] = []
     try:
         while len(servers) < 2:
-            servers.append(LocalServer(str(tmp_path), worker_arguments=[*dummy, "--num-device-blocks", "10000"]))
+            servers.append(LocalServer(str(tmp_path), worker_arguments=[*dummy, "--num-gpu-blocks-override", "10000"]))
         yield servers
     finally:
         for server in servers:

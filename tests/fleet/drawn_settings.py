@@ -1,5 +1,6 @@
 """Models, and hostile settings drawn at random: everything is too small, and whatever can be shared or reused is."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ def flags_of(model: Model, dtype: str) -> tuple[str, ...]:
 
 def roomy(model: Model, dtype: str, adapters: Path) -> Settings:
     """Nothing is short, shared or guessed."""
-    sizes = ("--num-device-blocks", "1024", "--block-size", "16", "--swap-space", "0")
+    sizes = ("--num-gpu-blocks-override", "1024", "--block-size", "16", "--swap-space", "0")
     worker = (*flags_of(model, dtype), *sizes, *(("--max-loras", "4") if model.kind.has_adapters else ()))
     scheduler = ("--no-prefix-caching", *_adapters(model, adapters))
     return Settings(worker, scheduler, 1, guesses=False, has_priorities=False)
@@ -106,21 +107,22 @@ def draw_settings(draw: Random, model: Model, dtype: str, adapters: Path, asked:
     policy = draw.choice(["fcfs", "priority", "fair"])
     worker = [
         *flags_of(model, dtype),
-        *("--block-size", str(block_size), "--num-device-blocks", str(num_blocks)),
+        *("--block-size", str(block_size), "--num-gpu-blocks-override", str(num_blocks)),
         *("--max-num-seqs", str(draw.choice([MOST_OUTPUTS, 2 * MOST_OUTPUTS, 32]))),
         *("--max-num-batched-tokens", str(draw.choice([128, 256] if model.kind.has_encoder else [16, 32, 64, 256]))),
         *("--swap-space", draw.choice(["0", "0.0001", "0.002"])),
     ]
     if guesses:
-        worker += ["--speculate", "ngram", "--num-speculative-tokens", str(lookahead)]
+        config = {"method": "ngram", "num_speculative_tokens": lookahead}
+        worker += ["--speculative-config", json.dumps(config)]
     if model.kind.has_adapters:
         worker += ["--max-loras", str(draw.randint(1, 3)), "--max-cpu-loras", str(draw.choice([3, 8]))]
     scheduler = [
-        *("--policy", policy, "--overtakes", str(draw.choice([1, 4, 64]))),
+        *("--scheduling-policy", policy, "--priority-aging", str(draw.choice([1, 4, 64]))),
         *("--phase-rule", phase := draw.choice(["chunked", "separate"])),
         *("--preemption-mode", draw.choice(["recompute", "swap", "auto"])),
         *("--max-in-flight-steps", str(draw.randint(1, 3))),
-        *("--max-prefill-chunk", str(draw.choice([0, 4, 32]))),
+        *("--long-prefill-token-threshold", str(draw.choice([0, 4, 32]))),
         *("--watermark", draw.choice(["0", "0.01", "0.05"])),
         *("--frontends", str(draw.randint(1, 2))),
         *("--health-interval", "0.5", "--no-worker-timeout", "600"),
@@ -138,4 +140,4 @@ def draw_settings(draw: Random, model: Model, dtype: str, adapters: Path, asked:
 def _adapters(model: Model, adapters: Path) -> tuple[str, ...]:
     if not model.kind.has_adapters:
         return ()
-    return ("--lora", ",".join(f"{name}={adapters / name}" for name in ("one", "two", "three")))
+    return ("--lora-modules", ",".join(f"{name}={adapters / name}" for name in ("one", "two", "three")))

@@ -12,7 +12,7 @@ from ports import free_port
 from pagewire_client.local import ServiceProcess
 
 WORKER_ARGUMENTS = (
-    "--device", "cpu", "--dtype", "float32", "--threads", "1", "--block-size", "8", "--num-device-blocks", "512",
+    "--device", "cpu", "--dtype", "float32", "--threads", "1", "--block-size", "8", "--num-gpu-blocks-override", "512",
     "--swap-space", "0.002", "--max-num-batched-tokens", "256", "--max-num-seqs", "64", "--forms",
 )  # fmt: skip
 START_SECONDS = 120.0

@@ -9,7 +9,7 @@ from tiny_model import write_byte_tokenizer, write_tiny_llama
 from pagewire_client import LocalServer
 from pagewire_common.connection import tls
 from scheduler_service.core.suspects import rule
-from scheduler_service.engine.workers import worker_loop
+from scheduler_service.engine.sessions import worker_loop
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.text.tokenization import Tokenizer
 from worker_service.speculation import drafter
@@ -75,7 +75,7 @@ def tiny_server(tiny_model_directory: Path) -> Iterator[LocalServer]:
     with LocalServer(
         str(tiny_model_directory),
         worker_arguments=[
-            *("--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0", "--forms"),
+            *("--num-gpu-blocks-override", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0", "--forms"),
         ],
         scheduler_arguments=["--check-invariants"],
     ) as server:

@@ -70,7 +70,7 @@ async def serving(
         worker_in_process(model, **settings) as worker,
         scheduler(worker.address, model=str(model), check_invariants=True, **scheduler_settings or {}) as one,
     ):
-        await until(lambda: one.engine.admits)
+        await until(lambda: one.engine.workers.admits)
         await one.link.model()
         yield one, worker
 
@@ -84,9 +84,9 @@ async def said_through_a_loss(model: Path, say: Callable[[Client], Awaitable[T]]
             scheduler(first.address, second.address, model=str(model), check_invariants=True) as one,
             Client(one.target) as client,
         ):
-            await until(lambda: one.engine.admits)
+            await until(lambda: one.engine.workers.admits)
             said = asyncio.ensure_future(say(client))
-            (lost,) = (worker for worker in one.engine.workers if worker.client.address == first.address)
+            (lost,) = (worker for worker in one.engine.workers.all if worker.client.address == first.address)
             await until(lambda: lost.scheduler and lost.scheduler.running)
             await first.server.server.stop(None)
             found = await said
@@ -96,13 +96,13 @@ async def said_through_a_loss(model: Path, say: Callable[[Client], Awaitable[T]]
 
 def encoder_settings() -> dict[str, Any]:
     """For workers that hold no cache."""
-    return {"num_device_blocks": None, "swap_space": 0, "max_num_batched_tokens": 128}
+    return {"num_gpu_blocks_override": None, "swap_space": 0, "max_num_batched_tokens": 128}
 
 
 async def assert_nothing_is_left(one: Any) -> None:
-    await until(lambda: not one.engine.requests and not one.engine.admission.being_checked)
-    await until(lambda: not one.engine.admission.num_bytes)
-    assert not one.link.requests
-    assert not len(one.engine.waiting)
-    for worker in one.engine.workers:
+    await until(lambda: not one.engine.requests.in_flight and not one.engine.requests.admission.being_checked)
+    await until(lambda: not one.engine.requests.admission.num_bytes)
+    assert not one.link.requests.by_call
+    assert not len(one.engine.requests.waiting)
+    for worker in one.engine.workers.all:
         await until(lambda worker=worker: worker.scheduler is None or not worker.scheduler.running)

@@ -9,7 +9,7 @@ from scheduler_service.access.keys import Keyring
 from scheduler_service.core import SamplingParams, SequenceGroup
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.front_ends.servicer import FrontEnds
-from scheduler_service.engine.workers.discovery import resolve_by_dns
+from scheduler_service.engine.sessions.discovery import resolve_by_dns
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
@@ -50,7 +50,7 @@ class OneProcess:
 
     def group(self, state: RequestState) -> SequenceGroup:
         """The request's group, as long as it is in flight."""
-        group = self.engine.requests[state.request.key].group
+        group = self.engine.requests.in_flight[state.request.key].group
         assert group is not None
         return group
 
@@ -58,7 +58,7 @@ class OneProcess:
         """The reader is gone or done; returns when the engine knows."""
         state.stream.leave()
         self._calls.pop(state).__exit__()
-        await until(lambda: all(state.call not in session._calls for session in self.front_ends.sessions))
+        await until(lambda: all(state.call not in connection._calls for connection in self.front_ends.connections))
 
 
 @asynccontextmanager
@@ -83,7 +83,7 @@ async def running(
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
-            await one.link.close()
+            await one.link.connection.close()
 
 
 async def submit(one: OneProcess, name: str, prompt: list[int], **sampling: Any) -> RequestState:

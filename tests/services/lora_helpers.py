@@ -43,7 +43,7 @@ async def serving(
             record=recording,
         ) as one,
     ):
-        await until(lambda: one.engine.admits)
+        await until(lambda: one.engine.workers.admits)
         yield one, worker
 
 

@@ -80,7 +80,7 @@ class Oracle:
 async def speculating(model: Path, recording: Path | None = None, **settings: Any) -> AsyncIterator[InProcess]:
     """Such a worker, and a scheduler."""
     async with (
-        worker_in_process(model, **{"speculate": "ngram", "forms": True} | settings) as worker,
+        worker_in_process(model, **{"speculative_config": {"method": "ngram"}, "forms": True} | settings) as worker,
         scheduler(worker.address, model=str(model), preemption_mode="swap", record=recording) as one,
     ):
         await one.engine.model()
@@ -122,11 +122,11 @@ async def guesses_alone_and_together(
             assert await outputs(client, prompt, **sampling) == wanted
         together = await asyncio.gather(*(outputs(client, prompt, **sampling) for (prompt, sampling), _ in expected))
     assert together == [wanted for _, wanted in expected]
-    return one.engine.workers[0].guesses
+    return one.engine.workers.all[0].guesses
 
 
 def num_preemptions(one: InProcess) -> int:
-    (worker,) = one.engine.workers
+    (worker,) = one.engine.workers.all
     assert worker.scheduler is not None
     return sum(worker.scheduler.num_preemptions.values())
 
@@ -139,8 +139,8 @@ async def guesses_after_a_loss(expected: list[list[Shown]], model: Path, **setti
         scheduler(first.address, second.address, model=str(model)) as one,
     ):
         await one.engine.model()
-        await until(lambda: len(one.engine.serving) == 2)
-        lost, other = one.engine.workers
+        await until(lambda: len(one.engine.workers.serving) == 2)
+        lost, other = one.engine.workers.all
         async with Client(one.target) as client:
             together = [asyncio.create_task(outputs(client, prompt, **sampling)) for prompt, sampling in NO_BEAMS]
             await until(lambda: lost.guesses.verified.num_tokens > 20)

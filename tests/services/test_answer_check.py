@@ -18,7 +18,7 @@ from scheduler_service.core import (
     WaitingQueue,
 )
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.engine.workers.answer_check import check_answer
+from scheduler_service.engine.sessions.answer_check import check_answer
 
 
 def with_one_that_has_left() -> tuple[SchedulerOutput, Sequence, Sequence]:

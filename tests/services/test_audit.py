@@ -78,7 +78,7 @@ async def test_what_an_operator_does_has_the_key_and_the_worker_that_it_was_done
     with capture_logs() as logs:
         async with grpc.aio.insecure_channel(locked.admin_target) as channel:
             stub, admin = AdminServiceStub(channel), key_metadata(KEYS["admin"])
-            (worker,) = locked.engine.workers
+            (worker,) = locked.engine.workers.all
             await stub.DrainWorker(admin_pb.DrainWorkerRequest(address=worker.client.address), metadata=admin)
             await refused(stub.LoadAdapter(admin_pb.LoadAdapterRequest(name="poet"), metadata=admin))
             await refused(stub.ListAdapters(admin_pb.ListAdaptersRequest(), metadata=key_metadata(KEYS["gold"])))

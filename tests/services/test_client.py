@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from pagewire_client import LLM, Client, LocalServer, SamplingParams, ServerError
-from pagewire_client.__main__ import parse_arguments
+from pagewire_client.cli.parser import parse_arguments
 from pagewire_client.llm import collect
 
 
@@ -59,8 +59,8 @@ def test_an_llm_starts_both_services_and_stops_them_when_it_is_gone(
 ) -> None:
     llm = LLM(
         str(tiny_model_directory),
-        worker_arguments=["--threads", "1", "--num-device-blocks", "64"],
-        scheduler_arguments=["--policy", "priority"],
+        worker_arguments=["--threads", "1", "--num-gpu-blocks-override", "64"],
+        scheduler_arguments=["--scheduling-policy", "priority"],
     )
     assert llm._server is not None
     processes = [service.process for service in llm._server.processes]

@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_common.settings import load_settings
-from scheduler_service.engine.workers.discovery import resolve_by_dns, watch_name
-from scheduler_service.engine.workers.worker_loop import WorkerStatus
+from scheduler_service.engine.sessions.discovery import resolve_by_dns, watch_name
+from scheduler_service.engine.workers.worker import WorkerStatus
 from scheduler_service.settings import SchedulerSettings
 
 SOON = 0.001
@@ -116,12 +116,12 @@ async def test_workers_join_and_leave_while_the_server_runs(byte_tokenizer_direc
         async with running(NAME, resolve=names, discovery_interval=SOON) as engine:
             early = asyncio.create_task(submit(engine, "early", [5]))
             await names.until_asked_again()
-            assert not engine.workers
+            assert not engine.workers.all
             names.addresses = frozenset((first,))
             assert await text_of(engine, await early) == "ggggg"
             names.addresses = frozenset((first, second, third))
-            await until(lambda: sum(worker.admits for worker in engine.workers) == 3)
-            assert {worker.client.address for worker in engine.workers} == set(workers)
+            await until(lambda: sum(worker.admits for worker in engine.workers.all) == 3)
+            assert {worker.client.address for worker in engine.workers.all} == set(workers)
             states = [await submit(engine, str(number), [5] * 100, max_tokens=50) for number in range(40)]
             assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["g" * 50] * 40
             assert all(worker.num_steps for worker in workers.values())
@@ -139,13 +139,13 @@ async def test_a_name_that_loses_an_address_cuts_no_session_but_does_not_connect
             await until(lambda: worker.num_sessions == 1)
             names.addresses = frozenset()
             await names.until_asked_again()
-            (loop,) = engine.workers
+            (loop,) = engine.workers.all
             assert loop.state is WorkerStatus.SERVING
             worker.runs.set()
             assert await text_of(engine, state) == "g" * 100
             worker.spoil = lambda answer: type(answer)()  # ends the session
             await submit(engine, "b", [5])
-            await until(lambda: not engine.workers)
+            await until(lambda: not engine.workers.all)
             assert worker.num_sessions == 1
 
 
@@ -157,7 +157,7 @@ async def test_an_address_that_comes_back_while_its_session_lives_is_connected_a
         names = Names(address)
         async with running(NAME, resolve=names, discovery_interval=SOON) as engine:
             await engine.model()
-            (loop,) = engine.workers
+            (loop,) = engine.workers.all
             await until(lambda: loop.admits)
             names.addresses = frozenset()
             await until(lambda: not loop.is_wanted)
@@ -169,7 +169,7 @@ async def test_an_address_that_comes_back_while_its_session_lives_is_connected_a
             await until(lambda: loop.num_losses)
             worker.spoil = whole
             assert await text_of(engine, state) == "ggggg"
-            assert engine.workers == [loop]
+            assert engine.workers.all == [loop]
 
 
 async def test_an_address_without_a_worker_is_given_up_with_its_name(byte_tokenizer_directory: Path) -> None:
@@ -180,11 +180,11 @@ async def test_an_address_without_a_worker_is_given_up_with_its_name(byte_tokeni
         async with serving(FakeWorkerService(byte_tokenizer_directory)) as address:
             names = Names(hole)
             async with running(address, NAME, resolve=names, discovery_interval=SOON) as engine:
-                await until(lambda: len(engine.workers) == 2)
+                await until(lambda: len(engine.workers.all) == 2)
                 assert await text_of(engine, await submit(engine, "a", [5])) == "ggggg"
-                assert {worker.state.value for worker in engine.workers} == {"serving", "connecting"}
+                assert {worker.state.value for worker in engine.workers.all} == {"serving", "connecting"}
                 names.addresses = frozenset()
-                await until(lambda: len(engine.workers) == 1)
+                await until(lambda: len(engine.workers.all) == 1)
 
 
 async def test_an_address_that_is_given_and_behind_a_name_is_one_worker(byte_tokenizer_directory: Path) -> None:
@@ -192,19 +192,19 @@ async def test_an_address_that_is_given_and_behind_a_name_is_one_worker(byte_tok
         names = Names(address)
         async with running(address, NAME, NAME, resolve=names, discovery_interval=SOON) as engine:
             await names.until_asked_again()
-            assert len(engine.workers) == 1
+            assert len(engine.workers.all) == 1
             names.addresses = frozenset()
             await names.until_asked_again()
-            assert [worker.is_wanted for worker in engine.workers] == [True]
+            assert [worker.is_wanted for worker in engine.workers.all] == [True]
 
 
 async def test_a_worker_behind_two_addresses_is_connected_once(byte_tokenizer_directory: Path) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     worker.info.instance_id = "one and the same"
     async with serving(worker) as first, serving(worker) as second, running(first, second) as engine:
-        await until(lambda: any("connected as" in loop.last_error for loop in engine.workers))
+        await until(lambda: any("connected as" in loop.last_error for loop in engine.workers.all))
         assert await text_of(engine, await submit(engine, "a", [5])) == "ggggg"
-        assert sorted(loop.state for loop in engine.workers) == ["connecting", "serving"]
+        assert sorted(loop.state for loop in engine.workers.all) == ["connecting", "serving"]
 
 
 @pytest.mark.parametrize(
@@ -235,11 +235,11 @@ async def test_a_worker_that_differs_is_refused_and_shown_with_both_values(
             await one.engine.model()
             with capture_logs() as logs:
                 names.addresses = frozenset((late,))
-                await until(lambda: any(loop.last_error == reason for loop in one.engine.workers))
+                await until(lambda: any(loop.last_error == reason for loop in one.engine.workers.all))
             refused = {"event": "worker unavailable", "log_level": "warning", "worker": late, "reason": reason}
             assert refused in logs
             assert await shown() == (False, reason)
             assert not other.num_sessions
             other.info.CopyFrom(first.info)  # an operator corrects it
-            await until(lambda: all(loop.admits for loop in one.engine.workers))
+            await until(lambda: all(loop.admits for loop in one.engine.workers.all))
             assert await shown() == (True, "")

@@ -10,7 +10,7 @@ from fake_worker_service import FakeWorkerService, serving
 from grpc_health.v1 import health_pb2
 
 from pagewire_common.calls.errors import RequestError
-from scheduler_service.engine.workers.worker_loop import WorkerStatus
+from scheduler_service.engine.workers.worker import WorkerStatus
 
 LEAVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -18,14 +18,14 @@ LEAVING = health_pb2.HealthCheckResponse.NOT_SERVING
 async def test_a_drained_worker_finishes_what_it_has_and_is_left_alone(byte_tokenizer_directory: Path) -> None:
     worker, other = FakeWorkerService(byte_tokenizer_directory), FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, serving(other) as late, running(address, late) as engine:
-        drained, free = engine.workers
-        free.drain()
+        drained, free = engine.workers.all
+        engine.fleet.drain(free)
         await until(lambda: drained.admits)
         worker.runs.clear()
         first = await submit(engine, "first", [5], max_tokens=50)
-        await until(lambda: not engine.waiting)
-        engine.undrain_worker(late)
-        engine.drain_worker(address)
+        await until(lambda: not engine.requests.waiting)
+        engine.fleet.undrain(free)
+        engine.fleet.drain(drained)
         assert (drained.state, drained.draining) == (WorkerStatus.DRAINING, True)
         second = await submit(engine, "second", [5])
         assert await text_of(engine, second) == "ggggg"
@@ -36,22 +36,22 @@ async def test_a_drained_worker_finishes_what_it_has_and_is_left_alone(byte_toke
         assert other.num_prompts == 1
         assert (drained.num_losses, worker.num_sessions) == (0, 1)
         assert drained.last_error == "drained by an operator"
-        engine.undrain_worker(address)
+        engine.fleet.undrain(drained)
         await until(lambda: drained.state is WorkerStatus.SERVING)
 
 
 async def test_what_outlasts_the_grace_goes_on_elsewhere(byte_tokenizer_directory: Path) -> None:
     worker, other = FakeWorkerService(byte_tokenizer_directory), FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, serving(other) as late, running(address, late, grace=0.05) as engine:
-        drained, free = engine.workers
-        free.drain()
+        drained, free = engine.workers.all
+        engine.fleet.drain(free)
         await until(lambda: drained.admits)
         worker.runs.clear()
         state = await submit(engine, "a", [5], n=2)
         group = engine.group(state)
-        await until(lambda: not engine.waiting)
-        free.undrain()
-        drained.drain()
+        await until(lambda: not engine.requests.waiting)
+        engine.fleet.undrain(free)
+        engine.fleet.drain(drained)
         assert await text_of(engine, state) == "g" * 10
         assert drained.state is WorkerStatus.DRAINED
         assert drained.last_error == "drained by an operator; its remaining requests go on elsewhere"
@@ -61,13 +61,13 @@ async def test_what_outlasts_the_grace_goes_on_elsewhere(byte_tokenizer_director
 async def test_a_drain_that_is_taken_back_before_it_is_over_changes_nothing(byte_tokenizer_directory: Path) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address, grace=0.05) as engine:
-        (loop,) = engine.workers
+        (loop,) = engine.workers.all
         await until(lambda: loop.admits)
         worker.runs.clear()
         state = await submit(engine, "a", [5])
-        await until(lambda: not engine.waiting)
-        loop.drain()
-        loop.undrain()
+        await until(lambda: not engine.requests.waiting)
+        engine.fleet.drain(loop)
+        engine.fleet.undrain(loop)
         past_the_grace = asyncio.Event()
         asyncio.get_running_loop().call_later(0.1, past_the_grace.set)
         await past_the_grace.wait()
@@ -78,10 +78,9 @@ async def test_a_drain_that_is_taken_back_before_it_is_over_changes_nothing(byte
 
 async def test_an_unknown_address_is_not_found_and_the_known_ones_are_named(byte_tokenizer_directory: Path) -> None:
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as engine:
-        for call in (engine.drain_worker, engine.undrain_worker):
-            with pytest.raises(RequestError, match=f"there is no worker 'nowhere:1'; known: {address}") as error:
-                call("nowhere:1")
-            assert error.value.code is grpc.StatusCode.NOT_FOUND
+        with pytest.raises(RequestError, match=f"there is no worker 'nowhere:1'; known: {address}") as error:
+            engine.workers.find("nowhere:1")
+        assert error.value.code is grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_worker_that_says_it_is_leaving_is_given_nothing_more(byte_tokenizer_directory: Path) -> None:
@@ -92,13 +91,13 @@ async def test_a_worker_that_says_it_is_leaving_is_given_nothing_more(byte_token
         serving(other) as late,
         running(address, late, health_interval=1000) as engine,
     ):
-        leaving, free = engine.workers
-        free.drain()
+        leaving, free = engine.workers.all
+        engine.fleet.drain(free)
         await until(lambda: leaving.admits)
         worker.runs.clear()
         first = await submit(engine, "first", [5])
-        await until(lambda: not engine.waiting)
-        free.undrain()
+        await until(lambda: not engine.requests.waiting)
+        engine.fleet.undrain(free)
         await worker.set("", LEAVING)
         await until(lambda: leaving.state is WorkerStatus.DRAINING)
         assert await text_of(engine, await submit(engine, "second", [5])) == "ggggg"
@@ -111,7 +110,7 @@ async def test_a_worker_that_does_not_serve_yet_is_not_connected(byte_tokenizer_
     worker = FakeWorkerService(byte_tokenizer_directory)
     await worker.set("", LEAVING)
     async with serving(worker) as address, running(address) as engine:
-        (loop,) = engine.workers
+        (loop,) = engine.workers.all
         await until(lambda: "not serving" in loop.last_error)
         assert worker.num_sessions == 0
         await worker.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -124,12 +123,12 @@ async def test_without_a_worker_that_takes_requests_those_that_wait_do_so_for_a_
     """Requests that run on a drained worker are not ended."""
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address, no_worker_timeout=0.1) as engine:
-        (loop,) = engine.workers
+        (loop,) = engine.workers.all
         await until(lambda: loop.admits)
         worker.runs.clear()
         first = await submit(engine, "first", [5])
-        await until(lambda: not engine.waiting)
-        loop.drain()
+        await until(lambda: not engine.requests.waiting)
+        engine.fleet.drain(loop)
         with pytest.raises(RequestError, match=r"no worker took requests for 0\.1 s") as error:
             await text_of(engine, await submit(engine, "second", [5]))
         assert error.value.code is grpc.StatusCode.UNAVAILABLE
@@ -142,12 +141,12 @@ async def test_what_comes_back_from_a_drained_worker_waits_for_a_limited_time_to
 ) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory, poison=99)
     async with serving(worker) as address, running(address, no_worker_timeout=0.1, grace=0.3) as engine:
-        (loop,) = engine.workers
+        (loop,) = engine.workers.all
         await until(lambda: loop.admits)
         worker.runs.clear()
         state = await submit(engine, "a", [5])
-        await until(lambda: not engine.waiting)
-        loop.drain()
+        await until(lambda: not engine.requests.waiting)
+        engine.fleet.drain(loop)
         with pytest.raises(RequestError, match="no worker took requests"):
             await text_of(engine, state)
         assert loop.state is WorkerStatus.DRAINED
@@ -158,26 +157,26 @@ async def test_the_service_is_well_until_an_outage_outlasts_the_patience_of_requ
 ) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address, no_worker_timeout=0.05) as engine:
-        (loop,) = engine.workers
-        health = engine.watch_health()
+        (loop,) = engine.workers.all
+        health = engine.fleet.watch_health()
         assert await anext(health) is True
-        loop.drain()
+        engine.fleet.drain(loop)
         assert await anext(health) is False
-        loop.undrain()
+        engine.fleet.undrain(loop)
         assert await anext(health) is True
 
 
 async def test_a_short_outage_does_not_show_in_the_services_health(byte_tokenizer_directory: Path) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address, no_worker_timeout=1000) as engine:
-        (loop,) = engine.workers
-        health = engine.watch_health()
+        (loop,) = engine.workers.all
+        health = engine.fleet.watch_health()
         assert await anext(health) is True
         following = asyncio.ensure_future(anext(health))
         for _ in range(3):
-            loop.drain()
+            engine.fleet.drain(loop)
             await until(lambda: loop.state is WorkerStatus.DRAINED)
-            loop.undrain()
+            engine.fleet.undrain(loop)
             await until(lambda: loop.admits)
         assert not following.done()
         following.cancel()

@@ -63,7 +63,7 @@ async def test_an_encoder_gives_the_vectors_of_transformers(encoder: Path, slow:
                 expected = [slow.vectors(text, pooling, dimensions or None, normalize=normalize) for text in TEXTS]
                 assert_close(found, expected)
         assert [one.usage.prompt_tokens for one in found] == [len(slow.states(text)) for text in TEXTS]
-        (worker,) = one.engine.workers
+        (worker,) = one.engine.workers.all
         assert worker.scheduler is not None
         assert worker.scheduler.blocks.device.num_blocks == 0
 
@@ -82,7 +82,7 @@ async def test_every_family_is_served(family: str, tmp_path: Path) -> None:
 
 async def test_a_model_that_generates_gives_vectors_too(tiny_model_directory: Path, slow_llama: SlowEncoder) -> None:
     """In chunks, of any pooling; where nothing is said, the last token's, 1 long."""
-    settings = {"max_prefill_chunk": 9, "max_num_batched_tokens": 16}
+    settings = {"long_prefill_token_threshold": 9, "max_num_batched_tokens": 16}
     async with serving(tiny_model_directory, settings) as (one, _), Client(one.target) as client:
         assert list((await client.get_model()).tasks) == ["generate", "embed", "score"]
         assert_close(await client.embed(TEXTS), [slow_llama.vectors(text, POOLING_LAST) for text in TEXTS])
@@ -146,13 +146,16 @@ async def test_vectors_and_streams_do_not_change_each_other(
     """Through preemption and swapping, and every decision can be replayed."""
     prompts = [f"{text} {number}" for text in TEXTS for number in range(4)]
     recording = tmp_path / "recording"
-    settings: dict[str, Any] = {"preemption_mode": mode, "record": recording, "max_prefill_chunk": 8}
-    async with serving(tiny_model_directory, num_device_blocks=512) as (one, _), Client(one.target) as client:
+    settings: dict[str, Any] = {"preemption_mode": mode, "record": recording, "long_prefill_token_threshold": 8}
+    async with serving(tiny_model_directory, num_gpu_blocks_override=512) as (one, _), Client(one.target) as client:
         expected = await outputs(client, prompts)
-    async with serving(tiny_model_directory, settings, num_device_blocks=24) as (one, _), Client(one.target) as client:
+    async with (
+        serving(tiny_model_directory, settings, num_gpu_blocks_override=24) as (one, _),
+        Client(one.target) as client,
+    ):
         embeds = [client.embed(TEXTS * 6, pooling=pooling) for pooling in POOLINGS]
         tokens, *found = await asyncio.gather(outputs(client, prompts), *embeds)
-        (worker,) = one.engine.workers
+        (worker,) = one.engine.workers.all
         assert worker.scheduler is not None
         assert sum(worker.scheduler.num_preemptions.values()) > 0
         assert tokens == expected
@@ -197,7 +200,7 @@ async def test_a_call_keeps_the_adapter_that_it_named(tiny_model_directory: Path
     ):
         slow_down(worker, 0.005)
         call = asyncio.create_task(client.embed(["abc"] * 600, lora_name="same"))
-        await until(lambda: len(one.engine.requests) > 0)
+        await until(lambda: len(one.engine.requests.in_flight) > 0)
         (folder / "same").rename(tmp_path / "old")
         write_adapter(folder / "same", 2)
         async with Admin(one.admin_target) as admin:
@@ -224,8 +227,8 @@ async def test_a_lost_worker_is_not_seen(
         scheduler(first.address, second.address, model=str(model), **chunks) as one,
     ):
         await one.engine.model()
-        await until(lambda: len(one.engine.serving) == 2)
-        (lost,) = [worker for worker in one.engine.workers if worker.client.address == first.address]
+        await until(lambda: len(one.engine.workers.serving) == 2)
+        (lost,) = [worker for worker in one.engine.workers.all if worker.client.address == first.address]
         for worker in (first, second):
             slow_down(worker, 0.005)
         async with Client(one.target) as client:
@@ -262,7 +265,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too many dimensions": ({"dimensions": 49}, "dimensions is 49; this model's vectors have 48"),
     "an unknown pooling": ({"pooling": 9}, "pooling is 9, which is none of"),
     "an unknown type": ({"number_type": 9}, "number_type is 9, which is none of"),
-    "a priority": ({"priority": 1}, "does not run with --policy priority"),
+    "a priority": ({"priority": 1}, "does not run with --scheduling-policy priority"),
     "a long tenant": ({"tenant": "t" * 257}, "tenant has 257 characters"),
     "a long salt": ({"cache_salt": "t" * 257}, "cache_salt has 257 characters"),
     "an adapter": ({"lora_name": "one"}, "there is no adapter 'one'"),
@@ -300,9 +303,9 @@ async def test_an_encoder_that_cannot_be_served_says_why(encoder: Path) -> None:
 
     for change, sentence in (
         ({"max_num_batched_tokens": 65}, "an encoder computes a text whole, and .* reads up to 66 tokens"),
-        ({"speculate": "ngram"}, "--speculate is for models that generate text"),
+        ({"speculative_config": {"method": "ngram"}}, "--speculative-config is for models that generate text"),
         ({"max_loras": 1}, "--max-loras is for models that generate text"),
-        ({"num_device_blocks": 8}, "--num-device-blocks is for models that generate text"),
+        ({"num_gpu_blocks_override": 8}, "--num-gpu-blocks-override is for models that generate text"),
         ({"quantization": "int8"}, "--quantization int8 is for the families that run natively"),
         ({"max_model_len": 67}, "--max-model-len is 67; the model's limit is 66"),
     ):
@@ -314,7 +317,7 @@ async def test_an_encoder_that_cannot_be_served_says_why(encoder: Path) -> None:
         worker_in_process(encoder, **encoder_settings()) as worker,
         scheduler(worker.address, model=str(encoder), **settings) as one,
     ):
-        await until(lambda: "an encoder computes a text whole" in str(one.engine.workers[0].last_error))
+        await until(lambda: "an encoder computes a text whole" in str(one.engine.workers.all[0].last_error))
 
 
 async def test_a_model_without_a_tokenizer_takes_token_ids(encoder: Path, slow: SlowEncoder, tmp_path: Path) -> None:

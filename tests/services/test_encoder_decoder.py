@@ -88,10 +88,10 @@ def test_outputs_are_those_of_transformers(model: Path, alone: list[Shown]) -> N
     ("settings", "scheduling"),
     [
         ({}, {}),
-        ({"num_device_blocks": 26}, {"preemption_mode": "swap"}),
-        ({"num_device_blocks": 26}, {"preemption_mode": "recompute"}),
+        ({"num_gpu_blocks_override": 26}, {"preemption_mode": "swap"}),
+        ({"num_gpu_blocks_override": 26}, {"preemption_mode": "recompute"}),
         ({"max_num_batched_tokens": 97, "max_num_seqs": 5}, {"phase_rule": "separate"}),
-        ({"speculate": "ngram"}, {}),
+        ({"speculative_config": {"method": "ngram"}}, {}),
     ],
     ids=["together", "swapped", "recomputed", "in turns", "with guesses"],
 )
@@ -108,7 +108,7 @@ async def test_outputs_are_the_same_alone_and_together(
     recording = tmp_path / "recording"
     async with serving(model, scheduling | {"record": recording}, **settings) as (one, worker):
         async with Client(one.target) as client:
-            async with held_until(worker, lambda: len(one.engine.requests) == len(ASKED)):
+            async with held_until(worker, lambda: len(one.engine.requests.in_flight) == len(ASKED)):
                 assert await all_together(client) == alone
             assert await all_together(client) == alone
         await assert_nothing_is_left(one)
@@ -116,7 +116,7 @@ async def test_outputs_are_the_same_alone_and_together(
     steps = [moment.step.output for moment in moments if moment.kind == "plan" and moment.step]
     scheduled = [sequence for step in steps for sequence, _, _ in step.scheduled]
     assert any(sequence.is_encoder for sequence in scheduled)
-    if "num_device_blocks" in settings:
+    if "num_gpu_blocks_override" in settings:
         assert any(step.blocks_to_swap_out if "swap" in scheduling.values() else step.preempted for step in steps)
 
 
@@ -136,9 +136,9 @@ async def test_outputs_are_the_same_where_urgent_requests_take_the_blocks_of_oth
             found.setdefault(message.index, []).extend(message.token_ids)
         return [found[index] for index in sorted(found)]
 
-    scheduling = {"policy": "priority", "preemption_mode": mode}
-    async with serving(model, scheduling, num_device_blocks=20) as (one, worker), Client(one.target) as client:
-        async with held_until(worker, lambda: len(one.engine.requests) == len(ASKED)):
+    scheduling = {"scheduling_policy": "priority", "preemption_mode": mode}
+    async with serving(model, scheduling, num_gpu_blocks_override=20) as (one, worker), Client(one.target) as client:
+        async with held_until(worker, lambda: len(one.engine.requests.in_flight) == len(ASKED)):
             found = await asyncio.gather(*(tokens(client, number) for number in range(len(ASKED))))
         assert found == [[token_ids for token_ids, _, _ in outputs] for outputs in alone]
         assert_preempted(one, mode)
@@ -153,15 +153,18 @@ async def test_with_a_cache_in_8_bits_outputs_are_the_same_through_swaps_recompu
         alone = [await shown(client, *asked) for asked in ASKED]
     for mode in ("swap", "recompute"):
         scheduling = {"preemption_mode": mode}
-        async with serving(model, scheduling, num_device_blocks=20, **narrow) as (one, worker):
-            async with Client(one.target) as client, held_until(worker, lambda: len(one.engine.requests) == len(ASKED)):
+        async with serving(model, scheduling, num_gpu_blocks_override=20, **narrow) as (one, worker):
+            async with (
+                Client(one.target) as client,
+                held_until(worker, lambda: len(one.engine.requests.in_flight) == len(ASKED)),
+            ):
                 assert await all_together(client) == alone
             assert_preempted(one, mode)
     assert await said_through_a_loss(model, all_together, **narrow) == alone
 
 
 def assert_preempted(one: InProcess, mode: str) -> None:
-    (worker,) = one.engine.workers
+    (worker,) = one.engine.workers.all
     assert worker.scheduler is not None
     assert worker.scheduler.num_preemptions[PreemptionMode(mode)] > 0
 
@@ -201,7 +204,7 @@ async def test_adapters_apply_to_both_parts_and_each_has_its_own_reading_of_an_i
         return (await collect(client, prompt, params, lora_name=name)).outputs[0].token_ids
 
     scheduling = {"lora_dir": tmp_path, "preemption_mode": "swap"}
-    async with serving(model, scheduling, max_loras=2, num_device_blocks=26) as (one, _):
+    async with serving(model, scheduling, max_loras=2, num_gpu_blocks_override=26) as (one, _):
         async with Client(one.target) as client:
             alone = [await said(client, *item) for item in asked]
             assert await asyncio.gather(*(said(client, *item) for item in asked)) == alone

@@ -9,12 +9,14 @@ import grpc
 import pytest
 from engines import running, submit, text_of, until
 from fake_worker_service import FakeWorkerService, serving
+from structlog.testing import capture_logs
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SamplingParams
-from scheduler_service.engine import engine as engine_module
+from scheduler_service.engine.calls import requests as requests_module
 from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.sessions.worker_loop import WorkerLoop
 from scheduler_service.engine.worker_link.client import WorkerError
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.output.request import GenerationRequest
@@ -35,8 +37,8 @@ async def test_a_poison_request_ends_with_an_error_and_its_neighbours_finish(byt
             await poison
         assert error.value.code is grpc.StatusCode.INTERNAL
         assert [await neighbour for neighbour in neighbours] == ["g" * 10] * 3
-        assert not engine.requests
-        (loop,) = engine.workers
+        assert not engine.requests.in_flight
+        (loop,) = engine.workers.all
         await until(lambda: loop.admits)
         assert worker.num_sessions >= 5  # four losses at least: see suspects/rule.py
         assert loop.scheduler is not None
@@ -50,8 +52,8 @@ async def test_a_step_smaller_than_the_workers_blocks_is_refused_with_both_sizes
         engine = Engine(SchedulerSettings(workers=[address], model="fake", max_num_batched_tokens=4))
         reason = r"it cannot be scheduled: max_num_batched_tokens is 4; it must be at least block_size \(8\)"
         with pytest.raises(WorkerError, match=reason):
-            await engine.workers[0]._serve()
-        await engine.workers[0].client.close()
+            await WorkerLoop(engine.fleet, engine.workers.all[0])._serve()
+        await engine.workers.all[0].client.close()
 
 
 async def test_a_worker_with_less_room_than_was_promised_is_refused(byte_tokenizer_directory: Path) -> None:
@@ -59,10 +61,10 @@ async def test_a_worker_with_less_room_than_was_promised_is_refused(byte_tokeniz
     small = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=63)
     async with serving(large) as address, running(address) as engine:
         await engine.model()
-        client = engine.workers[0].client
-        await engine.accept(client, decode_worker_info(large.info))
+        client = engine.workers.all[0].client
+        await engine.fleet.agreement.accept(client, decode_worker_info(large.info))
         with pytest.raises(WorkerError, match="longest sequence is 504; requests were promised 512"):
-            await engine.accept(client, decode_worker_info(small.info))
+            await engine.fleet.agreement.accept(client, decode_worker_info(small.info))
 
 
 async def test_a_worker_with_a_somewhat_smaller_cache_than_the_first_ones_is_welcome(
@@ -72,12 +74,12 @@ async def test_a_worker_with_a_somewhat_smaller_cache_than_the_first_ones_is_wel
     first = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=200)
     async with serving(first) as address, running(address) as engine:
         await engine.model()
-        client = engine.workers[0].client
+        client = engine.workers.all[0].client
         first.info.num_device_blocks = 100
-        await engine.accept(client, decode_worker_info(first.info))
+        await engine.fleet.agreement.accept(client, decode_worker_info(first.info))
         first.info.num_device_blocks = 99
         with pytest.raises(WorkerError, match="pool is 792; requests were promised 800"):
-            await engine.accept(client, decode_worker_info(first.info))
+            await engine.fleet.agreement.accept(client, decode_worker_info(first.info))
 
 
 async def test_two_workers_share_one_queue_and_a_request_does_not_care_which(byte_tokenizer_directory: Path) -> None:
@@ -85,14 +87,17 @@ async def test_two_workers_share_one_queue_and_a_request_does_not_care_which(byt
     async with serving(workers[0]) as first, serving(workers[1]) as second, running(first, second) as engine:
         states = [await submit(engine, str(number), [5] * 100, max_tokens=50) for number in range(40)]
         assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["g" * 50] * 40
-        while not all(loop.num_steps for loop in engine.workers):
+        while not all(loop.num_steps for loop in engine.workers.all):
             await asyncio.gather(text_of(engine, await submit(engine, "one", [5])))
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 async def test_every_policy_serves_every_request(byte_tokenizer_directory: Path, policy: str) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=16)
-    async with serving(worker) as address, running(address, policy=policy, tenant_weights={"0": 2.0}) as engine:
+    async with (
+        serving(worker) as address,
+        running(address, scheduling_policy=policy, tenant_weights={"0": 2.0}) as engine,
+    ):
         states = []
         for number in range(30):
             request = GenerationRequest(
@@ -124,7 +129,7 @@ async def test_one_requests_broken_text_does_not_cost_the_others_their_tokens(
 ) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address) as engine:
-        await until(lambda: engine.admits)
+        await until(lambda: engine.workers.admits)
         worker.runs.clear()
         broken = await submit(engine, "broken", [5])
         monkeypatch.setattr(broken, method, lambda *_: 1 / 0)
@@ -134,7 +139,7 @@ async def test_one_requests_broken_text_does_not_cost_the_others_their_tokens(
             await text_of(engine, broken)
         assert error.value.code is grpc.StatusCode.INTERNAL
         assert await text_of(engine, well) == "ggggg"
-        assert engine.workers[0].num_preemptions == 0
+        assert engine.workers.all[0].num_preemptions == 0
 
 
 async def test_a_request_that_cannot_be_queued_costs_no_other_its_stream(
@@ -145,14 +150,14 @@ async def test_a_request_that_cannot_be_queued_costs_no_other_its_stream(
         worker.runs.clear()
         well = await submit(engine, "well", [5])
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "decode_group", lambda *_: 1 / 0)
+            patch.setattr(requests_module, "decode_group", lambda *_: 1 / 0)
             with pytest.raises(RequestError, match="internal error") as error:
                 await submit(engine, "broken", [5])
         assert error.value.code is grpc.StatusCode.INTERNAL
         worker.runs.set()
         assert await text_of(engine, well) == "ggggg"
-        await until(lambda: not engine.requests and not engine.admission.being_checked)
-        assert engine.admission.num_bytes == 0
+        await until(lambda: not engine.requests.in_flight and not engine.requests.admission.being_checked)
+        assert engine.requests.admission.num_bytes == 0
 
 
 async def test_a_worker_with_more_blocks_than_a_scheduler_can_manage_is_refused(
@@ -163,21 +168,21 @@ async def test_a_worker_with_more_blocks_than_a_scheduler_can_manage_is_refused(
         await engine.model()
         worker.info.num_host_blocks = 2**31 - 1
         with pytest.raises(WorkerError, match=r"has 2147483711 blocks; this scheduler manages at most"):
-            await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
+            await engine.fleet.agreement.accept(engine.workers.all[0].client, decode_worker_info(worker.info))
 
 
-@pytest.mark.parametrize(("setting", "chunk"), [(0, 5), (7, 7)])
+@pytest.mark.parametrize(("setting", "chunk"), [(None, 5), (7, 7), (0, 0)])
 async def test_a_prompt_takes_a_quarter_of_a_step_unless_told_otherwise_while_others_want_the_rest(
-    byte_tokenizer_directory: Path, setting: int, chunk: int
+    byte_tokenizer_directory: Path, setting: int | None, chunk: int
 ) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with (
         serving(worker) as address,
-        running(address, max_num_batched_tokens=18, max_prefill_chunk=setting) as engine,
+        running(address, max_num_batched_tokens=18, long_prefill_token_threshold=setting) as engine,
     ):
         await engine.model()
-        await until(lambda: engine.serving)
-        ((scheduler, _),) = engine.serving.items()
+        await until(lambda: engine.workers.serving)
+        ((scheduler, _),) = engine.workers.serving.items()
         assert scheduler.config.max_prefill_chunk == chunk
 
 
@@ -186,12 +191,66 @@ async def test_the_most_sequences_are_promised_as_a_step_has_tokens_for_them(byt
     worker.info.max_num_batched_tokens = 10
     async with serving(worker) as address, running(address, max_num_batched_tokens=12) as engine:
         assert (await engine.model()).max_num_seqs == 10
-        await until(lambda: engine.admits)
-        scheduler = engine.workers[0].scheduler
+        await until(lambda: engine.workers.admits)
+        scheduler = engine.workers.all[0].scheduler
         assert scheduler is not None
         assert scheduler.config.max_num_seqs == 10
         worker.info.max_num_batched_tokens = 9
         with pytest.raises(WorkerError, match="largest step is 9; requests were promised 10"):
+            await engine.fleet.agreement.accept(engine.workers.all[0].client, decode_worker_info(worker.info))
+
+
+async def test_the_first_worker_decides_what_is_served_unless_a_model_is_named(byte_tokenizer_directory: Path) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address, model=None) as engine:
+        assert engine.fleet.agreement.model_name == ""
+        assert (await engine.model()).name == "fake"
+        assert engine.fleet.agreement.model_name == "fake"
+        worker.info.model_id = "other"
+        with pytest.raises(WorkerError, match="serves the model 'other', this scheduler 'fake'"):
+            await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
+
+
+async def test_limits_of_a_worker_are_lowered_and_not_raised(
+    byte_tokenizer_directory: Path,
+) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)  # 128 tokens of 16 sequences
+    for settings, found in (
+        ({}, (128, 16)),
+        ({"max_num_batched_tokens": 100, "max_num_seqs": 9}, (100, 9)),
+        ({"max_num_batched_tokens": 200, "max_num_seqs": 17}, (128, 16)),
+    ):
+        with capture_logs() as logs:
+            async with serving(worker) as address, running(address, **settings) as engine:
+                await until(lambda engine=engine: engine.serving)
+                ((scheduler, _),) = engine.serving.items()
+                assert (scheduler.config.max_num_batched_tokens, scheduler.config.max_num_seqs) == found
+        said = {(line["flag"], line["value"], line["limit"]) for line in logs if "above the worker's" in line["event"]}
+        above = {("--max-num-batched-tokens", 200, 128), ("--max-num-seqs", 17, 16)}
+        assert said == (above if settings.get("max_num_seqs") == 17 else set())
+
+
+async def test_steps_of_later_workers_are_no_larger_than_the_first_ones(byte_tokenizer_directory: Path) -> None:
+    """Sizes of requests are checked against the first worker's."""
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    async with serving(worker) as address, running(address) as engine:
+        await engine.model()
+        worker.info.max_num_seqs, worker.info.max_num_batched_tokens = 99, 999
+        config = await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
+        assert (config.max_num_batched_tokens, config.max_num_seqs) == (128, 16)
+
+
+async def test_a_later_worker_needs_room_for_the_largest_request_and_not_for_the_first_ones_step(
+    byte_tokenizer_directory: Path,
+) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    worker.info.max_num_seqs = worker.info.max_num_batched_tokens = 512
+    async with serving(worker) as address, running(address) as engine:
+        await engine.model()
+        worker.info.max_num_seqs = 128
+        assert (await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))).max_num_seqs == 128
+        worker.info.max_num_seqs = 127
+        with pytest.raises(WorkerError, match="largest step is 127; requests were promised 128"):
             await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
 
 
@@ -200,22 +259,22 @@ async def test_a_request_has_one_timer_while_there_is_no_worker_and_none_after_i
 ) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address, no_worker_timeout=1000) as engine:
-        (loop,) = engine.workers
+        (loop,) = engine.workers.all
         await until(lambda: loop.admits)
         worker.runs.clear()
         state = await submit(engine, "a", [5])
-        call = engine.requests["a"]
+        call = engine.requests.in_flight["a"]
         assert call.expiry is None
         for _ in range(3):
-            loop.drain()
+            engine.fleet.drain(loop)
             first = call.expiry
             assert first is not None
-            engine.workers_changed()
+            engine.fleet.note_change()
             assert call.expiry is first
-            loop.undrain()
+            engine.fleet.undrain(loop)
             assert call.expiry is None
             assert first.cancelled()
-        loop.drain()
+        engine.fleet.drain(loop)
         await engine.close(state)
         assert call.expiry is not None
         assert call.expiry.cancelled()
@@ -227,12 +286,12 @@ async def test_no_scheduler_is_asked_for_a_request_that_ended_by_itself(
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as engine:
         state = await submit(engine, "a", [5])
         assert "".join([delta.text async for delta in state.stream]) == "ggggg"
-        call = engine.requests["a"]
+        call = engine.requests.in_flight["a"]
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "workers", property(lambda _: 1 / 0))
+            patch.setattr(engine.workers, "finish", lambda *_: 1 / 0)
             engine.engine.close(call)
         await engine.close(state)
-        assert not engine.requests
+        assert not engine.requests.in_flight
 
 
 async def test_calls_that_wait_for_the_first_worker_count_as_requests() -> None:
@@ -240,7 +299,7 @@ async def test_calls_that_wait_for_the_first_worker_count_as_requests() -> None:
         servicer = InferenceServicer(engine.link)
         context: Any = SimpleNamespace(invocation_metadata=tuple)
         first = asyncio.create_task(servicer.Generate(pb.GenerateRequest(), context))
-        await until(lambda: engine.admission.being_checked)
+        await until(lambda: engine.requests.admission.being_checked)
         with pytest.raises(RequestError) as error:
             await servicer.Generate(pb.GenerateRequest(), context)
         assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED

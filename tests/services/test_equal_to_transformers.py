@@ -57,7 +57,7 @@ def server(model_directory: Path) -> Iterator[LocalServer]:
 def small_server(request: pytest.FixtureRequest, model_directory: Path) -> Iterator[LocalServer]:
     with LocalServer(
         str(model_directory),
-        worker_arguments=["--dtype", "float32", "--num-device-blocks", str(SMALL_POOL), "--swap-space", "0.005"],
+        worker_arguments=["--dtype", "float32", "--num-gpu-blocks-override", str(SMALL_POOL), "--swap-space", "0.005"],
         scheduler_arguments=["--preemption-mode", request.param, "--check-invariants"],
     ) as server:
         yield server

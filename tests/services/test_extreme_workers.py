@@ -53,7 +53,7 @@ async def test_what_a_worker_says_of_itself_is_used_or_refused(byte_tokenizer_di
         put(worker.info, path, value)
         with structlog.testing.capture_logs() as logs:
             async with serving(worker) as address, running(address) as engine:
-                (loop,) = engine.workers
+                (loop,) = engine.workers.all
                 await until(lambda loop=loop: loop.admits or loop.last_error != "not connected yet")
                 if loop.admits:
                     assert await text_of(engine, await submit(engine, "a", [5])) == "ggggg", path

@@ -216,7 +216,9 @@ def test_a_plan_is_made_of_a_recording_by_two_commands(tmp_path: Path) -> None:
     trace.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"2023-11-16 18:15:{s:02},20,5\n" for s in range(30))
     )
-    simulated = command("scheduler_service.simulate", "--trace", trace, "--cost-model", model, "--policy", "fcfs")
+    simulated = command(
+        "scheduler_service.simulate", "--trace", trace, "--cost-model", model, "--scheduling-policy", "fcfs"
+    )
     assert simulated.returncode == 0, simulated.stderr
 
 

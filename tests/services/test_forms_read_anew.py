@@ -60,9 +60,9 @@ async def ask(one: InProcess) -> list[Any]:
         return await asyncio.gather(*(outputs(client, "abcabcabc" * 4, **sampling) for sampling in ASKED * 2))
 
 
-@pytest.mark.parametrize("speculate", ["none", "ngram"])
+@pytest.mark.parametrize("speculative_config", [None, {"method": "ngram"}], ids=["plain", "ngram"])
 async def test_outputs_that_are_read_late_are_the_same(
-    tiny_model_directory: Path, speculate: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model_directory: Path, speculative_config: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With log-probabilities and guesses, and where blocks run out meanwhile."""
     async with (
@@ -70,7 +70,7 @@ async def test_outputs_that_are_read_late_are_the_same(
         scheduler(worker.address, model=str(tiny_model_directory)) as one,
     ):
         expected = await ask(one)
-    settings = {"forms": True, "num_device_blocks": 24, "speculate": speculate}
+    settings = {"forms": True, "num_gpu_blocks_override": 24, "speculative_config": speculative_config}
     async with (
         worker_in_process(tiny_model_directory, **settings) as worker,
         scheduler(worker.address, model=str(tiny_model_directory), preemption_mode="swap") as one,
@@ -107,7 +107,7 @@ async def test_an_output_is_resumed_beside_one_that_is_late_and_has_no_token(
         be_late(worker, monkeypatch, begun_only=False)
         for _ in range(6):
             assert await tokens(whole[1][:3]) == whole
-        assert one.engine.workers[0].num_losses == 0
+        assert one.engine.workers.all[0].num_losses == 0
 
 
 async def test_a_form_that_takes_too_long_ends_its_request_and_no_other(

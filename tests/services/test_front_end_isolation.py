@@ -41,7 +41,16 @@ def server(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     with LocalServer(
         str(directory),
-        worker_arguments=["--num-device-blocks", "4096", "--block-size", "8", "--threads", "1", "--swap-space", "0"],
+        worker_arguments=[
+            "--num-gpu-blocks-override",
+            "4096",
+            "--block-size",
+            "8",
+            "--threads",
+            "1",
+            "--swap-space",
+            "0",
+        ],
         scheduler_arguments=["--frontends", "2", "--max-num-requests", "2000", "--check-invariants"],
     ) as server:
         yield server

@@ -49,7 +49,16 @@ def server(tiny_model_directory: Path) -> Iterator[LocalServer]:
     """Two front ends, and an engine that admits four requests."""
     with LocalServer(
         str(tiny_model_directory),
-        worker_arguments=["--num-device-blocks", "256", "--block-size", "8", "--threads", "1", "--swap-space", "0"],
+        worker_arguments=[
+            "--num-gpu-blocks-override",
+            "256",
+            "--block-size",
+            "8",
+            "--threads",
+            "1",
+            "--swap-space",
+            "0",
+        ],
         scheduler_arguments=["--frontends", "2", "--max-num-requests", "4", "--check-invariants"],
     ) as server:
         yield server
@@ -147,8 +156,8 @@ async def test_health_and_liveness_tell_of_an_engine_that_hangs(
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
             monkeypatch.setattr(engine_servicer, "BEAT_SECONDS", 1000)
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            for session in one.front_ends.sessions:
-                session.outbox.tell(0, statistics_wanted=pb_engine.StatisticsWanted())
+            for connection in one.front_ends.connections:
+                connection.outbox.tell(0, statistics_wanted=pb_engine.StatisticsWanted())
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         watching.cancel()
         await server.server.stop(None)
@@ -156,14 +165,14 @@ async def test_health_and_liveness_tell_of_an_engine_that_hangs(
 
 async def test_front_ends_share_the_memory_of_unread_output() -> None:
     async with running("127.0.0.1:1", request_memory=1.0) as one:
-        assert one.link.unread.most == 2**28
+        assert one.link.requests.unread.most == 2**28
         one.front_ends.num_expected = 4
         other = EngineLink(one.target)
         reading = asyncio.create_task(other.run())
         assert (await other.welcome).unread_bytes == 2**26
         reading.cancel()
         await asyncio.wait([reading])
-        await other.close()
+        await other.connection.close()
 
 
 async def test_what_a_front_end_has_counted_stays_when_it_is_gone() -> None:
@@ -171,16 +180,16 @@ async def test_what_a_front_end_has_counted_stays_when_it_is_gone() -> None:
         other = EngineLink(one.target)
         reading = asyncio.create_task(other.run())
         await other.welcome
-        other.counts.of("").num_outputs["stop"] += 3
-        other.counts.of("").token_seconds.observe(0.5)
-        one.link.counts.of("").num_outputs["stop"] += 1
+        other.requests.counts.of("").num_outputs["stop"] += 3
+        other.requests.counts.of("").token_seconds.observe(0.5)
+        one.link.requests.counts.of("").num_outputs["stop"] += 1
         for _ in range(2):
             counts = (await one.front_ends.counts()).tenants[""]
             assert (counts.num_outputs["stop"], counts.token_seconds.total) == (4, 0.5)
             reading.cancel()
             await asyncio.wait([reading])
-            await until(lambda: len(one.front_ends.sessions) == 1)
-        await other.close()
+            await until(lambda: len(one.front_ends.connections) == 1)
+        await other.connection.close()
 
 
 async def test_steps_wait_while_a_front_end_has_too_much_to_take(
@@ -193,7 +202,7 @@ async def test_steps_wait_while_a_front_end_has_too_much_to_take(
         monkeypatch.setattr(Outbox, "room", lambda _: goes_on.wait())
         state = await submit(one, "a", [5], max_tokens=100)
         await until(lambda: worker.num_steps == 1 + one.settings.max_in_flight_steps)
-        assert one.workers[0].num_steps == 1
+        assert one.workers.all[0].num_steps == 1
         monkeypatch.undo()
         goes_on.set()
         assert sum([len(delta.token_ids) async for delta in state.stream]) == 100
@@ -284,7 +293,7 @@ async def test_a_front_end_that_ends_as_it_is_to_be_killed_is_started_again(monk
 async def test_the_engine_knows_of_each_front_end_whether_it_listens() -> None:
     async with running("127.0.0.1:1") as one:
         assert not one.front_ends.listens(123)
-        one.link.say(0, listening=pb_engine.Listening(address="127.0.0.1:1", process_id=123))
+        one.link.connection.say(0, listening=pb_engine.Listening(address="127.0.0.1:1", process_id=123))
         await until(lambda: one.front_ends.listens(123))
         assert not one.front_ends.listens(124)
 
@@ -311,16 +320,16 @@ async def test_a_stop_string_ends_its_output_wherever_the_request_is(byte_tokeni
         worker.runs.clear()
         state = await submit(one, "a", [5, 6], n=3, max_tokens=40)
         group = one.group(state)
-        (loop,) = one.workers
-        loop.drain()
-        loop._drained_by = 0.0
+        (loop,) = one.workers.all
+        one.engine.fleet.drain(loop)
+        loop.drained_by = 0.0
         await until(lambda: loop.scheduler is None)
-        assert "a" in one.waiting
-        one.engine.stop_output(one.requests["a"], 1)
-        one.engine.stop_output(one.requests["a"], 1)  # again, which does nothing
+        assert "a" in one.requests.waiting
+        one.engine.requests.stop_output(one.requests.in_flight["a"], 1)
+        one.engine.requests.stop_output(one.requests.in_flight["a"], 1)  # again, which does nothing
         assert [sequence.status.is_finished for sequence in group.sequences] == [False, True, False]
         worker.runs.set()
-        loop.undrain()
+        one.engine.fleet.undrain(loop)
         ended = {delta.index async for delta in _until_two_end(state)}
         assert ended == {0, 2}
         await one.close(state)
@@ -456,11 +465,11 @@ async def test_why_no_front_end_is_serving_is_known_until_all_have_loaded_the_mo
             one.front_ends.error,
         )
         one.front_ends.num_expected = 2
-        one.link.say(0, health_shown=pb_engine.HealthShown(serving=True))
+        one.link.connection.say(0, health_shown=pb_engine.HealthShown(serving=True))
         await waiting
         assert one.front_ends.error
         one.front_ends.num_expected = 1
-        one.link.say(0, health_shown=pb_engine.HealthShown(serving=True))
+        one.link.connection.say(0, health_shown=pb_engine.HealthShown(serving=True))
         await until(lambda: not one.front_ends.error)
 
 
@@ -478,13 +487,13 @@ async def test_that_no_worker_takes_requests_is_told_also_while_no_front_end_can
         with capture_logs() as logs:
             announcing = asyncio.create_task(engine_server.announce(one.engine, one.front_ends))
             with pytest.raises(StartError, match=r"tokenizer\.json cannot be read"):
-                await one.link.wait_for_model()
+                await one.link.loading.wait()
             await until(lambda: one.front_ends.is_serving)
-            one.engine.workers[0].drain()
+            one.engine.fleet.drain(one.engine.workers.all[0])
             await until(lambda: not one.front_ends.is_serving)
-            one.link.say(0, health_shown=pb_engine.HealthShown(serving=True))
+            one.link.connection.say(0, health_shown=pb_engine.HealthShown(serving=True))
             await until(lambda: one.front_ends._shows_serving)
-            one.engine.workers[0].undrain()
+            one.engine.fleet.undrain(one.engine.workers.all[0])
             await until(lambda: logs[-1]["event"] == "ready")
             announcing.cancel()
     assert [log["event"] for log in logs if log["event"] in (no_worker, "ready")] == [no_worker, "ready"]
@@ -503,10 +512,10 @@ async def test_what_stands_behind_the_goodbye_hides_it_from_no_front_end() -> No
     """Answers may be told in the same moment; calls that come after it end at once."""
     async with running("127.0.0.1:1") as one:
         async with asyncio.timeout(30):
-            for session in one.front_ends.sessions:
-                session.outbox.tell(0, goodbye=pb_engine.Goodbye())
-                session.outbox.tell(0, statistics_wanted=pb_engine.StatisticsWanted())
-            await until(lambda: not one.front_ends.sessions)
+            for connection in one.front_ends.connections:
+                connection.outbox.tell(0, goodbye=pb_engine.Goodbye())
+                connection.outbox.tell(0, statistics_wanted=pb_engine.StatisticsWanted())
+            await until(lambda: not one.front_ends.connections)
             with pytest.raises(RequestError, match="the server is shutting down"):
                 await one.link.abort("a")
 

@@ -17,7 +17,16 @@ async def test_a_scheduler_that_cannot_record_any_more_says_so_and_serves_on(
 ) -> None:
     with LocalServer(
         str(tiny_model_directory),
-        worker_arguments=["--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0"],
+        worker_arguments=[
+            "--num-gpu-blocks-override",
+            "64",
+            "--block-size",
+            "8",
+            "--threads",
+            "1",
+            "--swap-space",
+            "0",
+        ],
         scheduler_arguments=["--record", "/dev/full", "--check-invariants"],
     ) as server:
         async with Client(server.target) as client:

@@ -46,7 +46,7 @@ def locked_server(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathF
     with LocalServer(
         str(tiny_model_directory),
         worker_arguments=[
-            *("--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0", "--forms"),
+            *("--num-gpu-blocks-override", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0", "--forms"),
         ],
         scheduler_arguments=["--api-keys", str(keys), "--frontends", "2", "--check-invariants"],
     ) as server:

@@ -82,7 +82,7 @@ def hostile() -> list[Hostile]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     model = write_whisper(tmp_path_factory.mktemp("models") / "whisper")
-    pool = ("--block-size", "16", "--num-device-blocks", "800", "--swap-space", "0")
+    pool = ("--block-size", "16", "--num-gpu-blocks-override", "800", "--swap-space", "0")
     scheduling = ("--request-memory", str(REQUEST_MEMORY / 2**30), "--frontends", "1", "--check-invariants")
     with LocalServer(
         str(model), worker_arguments=[*pool, "--threads", "1", "--dtype", "float32"], scheduler_arguments=scheduling

@@ -61,7 +61,16 @@ async def test_a_strangers_garbage_does_a_worker_no_harm(
     draw = random.Random(2)
     with LocalServer(
         str(tiny_model_directory),
-        worker_arguments=["--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0"],
+        worker_arguments=[
+            "--num-gpu-blocks-override",
+            "64",
+            "--block-size",
+            "8",
+            "--threads",
+            "1",
+            "--swap-space",
+            "0",
+        ],
     ) as server:
         (worker, _), plain = server.processes, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
         memory = psutil.Process(worker.process.pid).memory_info

@@ -24,7 +24,16 @@ async def test_a_model_may_be_an_adapter_and_tokens_may_be_biased(tiny_model_dir
     adapters = write_three(tmp_path / "adapters")
     with LocalServer(
         str(tiny_model_directory),
-        worker_arguments=["--num-device-blocks", "64", "--block-size", "8", "--max-loras", "4", "--swap-space", "0"],
+        worker_arguments=[
+            "--num-gpu-blocks-override",
+            "64",
+            "--block-size",
+            "8",
+            "--max-loras",
+            "4",
+            "--swap-space",
+            "0",
+        ],
         scheduler_arguments=["--lora-dir", str(adapters), "--check-invariants"],
     ) as server:
         await ask_through_the_gateway(server.target, model)

@@ -237,7 +237,7 @@ def qwen(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -
     with (
         LocalServer(
             str(directory),
-            worker_arguments=["--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--forms"],
+            worker_arguments=["--num-gpu-blocks-override", "64", "--block-size", "8", "--threads", "1", "--forms"],
         ) as server,
         serve_command(server.target) as serving,
     ):

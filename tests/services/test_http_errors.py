@@ -51,7 +51,7 @@ def server(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
     with LocalServer(
         str(tiny_model_directory),
         worker_arguments=[
-            *("--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0"),
+            *("--num-gpu-blocks-override", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0"),
             *("--max-loras", "2"),
         ],
         scheduler_arguments=[
@@ -64,7 +64,7 @@ def server(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def url(server: LocalServer) -> Iterator[str]:
-    with serve_command(server.target, "--receive-timeout", "3", PAGEWIRE_API_KEY="all") as serving:
+    with serve_command(server.target, "--receive-timeout", "3", PAGEWIRE_CLIENT_API_KEY="all") as serving:
         yield f"http://{serving.address}"
 
 

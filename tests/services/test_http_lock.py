@@ -62,11 +62,20 @@ def served(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
     keys = key_file(tmp_path_factory.mktemp("keys") / "keys.toml", *KEYS)
     with LocalServer(
         str(tiny_model_directory),
-        worker_arguments=["--num-device-blocks", "128", "--block-size", "8", "--threads", "1", "--swap-space", "0"],
+        worker_arguments=[
+            "--num-gpu-blocks-override",
+            "128",
+            "--block-size",
+            "8",
+            "--threads",
+            "1",
+            "--swap-space",
+            "0",
+        ],
         scheduler_arguments=["--tls", str(folder), "--api-keys", str(keys), "--check-invariants"],
     ) as scheduler:
         options = ("--tls", str(folder), "--http-tls", str(folder))
-        with serve_command(scheduler.target, *options, PAGEWIRE_API_KEY=KEYS["admin"]) as serving:
+        with serve_command(scheduler.target, *options, PAGEWIRE_CLIENT_API_KEY=KEYS["admin"]) as serving:
             yield Served(serving.address, scheduler, folder, keys, serving.process)
 
 

@@ -18,7 +18,7 @@ from tiny_encoder_decoder import write_whisper
 from pagewire_client import Client, Sound
 from pagewire_client.http.limits import Limits
 
-BLOCKS = {"block_size": 16, "num_device_blocks": 400}
+BLOCKS = {"block_size": 16, "num_gpu_blocks_override": 400}
 SOUNDS = Limits(most_sound_bytes=17 << 20)
 
 

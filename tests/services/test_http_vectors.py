@@ -212,7 +212,7 @@ async def test_a_client_that_leaves_ends_its_call(server: tuple[InProcess, str])
     async with aiohttp.ClientSession(headers=JSON) as session:
         body = json.dumps({"input": ["x" * 60] * 2048})
         asked = asyncio.create_task(session.post(f"{url}/v1/embeddings", data=body))
-        await until(lambda: one.engine.requests)
+        await until(lambda: one.engine.requests.in_flight)
         asked.cancel()
         await asyncio.wait([asked])
     await assert_nothing_is_left(one)

@@ -178,7 +178,7 @@ async def test_prompts_that_are_said_to_be_resumed_are_counted(locked: InProcess
             call = stub.Generate(request, metadata=key_metadata(KEYS["gold"]))
             assert [message async for message in call]
             codes.append(await call.code())
-        used = locked.engine.admission.quotas._uses["gold-1"].tokens
+        used = locked.engine.requests.admission.quotas._uses["gold-1"].tokens
         assert set(codes) == {grpc.StatusCode.OK}
         assert used._used > 8 * 40
 
@@ -207,8 +207,10 @@ async def test_a_resumption_of_a_request_in_flight_is_charged_for_what_was_not_s
     ]
     worker, charged = FakeWorkerService(byte_tokenizer_directory), []
     async with serving(worker) as address, scheduler(address, keyring=Keyring(both)) as one:
-        requests = one.engine.requests
-        monkeypatch.setattr(one.engine.admission.quotas, "use_tokens", lambda _, number: charged.append(number))
+        requests = one.engine.requests.in_flight
+        monkeypatch.setattr(
+            one.engine.requests.admission.quotas, "use_tokens", lambda _, number: charged.append(number)
+        )
         async with grpc.aio.insecure_channel(one.target) as channel:
             stub, sampling = InferenceServiceStub(channel), SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
             request = GenerateRequest(request_id="same", text="a" * 40, sampling=sampling)

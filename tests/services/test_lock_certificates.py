@@ -109,7 +109,7 @@ def locked(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
         own = str(folder / "openai")
         options = ("--tls", own, "--http-tls", own, "--http-mutual-tls")
         target = ports["clients"].replace("127.0.0.1", "localhost")
-        ports["http"] = stack.enter_context(serve_command(target, *options, PAGEWIRE_API_KEY=KEY)).address
+        ports["http"] = stack.enter_context(serve_command(target, *options, PAGEWIRE_CLIENT_API_KEY=KEY)).address
         found = Locked(folder, authority, ports, worker, worker_arguments)
         yield found
         found.worker.process.kill()

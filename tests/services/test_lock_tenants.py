@@ -150,7 +150,7 @@ async def test_a_tenants_own_requests_are_in_its_reach(locked: InProcess, channe
         await anext(aiter(call))
         await abort()
         assert [message async for message in call][-1].finish_reason == pb.FINISH_REASON_ABORT
-        await until(lambda: not locked.engine.requests)
+        await until(lambda: not locked.engine.requests.in_flight)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ async def test_a_keys_weight_is_its_tenants_share_and_a_changed_file_changes_it(
     worker.info.max_num_seqs = 2
     async with (
         serving(worker) as address,
-        scheduler(address, policy="fair", keyring=keys.keyring, prefix_caching="off") as one,
+        scheduler(address, scheduling_policy="fair", keyring=keys.keyring, prefix_caching="off") as one,
         Client(one.target, api_key="gold") as gold,
         Client(one.target, api_key="iron") as iron,
     ):
@@ -231,7 +231,7 @@ async def test_a_keys_weight_is_its_tenants_share_and_a_changed_file_changes_it(
 
             worker.runs.clear()
             asked = [asyncio.create_task(ask(*of)) for of in ((gold, "gold"), (iron, "iron")) * 40]
-            await until(lambda: len(one.engine.requests) == len(asked))
+            await until(lambda: len(one.engine.requests.in_flight) == len(asked))
             worker.runs.set()
             await asyncio.gather(*asked)
             return Counter(served[: len(asked) // 2])["gold"] / (len(asked) // 2)

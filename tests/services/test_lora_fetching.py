@@ -18,8 +18,7 @@ from pagewire_client import Client, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from pagewire_common.calls.errors import RequestError
-from scheduler_service.engine.adapters import adapter_fetcher
-from scheduler_service.engine.adapters import adapters as engine_adapters
+from scheduler_service.engine.adapters import adapter_fetcher, catalogue
 from scheduler_service.engine.worker_link.client import WorkerError
 from scheduler_service.recording.replayer import Replayer
 from worker_service.serving import servicer
@@ -62,7 +61,7 @@ async def test_requests_do_not_wait_for_adapters_that_they_do_not_name(
         said = [(await task).outputs[0].token_ids for task in named]
         assert said == 3 * [(await collect(client, "abc", SHORT, lora_name="two")).outputs[0].token_ids]
         await until(lambda: len(worker.worker.adapters.fingerprints) == 3)  # the others come by themselves
-        assert one.engine.workers[0].num_losses == 0
+        assert one.engine.workers.all[0].num_losses == 0
 
 
 async def test_adapters_come_with_the_epoch_of_the_session_that_they_are_for(
@@ -79,7 +78,7 @@ async def test_adapters_come_with_the_epoch_of_the_session_that_they_are_for(
         for name in ("one", "two"):  # which has the first one dropped
             await collect(client, "abc", SHORT, lora_name=name)
         assert len(epochs) >= 3
-        assert set(epochs) == {one.engine.workers[0].epoch}
+        assert set(epochs) == {one.engine.workers.all[0].epoch}
 
 
 @pytest.mark.parametrize("places", [1, 2])
@@ -97,7 +96,7 @@ async def test_the_same_tokens_come_from_a_worker_with_few_places(
         found = await asyncio.gather(*(collect(client, prompt, SHORT, lora_name=name) for prompt, name in asked))
         assert [one.outputs[0].token_ids for one in found] == [outputs[0].token_ids for outputs in expected]
         assert len(worker.worker.adapters.fingerprints) <= places
-        assert one.engine.workers[0].num_losses == 0
+        assert one.engine.workers.all[0].num_losses == 0
     changes = [moment.kind for moment in Replayer().run(recording)].count("adapter")
     assert changes >= 2 * 3  # each was begun, and came
 
@@ -116,7 +115,7 @@ async def test_an_adapter_that_all_places_are_needed_without_is_not_loaded(
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
             assert (await refusal(client, "late"))[0] is grpc.StatusCode.NOT_FOUND
             await stream.aclose()
-            await until(lambda: not one.engine.requests)
+            await until(lambda: not one.engine.requests.in_flight)
             await admin.load_adapter("late")
         assert (await collect(client, "abc", SHORT, lora_name="late")).outputs
 
@@ -127,7 +126,7 @@ async def test_a_request_whose_adapter_was_on_its_way_when_the_session_broke_goe
     async with serving(tiny_model_directory, adapters) as (one, _), Client(one.target) as client:
         task = asyncio.create_task(collect(client, "abc", SHORT, lora_name="two"))
         await until(lambda: gate.num_waiting == 1)
-        one.engine.fetchers()[0].end(WorkerError("the session is over"))
+        one.engine.adapters.fetchers[0].end(WorkerError("the session is over"))
         await until(lambda: gate.num_waiting == 2)
         gate.is_open.set()
         assert len((await task).outputs[0].token_ids) == 8
@@ -140,7 +139,7 @@ async def test_a_request_that_waits_for_an_adapter_is_told_why_no_worker_can_use
     write_adapter(folder / "high", 1, rank=17)
     async with serving(tiny_model_directory, folder) as (one, worker), Client(one.target) as client:
         refused = asyncio.create_task(refusal(client, "high"))
-        await until(lambda: gate.num_waiting == 1 and len(one.engine.requests) == 1)
+        await until(lambda: gate.num_waiting == 1 and len(one.engine.requests.in_flight) == 1)
         gate.is_open.set()
         code, reason = await refused
         assert code is grpc.StatusCode.FAILED_PRECONDITION
@@ -162,10 +161,10 @@ async def test_an_adapter_that_no_worker_can_use_costs_none_its_session(
         scheduler(first.address, second.address, model=str(tiny_model_directory), lora_dir=folder) as one,
         Client(one.target) as client,
     ):
-        await until(lambda: len(one.engine.serving) == 2 and not one.engine.adapters.listed)
+        await until(lambda: len(one.engine.workers.serving) == 2 and not one.engine.adapters.catalogue.listed)
         assert (await refusal(client, "high"))[0] is grpc.StatusCode.NOT_FOUND
         assert (await collect(client, "abc", SHORT)).outputs
-        assert sum(worker.num_losses for worker in one.engine.workers) == 0
+        assert sum(worker.num_losses for worker in one.engine.workers.all) == 0
 
 
 async def test_only_one_worker_is_brought_an_adapter_that_one_request_needs(
@@ -178,10 +177,10 @@ async def test_only_one_worker_is_brought_an_adapter_that_one_request_needs(
         scheduler(first.address, second.address, model=str(tiny_model_directory), lora_dir=adapters) as one,
         Client(one.target) as client,
     ):
-        await until(lambda: len(one.engine.serving) == 2)
+        await until(lambda: len(one.engine.workers.serving) == 2)
         for name in ("three", "two", "two", "two", "three", "three"):
             await collect(client, "abc", SHORT, lora_name=name)
-        brought = [worker.fetch_counts.num_adapters for worker in one.engine.workers]
+        brought = [worker.fetch_counts.num_adapters for worker in one.engine.workers.all]
         # Each has brought the first one by itself, and then two and three lie on one worker each.
         assert sum(brought) <= 2 + 3
         assert all(len(worker.worker.adapters.fingerprints) == 1 for worker in (first, second))
@@ -193,8 +192,10 @@ async def test_one_that_is_unloaded_on_its_way_is_forgotten(
     folder = write_three(tmp_path / "adapters")
     async with serving(tiny_model_directory, folder) as (one, worker), Client(one.target) as client:
         await until(lambda: gate.num_waiting == 1)
-        (fetcher,) = one.engine.fetchers()
-        first = next(adapter for adapter in one.engine.adapters.listed if adapter.fingerprint == fetcher.fetching)
+        (fetcher,) = one.engine.adapters.fetchers
+        first = next(
+            adapter for adapter in one.engine.adapters.catalogue.listed if adapter.fingerprint == fetcher.fetching
+        )
         async with Admin(one.admin_target) as admin:
             await admin.unload_adapter(first.name)
         await until(lambda: gate.num_waiting == 2)
@@ -203,7 +204,7 @@ async def test_one_that_is_unloaded_on_its_way_is_forgotten(
         await until(lambda: len(held.fingerprints) == 2)
         assert first.fingerprint not in held.fingerprints
         assert (await refusal(client, first.name))[0] is grpc.StatusCode.NOT_FOUND
-        assert one.engine.workers[0].num_losses == 0
+        assert one.engine.workers.all[0].num_losses == 0
 
 
 async def test_what_a_worker_held_before_and_nothing_names_any_more_is_forgotten(
@@ -217,7 +218,7 @@ async def test_what_a_worker_held_before_and_nothing_names_any_more_is_forgotten
         held = worker.worker.adapters
         for folder, number in ((adapters, 2), (other, 2)):
             async with scheduler(worker.address, model=model, lora_dir=folder) as one:
-                wanted = one.engine.adapters.named
+                wanted = one.engine.adapters.catalogue.fingerprints
                 await until(lambda wanted=wanted: set(held.fingerprints) == set(wanted))  # type: ignore[misc]
                 assert len(wanted) == number
 
@@ -231,10 +232,10 @@ async def test_the_first_token_of_an_adapter_that_has_to_come_waits_for_no_other
         await anext(stream)
         task = asyncio.create_task(collect(client, "abc", SHORT, lora_name="two"))
         await until(lambda: gate.num_waiting == 1)
-        num_steps = one.engine.workers[0].num_steps
+        num_steps = one.engine.workers.all[0].num_steps
         async for _ in stream:
             pass
-        assert one.engine.workers[0].num_steps >= num_steps + 50
+        assert one.engine.workers.all[0].num_steps >= num_steps + 50
         gate.is_open.set()
         began = time.monotonic()
         await task
@@ -248,15 +249,17 @@ async def test_an_adapter_whose_copy_is_gone_costs_its_own_requests_alone(
     async with serving(tiny_model_directory, adapters, max_cpu_loras=1) as (one, worker), Client(one.target) as client:
         held = worker.worker.adapters
         await until(lambda: len(held.fingerprints) == 1)
-        gone = next(adapter for adapter in one.engine.adapters.listed if adapter.fingerprint not in held.fingerprints)
+        gone = next(
+            adapter for adapter in one.engine.adapters.catalogue.listed if adapter.fingerprint not in held.fingerprints
+        )
         gone.weights.unlink()
         code, reason = await refusal(client, gone.name)
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert "the scheduler's copy of it cannot be read: No such file or directory" in reason
         assert (await refusal(client, gone.name))[0] is grpc.StatusCode.NOT_FOUND
-        for adapter in one.engine.adapters.listed:
+        for adapter in one.engine.adapters.catalogue.listed:
             assert (await collect(client, "abc", SHORT, lora_name=adapter.name)).outputs
-        assert one.engine.workers[0].num_losses == 0
+        assert one.engine.workers.all[0].num_losses == 0
         async with Admin(one.admin_target) as admin:
             await admin.load_adapter(gone.name)
         assert (await collect(client, "abc", SHORT, lora_name=gone.name)).outputs
@@ -267,18 +270,18 @@ async def test_copies_of_adapters_lie_about_only_while_they_are_needed(
 ) -> None:
     gate.is_open.set()
     async with serving(tiny_model_directory, adapters) as (one, _):
-        (copies,) = {adapter.weights.parent for adapter in one.engine.adapters.listed}
+        (copies,) = {adapter.weights.parent for adapter in one.engine.adapters.catalogue.listed}
         async with Admin(one.admin_target) as admin:
             for _ in range(3):
                 await admin.load_adapter("one")  # the same again
             write_adapter(adapters / "broken", 1, rank=17)
             with pytest.raises(grpc.aio.AioRpcError, match="rank 17"):
                 await admin.load_adapter("broken")
-            assert {copy.name for copy in copies.iterdir()} == set(one.engine.adapters.named)
+            assert {copy.name for copy in copies.iterdir()} == set(one.engine.adapters.catalogue.fingerprints)
             gate.is_open.clear()
             write_adapter(adapters / "late", 5)
             load = asyncio.create_task(admin.load_adapter("late"))
-            await until(lambda: one.engine.fetchers()[0].fetching != "" and len(list(copies.iterdir())) == 4)
+            await until(lambda: one.engine.adapters.fetchers[0].fetching != "" and len(list(copies.iterdir())) == 4)
             load.cancel()
             await asyncio.gather(load, return_exceptions=True)
             await until(lambda: len(list(copies.iterdir())) == 3)
@@ -291,7 +294,7 @@ async def test_many_requests_of_one_adapter_that_is_on_its_way_hold_up_nothing(
 ) -> None:
     async with serving(tiny_model_directory, adapters) as (one, _), Client(one.target) as client:
         named = [asyncio.create_task(collect(client, "abc", SHORT, lora_name="two")) for _ in range(100)]
-        await until(lambda: gate.num_waiting == 1 and len(one.engine.requests) == 100)
+        await until(lambda: gate.num_waiting == 1 and len(one.engine.requests.in_flight) == 100)
         assert (await collect(client, "abc", SHORT)).outputs
         assert not any(task.done() for task in named)
         gate.is_open.set()
@@ -304,16 +307,16 @@ async def test_one_that_is_wanted_again_at_once_comes_all_the_same(
     """What was given up is brought anew, and the worker goes on."""
     async with serving(tiny_model_directory, adapters) as (one, worker), Client(one.target) as client:
         await until(lambda: gate.num_waiting == 1)
-        held, (fetcher,) = one.engine.adapters, one.engine.fetchers()
-        adapter = next(adapter for adapter in held.listed if adapter.fingerprint == fetcher.fetching)
-        del held._named[adapter.name]
+        held, (fetcher,) = one.engine.adapters, one.engine.adapters.fetchers
+        adapter = next(adapter for adapter in held.catalogue.listed if adapter.fingerprint == fetcher.fetching)
+        del held.catalogue.named[adapter.name]
         held._update()
-        held._named[adapter.name] = adapter
+        held.catalogue.named[adapter.name] = adapter
         held._update()
         gate.is_open.set()
         assert (await collect(client, "abc", SHORT, lora_name=adapter.name)).outputs
         await until(lambda: len(worker.worker.adapters.fingerprints) == 3)
-        assert one.engine.workers[0].num_losses == 0
+        assert one.engine.workers.all[0].num_losses == 0
 
 
 async def test_a_worker_that_takes_no_adapter_for_a_while_serves_all_else(
@@ -338,13 +341,13 @@ async def test_a_worker_that_takes_no_adapter_for_a_while_serves_all_else(
         assert not named.done()
         is_full = False
         assert (await named).outputs
-        assert one.engine.workers[0].num_losses == 0
+        assert one.engine.workers.all[0].num_losses == 0
 
 
 async def test_one_that_takes_long_on_its_way_to_a_worker_is_brought_to_another(
     tiny_model_directory: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (adapter_fetcher, engine_adapters):
+    for module in (adapter_fetcher, catalogue):
         monkeypatch.setattr(module, "LONG_FETCH_SECONDS", 0.1)
     begun = asyncio.Event()
 
@@ -362,9 +365,9 @@ async def test_one_that_takes_long_on_its_way_to_a_worker_is_brought_to_another(
         Client(one.target) as client,
     ):
         await begun.wait()
-        await until(lambda: len(one.engine.serving) == 2)
-        stuck = next(fetcher for fetcher in one.engine.fetchers() if fetcher.fetching)
-        name = next(one.name for one in one.engine.adapters.listed if one.fingerprint == stuck.fetching)
+        await until(lambda: len(one.engine.workers.serving) == 2)
+        stuck = next(fetcher for fetcher in one.engine.adapters.fetchers if fetcher.fetching)
+        name = next(one.name for one in one.engine.adapters.catalogue.listed if one.fingerprint == stuck.fetching)
         assert (await collect(client, "abc", SHORT, lora_name=name)).outputs
 
 
@@ -383,11 +386,11 @@ async def test_a_worker_with_other_adapters_than_are_counted_is_asked_again(
 
     monkeypatch.setattr(servicer, "load_adapter", take)
     async with serving(tiny_model_directory, adapters) as (one, worker), Client(one.target) as client:
-        await until(lambda: "this worker holds 7 adapters" in one.engine.workers[0].last_error)
+        await until(lambda: "this worker holds 7 adapters" in one.engine.workers.all[0].last_error)
         has_place = True
         assert (await collect(client, "abc", SHORT, lora_name="two")).outputs
         await until(lambda: len(worker.worker.adapters.fingerprints) == 3)
-        assert len(one.engine.adapters.listed) == 3
+        assert len(one.engine.adapters.catalogue.listed) == 3
 
 
 async def test_one_that_is_to_be_tried_again_and_has_no_place_is_not_looked_at_all_the_time(
@@ -397,7 +400,7 @@ async def test_one_that_is_to_be_tried_again_and_has_no_place_is_not_looked_at_a
     async with serving(tiny_model_directory, adapters, max_cpu_loras=1) as (one, worker), Client(one.target) as client:
         await until(lambda: len(worker.worker.adapters.fingerprints) == 1)
         held = worker.worker.adapters.fingerprints[0]
-        (fetcher,) = one.engine.fetchers()
-        fetcher._retry_later(next(one for one in one.engine.adapters.named if one != held), "made up")
+        (fetcher,) = one.engine.adapters.fetchers
+        fetcher._retry_later(next(one for one in one.engine.adapters.catalogue.fingerprints if one != held), "made up")
         await asyncio.wait_for(asyncio.shield(until(lambda: fetcher._pause() is None)), 5)
         assert (await collect(client, "abc", SHORT)).outputs

@@ -21,8 +21,8 @@ from pagewire_client.llm import collect
 from pagewire_common.start_error import StartError
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 from scheduler_service.engine.adapters.adapter_files import hand_over, read_adapter
+from scheduler_service.engine.sessions import worker_loop
 from scheduler_service.engine.worker_link.client import AdapterFailedError, WorkerClient
-from scheduler_service.engine.workers import worker_loop
 from scheduler_service.frontend.calls import generation
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.wire.codec import WorkerInfo
@@ -121,7 +121,7 @@ async def test_an_adapter_that_cannot_be_used_is_refused_and_nothing_else_is_tou
         assert (await refusal(client, "broken"))[0] is grpc.StatusCode.NOT_FOUND
         assert (await collect(client, "a", SamplingParams(max_tokens=1), lora_name="one")).outputs
         await until(lambda: len(worker.worker.adapters.fingerprints) == 3)
-        assert one.engine.workers[0].num_losses == 0
+        assert one.engine.workers.all[0].num_losses == 0
 
 
 @pytest.mark.parametrize("name", ["", "..", ".", "../adapters", "/etc", "a/b", "x" * 129, "a\nb"])
@@ -136,7 +136,7 @@ async def test_an_adapter_that_the_first_worker_refuses_is_not_served(
 ) -> None:
     write_adapter(adapters / "high", 1, rank=17)
     async with serving(tiny_model_directory, adapters) as (one, _), Client(one.target) as client:
-        await until(lambda: len(one.engine.adapters.listed) == 3)
+        await until(lambda: len(one.engine.adapters.catalogue.listed) == 3)
         assert (await refusal(client, "high"))[0] is grpc.StatusCode.NOT_FOUND
         assert (await collect(client, "a", SamplingParams(max_tokens=1), lora_name="one")).outputs
 
@@ -148,13 +148,13 @@ async def test_a_worker_without_room_for_adapters_is_not_used_beside_them(
         worker_in_process(tiny_model_directory) as worker,
         scheduler(worker.address, model=str(tiny_model_directory), lora_dir=adapters) as one,
     ):
-        await until(lambda: "start it with --max-loras" in one.engine.workers[0].last_error)
+        await until(lambda: "start it with --max-loras" in one.engine.workers.all[0].last_error)
 
 
 async def test_an_adapter_that_is_not_there_is_said_at_start(tiny_model_directory: Path, tmp_path: Path) -> None:
     settings: list[tuple[dict[str, Any], str]] = [
-        ({"lora": ["a=/nowhere"]}, "adapter a: cannot read"),
-        ({"lora": ["a"]}, "it must be NAME=FOLDER"),
+        ({"lora_modules": ["a=/nowhere"]}, "adapter a: cannot read"),
+        ({"lora_modules": ["a"]}, "it must be NAME=FOLDER"),
         ({"lora_dir": tmp_path / "typo"}, "--lora-dir: there is no folder"),
     ]
     for named, sentence in settings:
@@ -187,7 +187,7 @@ async def test_an_adapter_is_dropped_only_when_no_step_in_flight_can_need_it(
                 await stream.aclose()
         await until(lambda: not worker.worker.adapters.fingerprints)
         assert len((await beside).outputs[0].token_ids) == 150
-        assert one.engine.workers[0].num_losses == 0
+        assert one.engine.workers.all[0].num_losses == 0
 
 
 async def test_a_scheduler_that_has_lost_a_worker_to_another_leaves_its_adapters_alone(
@@ -200,24 +200,24 @@ async def test_a_scheduler_that_has_lost_a_worker_to_another_leaves_its_adapters
         worker_in_process(tiny_model_directory, max_loras=4) as worker,
         scheduler(worker.address, model=model, lora_dir=tmp_path / "none") as older,
     ):
-        await until(lambda: older.engine.admits)
+        await until(lambda: older.engine.workers.admits)
         async with Client(older.target) as client:
             await collect(client, "a", SamplingParams(max_tokens=1))
         async with scheduler(worker.address, model=model, lora_dir=adapters) as newer, Client(newer.target) as client:
-            await until(lambda: newer.engine.admits)
+            await until(lambda: newer.engine.workers.admits)
             attempts: list[int] = []
-            get_info = older.engine.workers[0].client.get_info
+            get_info = older.engine.workers.all[0].client.get_info
 
             async def counted() -> WorkerInfo:
                 attempts.append(len(attempts))
                 return await get_info()
 
-            monkeypatch.setattr(older.engine.workers[0].client, "get_info", counted)
+            monkeypatch.setattr(older.engine.workers.all[0].client, "get_info", counted)
             for number in range(3):
                 assert (await collect(client, "a", SamplingParams(max_tokens=1), lora_name="one")).outputs
                 await until(lambda number=number: len(attempts) > number)  # type: ignore[misc]
             assert len(worker.worker.adapters.fingerprints) == 3
-            assert newer.engine.workers[0].num_losses == 0
+            assert newer.engine.workers.all[0].num_losses == 0
 
 
 async def test_a_worker_that_cannot_use_what_others_can_is_not_used(tiny_model_directory: Path, tmp_path: Path) -> None:
@@ -229,12 +229,12 @@ async def test_a_worker_that_cannot_use_what_others_can_is_not_used(tiny_model_d
         scheduler(first.address, late, model=str(tiny_model_directory), lora_dir=folder) as one,
         Client(one.target) as client,
     ):
-        await until(lambda: one.engine.admits)
+        await until(lambda: one.engine.workers.admits)
         (folder / "a").rename(tmp_path / "gone")
         async with worker_in_process(tiny_model_directory, listen=late, max_loras=4, max_lora_rank=4):
-            await until(lambda: any("rank 8" in loop.last_error for loop in one.engine.workers))
+            await until(lambda: any("rank 8" in loop.last_error for loop in one.engine.workers.all))
         async with worker_in_process(tiny_model_directory, listen=late, max_loras=4) as second:
-            await until(lambda: len(one.engine.serving) == 2)
+            await until(lambda: len(one.engine.workers.serving) == 2)
             assert second.worker.adapters.fingerprints == first.worker.adapters.fingerprints
         assert (await collect(client, "a", SamplingParams(max_tokens=1), lora_name="a")).outputs
 
@@ -259,7 +259,7 @@ async def test_a_load_that_is_cut_off_changes_nothing(
     with monkeypatch.context() as before:
         before.setattr(servicer, "load_adapter", load_adapter)
         async with serving(tiny_model_directory, adapters) as (one, worker), Client(one.target) as client:
-            held, fetcher = worker.worker.adapters, one.engine.fetchers()[0]
+            held, fetcher = worker.worker.adapters, one.engine.adapters.fetchers[0]
             await until(lambda: len(held.fingerprints) == 3)
             before.undo()
             write_adapter(adapters / "late", 5)
@@ -269,12 +269,12 @@ async def test_a_load_that_is_cut_off_changes_nothing(
                 load.cancel()
                 await asyncio.gather(load, return_exceptions=True)
                 await until(lambda: not fetcher.fetching)
-                assert [adapter.name for adapter in one.engine.adapters.listed] == ["one", "three", "two"]
+                assert [adapter.name for adapter in one.engine.adapters.catalogue.listed] == ["one", "three", "two"]
                 before.setattr(servicer, "load_adapter", load_adapter)
                 await admin.load_adapter("late")
             assert len(held.fingerprints) == 4
             assert (await collect(client, "abc", SamplingParams(max_tokens=2), lora_name="late")).outputs
-            assert one.engine.workers[0].num_losses == 0
+            assert one.engine.workers.all[0].num_losses == 0
 
 
 async def test_a_connection_that_is_closed_ends_what_is_handed_over(
@@ -307,11 +307,11 @@ async def test_a_request_that_is_being_checked_when_its_adapter_breaks_is_refuse
         monkeypatch.setattr(generation, "check_request", slowly)
         refused = asyncio.create_task(refusal(client, "one"))
         await begun.wait()
-        one.engine.adapters.give_up(one.engine.adapters.listed[0], "it was tried")
+        one.engine.adapters.give_up(one.engine.adapters.catalogue.listed[0], "it was tried")
         held.set()
         assert (await refused)[0] is grpc.StatusCode.FAILED_PRECONDITION
         assert (await collect(client, "a", SamplingParams(max_tokens=1), lora_name="two")).outputs
-        assert one.engine.workers[0].num_losses == 0
+        assert one.engine.workers.all[0].num_losses == 0
 
 
 async def test_a_key_is_told_of_the_adapters_that_it_may_name(tiny_model_directory: Path, adapters: Path) -> None:

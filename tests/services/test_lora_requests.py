@@ -18,7 +18,7 @@ from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
-from scheduler_service.engine.adapters.adapters import MOST_COUNTED, OTHERS, AdapterCounts
+from scheduler_service.engine.adapters.adapter_counts import MOST_COUNTED, OTHERS, AdapterCounts
 from scheduler_service.recording.replayer import Replayer
 from worker_service.speculation import drafter
 
@@ -39,10 +39,10 @@ def alone(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory) 
     "settings",
     [
         {},
-        {"num_device_blocks": 48},
+        {"num_gpu_blocks_override": 48},
         {"max_loras": 1},
-        {"speculate": "ngram"},
-        {"speculate": "draft"},
+        {"speculative_config": {"method": "ngram"}},
+        {"speculative_config": {"method": "draft_model"}},
     ],
     ids=["together", "swapped", "one slot", "n-grams", "draft model"],
 )
@@ -56,23 +56,23 @@ async def test_outputs_of_adapters_are_the_same_alone_and_together(
 ) -> None:
     """And every decision can be replayed. All guesses are verified."""
     monkeypatch.setattr(drafter, "numbers_of_drafts", lambda _, mosts, *__, **___: list(mosts))
-    if settings.get("speculate") == "draft":
-        settings = settings | {"draft_model": str(tiny_model_directory)}
+    if settings.get("speculative_config") == {"method": "draft_model"}:
+        settings = {"speculative_config": settings["speculative_config"] | {"model": str(tiny_model_directory)}}
     expected = list(alone.values())
     assert len({str(alone[str((PROMPTS[0], name, KINDS["greedy"]))]) for name in NAMES}) == 4
     recording = tmp_path / "recording"
     async with serving(tiny_model_directory, adapters, recording, **settings) as (one, served):
-        here = held_until(served, lambda: len(one.engine.requests) == len(ASKED))
+        here = held_until(served, lambda: len(one.engine.requests.in_flight) == len(ASKED))
         async with Client(one.target) as client, here:
             assert await all_together(client, ASKED) == expected
-        await until(lambda: not one.engine.requests)
+        await until(lambda: not one.engine.requests.in_flight)
         counts, each = one.engine.adapters.counts, len(ASKED) // len(NAMES)
         assert counts.num_requests == {"one": each, "two": each, "three": each}
         assert counts.num_output_tokens["one"] == len(PROMPTS) * 16 * (4 + 3 + 2)
-        (worker,) = one.engine.workers
+        (worker,) = one.engine.workers.all
         assert worker.scheduler is not None
-        assert sum(worker.scheduler.num_preemptions.values()) > 0 or "num_device_blocks" not in settings
-        assert worker.guesses.verified.num_tokens > 0 or "speculate" not in settings
+        assert sum(worker.scheduler.num_preemptions.values()) > 0 or "num_gpu_blocks_override" not in settings
+        assert worker.guesses.verified.num_tokens > 0 or "speculative_config" not in settings
     assert sum(1 for _ in Replayer().run(recording)) > 100
 
 
@@ -87,8 +87,8 @@ async def test_outputs_of_adapters_are_the_same_when_their_worker_is_lost(
         scheduler(first.address, second.address, model=str(tiny_model_directory), lora_dir=adapters) as one,
     ):
         await one.engine.model()
-        await until(lambda: len(one.engine.serving) == 2)
-        (lost,) = [worker for worker in one.engine.workers if worker.client.address == first.address]
+        await until(lambda: len(one.engine.workers.serving) == 2)
+        (lost,) = [worker for worker in one.engine.workers.all if worker.client.address == first.address]
         async with Client(one.target) as client:
             together = asyncio.create_task(all_together(client, asked))
             await until(lambda: lost.num_steps > 20)
@@ -105,7 +105,7 @@ async def test_a_key_may_name_some_adapters_alone(tiny_model_directory: Path, ad
         scheduler(worker.address, model=str(tiny_model_directory), lora_dir=adapters, keyring=Keyring([key])) as one,
         Client(one.target, api_key="secret") as client,
     ):
-        await until(lambda: one.engine.admits)
+        await until(lambda: one.engine.workers.admits)
         for name in ("", "one"):
             assert (await collect(client, "a", SamplingParams(max_tokens=1), lora_name=name)).outputs
         for name in ("two", "nowhere"):
@@ -133,9 +133,9 @@ async def test_many_adapters_share_few_slots(tiny_model_directory: Path, tmp_pat
         held = worker.worker.adapters
         assert len(held._slots) == 4
         assert len(held.fingerprints) <= 8
-        await until(lambda: set(held.fingerprints) == one.engine.workers[0].scheduler.loras.held)
-        assert one.engine.workers[0].fetch_counts.num_adapters > 30
-        assert one.engine.workers[0].num_losses == 0
+        await until(lambda: set(held.fingerprints) == one.engine.workers.all[0].scheduler.loras.held)
+        assert one.engine.workers.all[0].fetch_counts.num_adapters > 30
+        assert one.engine.workers.all[0].num_losses == 0
 
 
 async def test_a_request_id_in_flight_is_not_gone_on_with_by_another_adapter(

@@ -39,7 +39,7 @@ async def test_adapters_that_come_and_go_leave_nothing(
         Client(one.target) as client,
         Admin(one.admin_target) as admin,
     ):
-        (loop,) = one.engine.workers
+        (loop,) = one.engine.workers.all
         held = worker.worker.adapters
         expected = {name: await outputs(client, "abc", name, **SAMPLING) for name in names[:10]}
 
@@ -48,7 +48,7 @@ async def test_adapters_that_come_and_go_leave_nothing(
             while True:
                 name = draw.choice(names)
                 await admin.unload_adapter(name)
-                while name not in {adapter.name for adapter in one.engine.adapters.listed}:
+                while name not in {adapter.name for adapter in one.engine.adapters.catalogue.listed}:
                     try:
                         await admin.load_adapter(name)
                     except grpc.aio.AioRpcError as error:
@@ -77,11 +77,11 @@ async def test_adapters_that_come_and_go_leave_nothing(
         assert operator.cancelled()
         assert psutil.Process().memory_info().rss < first + GROWTH
         assert loop.num_losses == 0
-        await until(lambda: not one.engine.requests and not one.engine.adapters._leaving)
-        assert not one.engine.waiting.live_loras
+        await until(lambda: not one.engine.requests.in_flight and not one.engine.adapters.catalogue.leaving)
+        assert not one.engine.requests.waiting.live_loras
         for name in names:
-            if name in {adapter.name for adapter in one.engine.adapters.listed}:
+            if name in {adapter.name for adapter in one.engine.adapters.catalogue.listed}:
                 await admin.unload_adapter(name)
         await until(lambda: not held.fingerprints)
-        assert not one.engine.adapters.wanted
-        assert not one.engine.waiting.balancer.lora_directory
+        assert not one.engine.adapters.catalogue.wanted
+        assert not one.engine.requests.waiting.balancer.lora_directory

@@ -67,7 +67,7 @@ class Scrape:
 
 
 async def scrape(one: InProcess, *, vllm_names: bool = False) -> Scrape:
-    metrics = SchedulerMetrics(one.engine.front_ends, "the-model", vllm_names=vllm_names)
+    metrics = SchedulerMetrics(one.engine.front_ends, lambda: "the-model", vllm_names=vllm_names)
     async with serve_metrics("127.0.0.1:0", metrics.families) as address:
         assert address is not None
         return Scrape(await get(address))
@@ -83,7 +83,7 @@ async def test_requests_are_counted_from_arrival_to_their_end(byte_tokenizer_dir
         assert (await scrape(one))("pagewire_request_success_total", finished_reason="stop") == 0
         await collect(client, [5] * 20, SamplingParams(max_tokens=7, n=2))
         await collect(client, [5] * 20, SamplingParams(max_tokens=9, stop=["gg"]))
-        await until(lambda: not one.engine.requests and not one.engine.workers[0].scheduler.has_work)
+        await until(lambda: not one.engine.requests.in_flight and not one.engine.workers.all[0].scheduler.has_work)
         worker.stops_at = worker.num_steps + 5
         stream = client.generate([5] * 20, SamplingParams(max_tokens=100, n=3))
         await anext(stream)
@@ -91,7 +91,7 @@ async def test_requests_are_counted_from_arrival_to_their_end(byte_tokenizer_dir
         assert found("pagewire_num_requests_running", model_name="the-model") == 1
         assert found("pagewire_kv_cache_usage_perc", worker=address) > 0
         await stream.aclose()
-        while one.engine.requests:
+        while one.engine.requests.in_flight:
             await scrape(one)
         found = await scrape(one)
     assert found("pagewire_request_success_total", finished_reason="length") == 2
@@ -124,7 +124,7 @@ async def test_every_placement_choice_is_in_the_metrics_and_in_the_state() -> No
     """All numbers differ, so that a mix-up shows."""
     placed, left = ({reason: base + number for number, reason in enumerate(PlacementReason)} for base in (10, 20))
     async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.admin_target) as channel:
-        balancer = one.engine.waiting.balancer
+        balancer = one.engine.requests.waiting.balancer
         balancer.num_placed, balancer.num_left = placed, left
         balancer.num_overtakes, balancer.num_moved = 30, 31
         found = await scrape(one)
@@ -137,7 +137,7 @@ async def test_every_placement_choice_is_in_the_metrics_and_in_the_state() -> No
 
 async def test_guesses_are_counted_by_their_position() -> None:
     async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.admin_target) as channel:
-        guesses = one.engine.workers[0].guesses
+        guesses = one.engine.workers.all[0].guesses
         guesses.verified.count([4, 4, 2])
         guesses.right.count([3, 0, 1])
         guesses.proposer = "ngram"
@@ -156,7 +156,7 @@ async def test_guesses_are_counted_by_their_position() -> None:
 
 async def test_a_sequence_that_is_late_takes_nothing_from_the_guesses_that_were_right() -> None:
     async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.admin_target) as channel:
-        one.engine.workers[0].guesses.take(ModelOutput(1, [5], [0, 0, 1], num_draft_tokens=[0, 2, 1]))
+        one.engine.workers.all[0].guesses.take(ModelOutput(1, [5], [0, 0, 1], num_draft_tokens=[0, 2, 1]))
         found = await scrape(one)
         (worker,) = (await AdminServiceStub(channel).GetClusterState(pb.GetClusterStateRequest())).state.workers
     assert (worker.num_guessed_tokens, worker.num_accepted_tokens) == (3, 0)
@@ -193,14 +193,14 @@ async def test_queued_requests_per_worker_is_there_to_scale_on(byte_tokenizer_di
     ):
         await one.engine.model()
         reading = [asyncio.create_task(collect(client, [5], SamplingParams(max_tokens=400))) for _ in range(10)]
-        await until(lambda: len(one.engine.requests) == 10)
+        await until(lambda: len(one.engine.requests.in_flight) == 10)
         while (found := await scrape(one))("pagewire_num_requests_running") < 2:
             pass
         waiting = found("pagewire_num_requests_waiting")
         assert waiting == 8
         assert found("pagewire_queued_requests_per_worker") == waiting / 2
         assert found("pagewire_workers", status="serving") == 2
-        one.engine.drain_worker(first)
+        one.engine.fleet.drain(one.engine.workers.find(first))
         found = await scrape(one)
         assert found("pagewire_queued_requests_per_worker") == found("pagewire_num_requests_waiting")
         assert found("pagewire_workers", status="draining") == 1
@@ -279,7 +279,7 @@ def promtools_complaints(family: Metric) -> list[str]:
 async def test_names_are_as_promtool_wants_them(byte_tokenizer_directory: Path) -> None:
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, scheduler(address) as one:
         await one.engine.model()
-        ours = await SchedulerMetrics(one.engine.front_ends, "the-model", vllm_names=False).families()
+        ours = await SchedulerMetrics(one.engine.front_ends, lambda: "the-model", vllm_names=False).families()
     sizes = {"num_sequences": 0, "num_device_blocks": 1, "num_host_blocks": 1, "draining": False}
     found = [*ours, *worker_families(WorkerStatistics(), **sizes)]
     assert len(found) > 50

@@ -42,9 +42,9 @@ async def test_the_tokens_of_every_step_are_counted_and_the_cache_is_described(b
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, scheduler(address) as one, Client(one.target) as client:
         await collect(client, [5] * 20, SamplingParams(max_tokens=7, ignore_eos=True))
-        await until(lambda: not one.engine.workers[0].scheduler.has_work)
+        await until(lambda: not one.engine.workers.all[0].scheduler.has_work)
         found = await scrape(one, vllm_names=True)
-        blocks = one.engine.workers[0].scheduler.blocks
+        blocks = one.engine.workers.all[0].scheduler.blocks
         sizes = {"block_size": str(blocks.block_size), "num_gpu_blocks": str(blocks.device.num_blocks)}
     for prefix, label, total in (("pagewire_", "worker", ""), ("vllm:", "engine", "_total")):
         assert found(f"{prefix}iteration_tokens{total}_sum", **{label: address}) == 20 + 6
@@ -60,7 +60,7 @@ async def test_gateways_see_which_adapters_run_and_wait_and_how_many_can(
     async with serving_adapters(tiny_model_directory, adapters, max_loras=1) as (one, _), Client(one.target) as client:
         idle = await scrape(one, vllm_names=True)
         calls = [asyncio.ensure_future(collect(client, "a", LONG, lora_name=name)) for name in (first, second)]
-        await until(lambda: len(one.engine.requests) == 2 and len(one.engine.waiting) == 1)
+        await until(lambda: len(one.engine.requests.in_flight) == 2 and len(one.engine.requests.waiting) == 1)
         busy = await scrape(one, vllm_names=True)
         await asyncio.gather(*calls)
     for found, running_and_waiting in ((idle, ["", ""]), (busy, sorted([first, second]))):  # either may have come first

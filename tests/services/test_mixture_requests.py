@@ -37,7 +37,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path = tmp_path_factory.mktemp("experts")
     (path / "config.json").write_text(json.dumps(CONFIG))
     arguments = ["--load-format", "dummy", "--threads", "1", "--swap-space", "0", "--device", "cpu"]
-    arguments += ["--block-size", "4", "--num-device-blocks", "32", "--speculate", "ngram"]
+    arguments += ["--block-size", "4", "--num-gpu-blocks-override", "32", "--speculative-config", '{"method": "ngram"}']
     with LocalServer(str(path), worker_arguments=arguments) as server:
         yield server.target
 

@@ -77,7 +77,7 @@ async def scraped(tokenizer: Path) -> list[Metric]:
         Client(one.target) as client,
     ):
         await collect(client, "a", SamplingParams(max_tokens=2))
-        return await SchedulerMetrics(one.engine.front_ends, "fake", vllm_names=False).families()
+        return await SchedulerMetrics(one.engine.front_ends, lambda: "fake", vllm_names=False).families()
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,17 @@ def small_server(tiny_model_directory: Path) -> Iterator[LocalServer]:
     with LocalServer(
         str(tiny_model_directory),
         worker_arguments=[
-            *("--num-device-blocks", "70", "--block-size", "8", "--threads", "1", "--swap-space", "0.001", "--forms"),
+            *(
+                "--num-gpu-blocks-override",
+                "70",
+                "--block-size",
+                "8",
+                "--threads",
+                "1",
+                "--swap-space",
+                "0.001",
+                "--forms",
+            ),
         ],
         scheduler_arguments=["--check-invariants", "--max-num-batched-tokens", "32", "--max-num-seqs", "24"],
     ) as server:

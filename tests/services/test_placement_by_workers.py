@@ -15,11 +15,11 @@ async def test_a_burst_is_shared_among_workers_that_compute_nothing_yet(byte_tok
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving(worker)) for worker in workers]
         engine = await stack.enter_async_context(running(*addresses))
-        await until(lambda: len(engine.serving) == 3)
+        await until(lambda: len(engine.workers.serving) == 3)
         states = await asyncio.gather(
             *(submit(engine, str(number), [number] * 20, max_tokens=20) for number in range(12))
         )
-        await until(lambda: not engine.waiting)
+        await until(lambda: not engine.requests.waiting)
         assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["g" * 20] * 12
     assert [worker.num_prompts for worker in workers] == [4, 4, 4]
 
@@ -29,8 +29,8 @@ async def test_turns_of_a_conversation_go_to_the_worker_that_has_them_cached(byt
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving(worker)) for worker in workers]
         engine = await stack.enter_async_context(running(*addresses))
-        await until(lambda: len(engine.serving) == 3)
-        balancer = engine.waiting.balancer
+        await until(lambda: len(engine.workers.serving) == 3)
+        balancer = engine.requests.waiting.balancer
         balancer.stepped = lambda *_: None  # type: ignore[method-assign]  # how fast fakes are is noise
         prompts = [[number] * 40 for number in range(3)]
         cached: list[int | None] = []

@@ -24,13 +24,13 @@ async def ask(client: Client, number: int) -> Completion:
 
 async def test_a_prefix_is_computed_once_and_changes_no_token(tiny_model_directory: Path) -> None:
     async with (
-        worker_in_process(tiny_model_directory, num_device_blocks=200, block_size=BLOCK_SIZE) as worker,
+        worker_in_process(tiny_model_directory, num_gpu_blocks_override=200, block_size=BLOCK_SIZE) as worker,
         scheduler(
             worker.address, model=str(tiny_model_directory), check_invariants=True, max_num_batched_tokens=32
         ) as one,
         Client(one.target) as client,
     ):
-        await until(lambda: one.engine.admits)
+        await until(lambda: one.engine.workers.admits)
         other = client.generate("Others run", SamplingParams(max_tokens=300, ignore_eos=True))
         await anext(other)
         together = await asyncio.gather(*(ask(client, number) for number in range(NUM_TOGETHER)))

@@ -23,7 +23,7 @@ from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
 
 Start = Callable[..., tuple[ServiceProcess, str]]
-WORKER_SIZES = ("--num-device-blocks", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0")
+WORKER_SIZES = ("--num-gpu-blocks-override", "64", "--block-size", "8", "--threads", "1", "--swap-space", "0")
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_lock_of_the_environment_that_is_empty_does_not_open_the_service(servi
     ("flag", "value", "bound"),
     [
         ("--watermark", "1", "less than 1"),
-        ("--policy", "lottery", "'fcfs', 'priority' or 'fair'"),
+        ("--scheduling-policy", "lottery", "'fcfs', 'priority' or 'fair'"),
         ("--max-num-batched-tokens", "0", "greater than or equal to 1"),
         ("--max-in-flight-steps", "0", "greater than or equal to 1"),
         ("--delay-factor", "inf", "a finite number"),
@@ -158,7 +158,7 @@ async def test_a_scheduler_without_a_worker_is_not_serving_and_requests_end_unav
 
 async def test_a_worker_of_another_model_is_refused_with_both_names(start: Start, tiny_model_directory: Path) -> None:
     _, address = start("worker_service", "--model", str(tiny_model_directory), *WORKER_SIZES)
-    scheduler, _ = start("scheduler_service", "--workers", address)
+    scheduler, _ = start("scheduler_service", "--workers", address, "--model", "default")
     while "serves the model" not in (reason := str(scheduler.wait_for("worker unavailable", 60)["reason"])):
         pass
     assert "'tiny-llama'" in reason

@@ -380,7 +380,7 @@ async def test_a_service_with_workers_that_fail_is_replayed_from_its_recording(
     async with (
         serving(workers[0]) as first,
         serving(workers[1]) as second,
-        running(first, second, record=path, policy="fair") as engine,
+        running(first, second, record=path, scheduling_policy="fair") as engine,
     ):
         states = [await submit(engine, str(number), [5] * 20, max_tokens=30, n=1 + number % 2) for number in range(20)]
         states.append(await submit(engine, "poison", [5, 99]))
@@ -388,8 +388,8 @@ async def test_a_service_with_workers_that_fail_is_replayed_from_its_recording(
         streams = [asyncio.create_task(text_of(engine, state)) for state in states]
         for number in range(4):  # each new, so that it cannot have ended by itself
             aborted = await submit(engine, f"aborted {number}", [5] * 20, max_tokens=30)
-            await until(lambda: any(worker.scheduler is not None for worker in engine.workers))
-            assert engine.abort(aborted.request.key)
+            await until(lambda: any(worker.scheduler is not None for worker in engine.workers.all))
+            assert engine.requests.abort(aborted.request.key)
             streams.append(asyncio.create_task(text_of(engine, aborted)))
         results = await asyncio.gather(*streams, return_exceptions=True)
         assert isinstance(results[20], RequestError)
@@ -412,10 +412,10 @@ async def test_a_request_that_ends_while_no_worker_is_there_is_recorded_too(
             from scheduler_service.engine.worker_link.client import WorkerClient
 
             client = WorkerClient(address)
-            await engine.accept(client, await client.get_info())
+            await engine.fleet.agreement.accept(client, await client.get_info())
             await client.close()
         await submit(engine, "a", [5])
-        assert engine.abort("a")
+        assert engine.requests.abort("a")
     _, moments = replay(path)
     assert [moment.kind for moment in moments] == ["header", "arrival", "withdrawal"]
     assert moments[-1].groups[0].is_finished

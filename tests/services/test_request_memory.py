@@ -21,7 +21,7 @@ from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SamplingParams as CoreSamplingParams
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.frontend.link.engine_call import EngineCall
-from scheduler_service.frontend.link.engine_link import MIN_WAITING, WAITING_SHARE
+from scheduler_service.frontend.link.message_limits import MIN_WAITING, WAITING_SHARE
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_memory import UnreadOutput, request_bytes
 from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
@@ -106,14 +106,14 @@ async def test_a_call_that_ends_before_its_output_is_read_gives_its_bytes_back(o
         await call.admit("a", 0)
         state = await call.submit(request, await one.link.model())
         state.stream.put_token(0, 70, "g", 1)
-        assert one.link.unread.num_bytes
-    assert one.link.unread.num_bytes == 0
-    await until(lambda: not one.engine.requests)
+        assert one.link.requests.unread.num_bytes
+    assert one.link.requests.unread.num_bytes == 0
+    await until(lambda: not one.engine.requests.in_flight)
 
 
 async def test_calls_that_the_engine_has_not_admitted_are_bounded_too(one: InProcess) -> None:
-    one.link.say = lambda *_, **__: None  # type: ignore[method-assign]  # the engine hears of nothing
-    most = max(MIN_WAITING, one.link.unread.most // WAITING_SHARE)
+    one.link.connection.say = lambda *_, **__: None  # type: ignore[method-assign]  # the engine hears of nothing
+    most = max(MIN_WAITING, one.link.requests.unread.most // WAITING_SHARE)
     with EngineCall(one.link) as first, EngineCall(one.link) as second:
         waiting = asyncio.create_task(first.admit("a", 10 * most))  # the only one may be as large as it likes
         await asyncio.sleep(0)
@@ -121,7 +121,7 @@ async def test_calls_that_the_engine_has_not_admitted_are_bounded_too(one: InPro
             await second.admit("b", 1)
         waiting.cancel()
         await asyncio.wait([waiting])
-    assert one.link._waiting_bytes == 0
+    assert one.link.waiting.num_bytes == 0
 
 
 async def test_what_a_message_hides_counts(one: InProcess) -> None:
@@ -131,10 +131,10 @@ async def test_what_a_message_hides_counts(one: InProcess) -> None:
     assert pb.GenerateRequest.FromString(hidden) == seen
     async with grpc.aio.insecure_channel(one.target) as channel:
         call = channel.unary_stream("/pagewire.v1.InferenceService/Generate")(hidden)
-        await until(lambda: bool(one.engine.requests))
-        assert one.engine.admission.num_bytes > 2 * len(hidden)
+        await until(lambda: bool(one.engine.requests.in_flight))
+        assert one.engine.requests.admission.num_bytes > 2 * len(hidden)
         call.cancel()
-        await until(lambda: not one.engine.admission.num_bytes)
+        await until(lambda: not one.engine.requests.admission.num_bytes)
 
 
 async def test_requests_beyond_the_memory_are_refused_and_taken_when_others_have_left(one: InProcess) -> None:
@@ -144,18 +144,18 @@ async def test_requests_beyond_the_memory_are_refused_and_taken_when_others_have
             await next(asyncio.as_completed(calls))
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "--request-memory allows all together 4.0 MiB, of which requests in flight hold" in error.value.details()
-        await until(lambda: sum(call.done() for call in calls) + len(one.engine.requests) == 60)
-        assert 0.9 * LIMIT * MIB < one.engine.admission.num_bytes <= LIMIT * MIB
+        await until(lambda: sum(call.done() for call in calls) + len(one.engine.requests.in_flight) == 60)
+        assert 0.9 * LIMIT * MIB < one.engine.requests.admission.num_bytes <= LIMIT * MIB
         left = next(call for call in calls if not call.done())
         left.cancel()
-        await until(lambda: one.engine.admission.num_bytes < 0.99 * LIMIT * MIB)
+        await until(lambda: one.engine.requests.admission.num_bytes < 0.99 * LIMIT * MIB)
         again = asyncio.create_task(stay(client, "again"))
-        await until(lambda: "again" in one.engine.requests)
+        await until(lambda: "again" in one.engine.requests.in_flight)
         for call in (*calls, again):
             call.cancel()
         await asyncio.gather(*calls, again, return_exceptions=True)
-        await until(lambda: not one.engine.requests)
-    assert one.engine.admission.num_bytes == 0
+        await until(lambda: not one.engine.requests.in_flight)
+    assert one.engine.requests.admission.num_bytes == 0
 
 
 async def test_a_request_that_there_is_never_room_for_is_invalid(one: InProcess) -> None:
@@ -163,14 +163,14 @@ async def test_a_request_that_there_is_never_room_for_is_invalid(one: InProcess)
         with pytest.raises(grpc.aio.AioRpcError, match=r"send a smaller one") as error:
             await collect(client, [5] * 300_000)
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert one.engine.admission.num_bytes == 0
+    assert one.engine.requests.admission.num_bytes == 0
 
 
 async def test_a_request_that_is_refused_for_something_else_holds_no_memory(one: InProcess) -> None:
     async with Client(one.target) as client:
         with pytest.raises(grpc.aio.AioRpcError, match="the vocabulary has"):
             await collect(client, [1_000_000])
-    await until(lambda: not one.engine.admission.num_bytes)
+    await until(lambda: not one.engine.requests.admission.num_bytes)
 
 
 async def test_outputs_that_no_model_gives_are_refused_by_their_name_and_hold_no_memory(one: InProcess) -> None:
@@ -181,7 +181,7 @@ async def test_outputs_that_no_model_gives_are_refused_by_their_name_and_hold_no
             ) as error:
                 await collect(client, [5], SamplingParams(**{name: 100_000}))  # type: ignore[arg-type]
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert one.engine.admission.num_bytes == 0
+    assert one.engine.requests.admission.num_bytes == 0
 
 
 async def test_log_probabilities_of_a_prompt_count_because_their_client_may_read_slowly(one: InProcess) -> None:
@@ -191,11 +191,13 @@ async def test_log_probabilities_of_a_prompt_count_because_their_client_may_read
         with pytest.raises(grpc.aio.AioRpcError, match=r"this request takes 0\.9 MiB of memory") as error:
             await next(asyncio.as_completed(calls))
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        await until(lambda: len(one.engine.requests) == 4)
+        await until(lambda: len(one.engine.requests.in_flight) == 4)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        await until(lambda: not (one.engine.requests or one.engine.admission.num_bytes))  # also of one being checked
+        await until(
+            lambda: not (one.engine.requests.in_flight or one.engine.requests.admission.num_bytes)
+        )  # also of one being checked
 
 
 async def test_a_stream_that_another_call_goes_on_with_counts_until_it_is_closed(
@@ -208,14 +210,14 @@ async def test_a_stream_that_another_call_goes_on_with_counts_until_it_is_closed
         streams, calls = [], []
         for number in range(3):
             streams.append(await engine.submit(request, 1000))
-            calls.append(engine.requests["r"])
-            assert engine.admission.num_bytes == 1000 * (number + 1)
-        assert list(engine.requests) == ["r"]
+            calls.append(engine.requests.in_flight["r"])
+            assert engine.requests.admission.num_bytes == 1000 * (number + 1)
+        assert list(engine.requests.in_flight) == ["r"]
         for state, call in zip(streams, calls, strict=True):
             await engine.close(state)
             await until(lambda call=call: not call.num_bytes)
             engine.engine.close(call)
-        assert engine.admission.num_bytes == 0
+        assert engine.requests.admission.num_bytes == 0
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 1, 21])
@@ -258,7 +260,7 @@ async def test_of_all_requests_the_one_with_the_most_unread_output_ends_when_tog
 
         def note(answer: object) -> object:
             nonlocal most
-            most = max(most, engine.link.unread.num_bytes)
+            most = max(most, engine.link.requests.unread.num_bytes)
             return answer
 
         worker.spoil = note
@@ -268,7 +270,7 @@ async def test_of_all_requests_the_one_with_the_most_unread_output_ends_when_tog
         assert len(await text_of(engine, read)) == 480
         assert len(await text_of(engine, late)) == 480
         assert 0.9 * MIB / 4 < most <= MIB / 4
-        assert engine.link.unread.num_bytes == 0
+        assert engine.link.requests.unread.num_bytes == 0
         with pytest.raises(RequestError, match=r"0\.2 MiB of output that its client has not read, or") as error:
             await anext(unread.stream)
         assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED

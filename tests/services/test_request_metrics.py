@@ -25,7 +25,7 @@ from pagewire_common.calls.errors import RequestError
 from scheduler_service import core
 from scheduler_service.core import SchedulerOutput
 from scheduler_service.core.outputs import NewSequence
-from scheduler_service.engine import engine as engine_module
+from scheduler_service.engine.calls import requests as requests_module
 from scheduler_service.engine.calls.calls import Call
 from scheduler_service.engine.calls.outbox import Outbox
 from scheduler_service.engine.engine import Engine
@@ -84,13 +84,13 @@ async def test_pauses_are_between_tokens_of_one_output_and_waits_count_from_the_
 
 async def test_a_request_was_queued_until_a_worker_took_it_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, outbox = Engine(SchedulerSettings(workers=["gone:1"], model="fake")), Outbox()
-    call = engine.requests["a"] = Call(outbox, 1, "a")
+    call = engine.requests.in_flight["a"] = Call(outbox, 1, "a")
     call.group = core.SequenceGroup("a", [1, 2, 3], core.SamplingParams(max_tokens=9), arrived_at=100.0)
     taken = SchedulerOutput(step_id=1, new_sequences=[NewSequence(call.group.sequences[0], [], 0)])
     call.tell_standing()
     for now in (101.5, 104.0):  # again, after a preemption
-        monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda now=now: now))
-        engine.admitted(taken)
+        monkeypatch.setattr(requests_module, "time", SimpleNamespace(monotonic=lambda now=now: now))
+        engine.requests.admitted(taken)
     before, *told = [event.standing for event in outbox.take().events]
     assert not before.HasField("queued_seconds")
     assert [standing.queued_seconds for standing in told] == [1.5, 1.5]
@@ -98,7 +98,7 @@ async def test_a_request_was_queued_until_a_worker_took_it_for_the_first_time(mo
     for standing in (before, *told):
         state.stands(standing)
     assert sum(state.counts.queue_seconds.counts) == 1
-    await engine.workers[0].client.close()
+    await engine.workers.all[0].client.close()
 
 
 @pytest.mark.parametrize("is_aborted", [True, False])
@@ -107,16 +107,16 @@ async def test_a_request_that_ends_without_a_worker_has_lost_the_one_it_had(
 ) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address) as engine:
-        await until(lambda: engine.admits)
+        await until(lambda: engine.workers.admits)
         worker.runs.clear()
         state = await submit(engine, "a", [5])
         await until(lambda: state.standing.HasField("queued_seconds"))
         engine.settings.no_worker_timeout = 1000 if is_aborted else 0.01
-        engine.workers[0].drain()
-        engine.workers[0]._drained_by = 0.0
+        engine.fleet.drain(engine.workers.all[0])
+        engine.workers.all[0].drained_by = 0.0
         if is_aborted:
-            await until(lambda: "a" in engine.waiting)
-            engine.abort("a")
+            await until(lambda: "a" in engine.requests.waiting)
+            engine.requests.abort("a")
             assert (await anext(state.stream)).status is core.SequenceStatus.FINISHED_ABORTED
         else:
             with pytest.raises(RequestError, match=r"no worker took requests for 0\.01 s"):
@@ -178,7 +178,7 @@ async def test_a_request_that_waits_for_room_says_so_and_how_often_it_was_preemp
     tiny_model_directory: Path,
 ) -> None:
     """Six of 100 tokens in a pool of 144, of which some always wait: whenever they come, later ones make room."""
-    arguments = ["--num-device-blocks", "18", "--block-size", "8", "--threads", "1", "--swap-space", "0"]
+    arguments = ["--num-gpu-blocks-override", "18", "--block-size", "8", "--threads", "1", "--swap-space", "0"]
     with LocalServer(str(tiny_model_directory), worker_arguments=arguments) as server:
         async with Client(server.target) as client, Admin(server.admin_target) as admin:
             prompts = [[token_id] * 30 for token_id in range(5, 11)]
@@ -195,13 +195,13 @@ async def test_a_request_that_waits_for_room_says_so_and_how_often_it_was_preemp
 async def test_a_request_that_goes_on_elsewhere_counts_the_change_and_the_loss(byte_tokenizer_directory: Path) -> None:
     workers = [FakeWorkerService(byte_tokenizer_directory) for _ in range(2)]
     async with serving(workers[0]) as first, serving(workers[1]) as second, scheduler(first, second) as one:
-        await until(lambda: len(one.engine.serving) == 2)
+        await until(lambda: len(one.engine.workers.serving) == 2)
         async with Client(one.target) as client:
             stream = client.generate([5] * 20, SamplingParams(max_tokens=300), request_id="moves")
             await anext(stream)
-            (loop,) = [loop for scheduler_, loop in one.engine.serving.items() if scheduler_.running]
+            (loop,) = [loop for scheduler_, loop in one.engine.workers.serving.items() if scheduler_.running]
             one.engine.settings.grace = 0.0
-            one.engine.drain_worker(loop.client.address)
+            one.engine.fleet.drain(loop)
             messages = [message async for message in stream]
     metrics = messages[-1].metrics
     assert messages[-1].finish_reason == pb.FINISH_REASON_LENGTH
@@ -215,7 +215,7 @@ async def test_the_log_and_the_list_say_of_each_request_how_it_ended_and_never_w
             stream = client.generate("secret", SamplingParams(max_tokens=400), request_id="left", tenant="a tenant")
             await anext(stream)
             await stream.aclose()
-            await until(lambda: len(one.engine.finished) == 2)
+            await until(lambda: len(one.engine.requests.finished) == 2)
         closed = [log for log in logs if log["event"] == "request closed"]
         left, whole = await admin.finished_requests()
         assert [request.request_id for request in await admin.finished_requests(1)] == ["left"]
@@ -231,15 +231,15 @@ async def test_the_log_and_the_list_say_of_each_request_how_it_ended_and_never_w
 
 
 async def test_a_request_that_no_worker_was_given_has_no_figures_but_how_long_it_took(one: InProcess) -> None:
-    one.engine.drain_worker(one.engine.workers[0].client.address)
+    one.engine.fleet.drain(one.engine.workers.all[0])
     async with Client(one.target, retry_for=0) as client, Admin(one.admin_target) as admin:
         stream = client.generate([5], SamplingParams(max_tokens=4), request_id="waits")
         waiting = asyncio.create_task(anext(stream))
-        await until(lambda: one.engine.waiting)
+        await until(lambda: one.engine.requests.waiting)
         assert await client.abort("waits")
         assert (await waiting).finish_reason == pb.FINISH_REASON_ABORT
         await stream.aclose()
-        await until(lambda: len(one.engine.finished))
+        await until(lambda: len(one.engine.requests.finished))
         (request,) = await admin.finished_requests()
     assert [field.name for field, _ in request.metrics.ListFields()] == ["total_seconds"]
 

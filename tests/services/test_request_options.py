@@ -11,10 +11,12 @@ from google.protobuf.message import Message
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
 from pagewire_client import LLM, LocalServer, SamplingParams
-from pagewire_client.__main__ import embed, generate, parse_arguments, score, transcribe
+from pagewire_client.cli.generation import generate
+from pagewire_client.cli.parser import parse_arguments
+from pagewire_client.cli.request_options import SAMPLING, WITHOUT_FLAG
+from pagewire_client.cli.texts import embed, score, transcribe
 from pagewire_client.client import Client
 from pagewire_client.llm import collect
-from pagewire_client.request_options import SAMPLING, WITHOUT_FLAG
 
 OF_ALL = ["--lora-name", "a", "--tenant", "t", "--priority", "-3", "--cache-salt", "s"]
 SAID = {"lora_name": "a", "tenant": "t", "priority": -3, "cache_salt": "s"}
@@ -178,7 +180,10 @@ def test_each_prompt_of_a_batch_may_have_its_own_salt_priority_and_adapter(tiny_
     ("said", "sentence"),
     [
         ({"target": "t:1", "model": "m"}, "model is said of a server of the LLM's own"),
-        ({"target": "t:1", "scheduler_arguments": ["--policy", "fair"]}, "scheduler_arguments is said of a server"),
+        (
+            {"target": "t:1", "scheduler_arguments": ["--scheduling-policy", "fair"]},
+            "scheduler_arguments is said of a server",
+        ),
         ({"target": "t:1", "worker_arguments": ["--threads", "1"]}, "worker_arguments is said of a server"),
         ({"api_key": "k"}, "api_key is for a target, and none is named"),
     ],

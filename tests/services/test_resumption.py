@@ -250,7 +250,7 @@ async def test_a_broken_stream_that_closes_late_leaves_the_one_that_goes_on_alon
         second = await engine.submit(replace(first.request, resumes=True))
         await engine.close(first)
         assert await text_of(engine, second) == "g" * 20
-        assert not engine.requests
+        assert not engine.requests.in_flight
 
 
 async def test_a_broken_stream_ends_without_what_its_client_left_unread(byte_tokenizer_directory: Path) -> None:

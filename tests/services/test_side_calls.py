@@ -39,7 +39,7 @@ async def test_calls_that_wait_for_the_first_worker_are_limited_in_number(
     async with running("127.0.0.1:1", no_worker_timeout=50) as engine:
         servicer = InferenceServicer(engine.link)
         waiting = [asyncio.create_task(other(servicer)) for other in list(CALLS.values())[:2]]
-        await until(lambda: engine.admission._side_calls._num_calls == 2)
+        await until(lambda: engine.requests.admission._side_calls._num_calls == 2)
         for _ in range(2):  # one that was refused gives no place back, as it had none
             with pytest.raises(RequestError, match="2 Tokenize, Detokenize and GetModel calls are in flight") as error:
                 await call(servicer)
@@ -67,7 +67,7 @@ async def test_calls_that_wait_for_the_first_worker_are_limited_in_bytes(
     async with running("127.0.0.1:1", no_worker_timeout=50) as engine:
         servicer = InferenceServicer(engine.link)
         first = asyncio.create_task(call(servicer))
-        await until(lambda: engine.admission._side_calls._num_calls)
+        await until(lambda: engine.requests.admission._side_calls._num_calls)
         async with asyncio.timeout(10):
             with pytest.raises(RequestError, match="calls of 62 bytes are in flight, and this one has 62") as error:
                 await call(servicer)

@@ -88,7 +88,7 @@ def test_a_figure_that_cannot_be_written_is_refused_before_anything_runs(
 
 def test_without_matplotlib_all_else_works_and_plot_names_the_command_that_installs_it(trace: Path) -> None:
     code = "import sys; sys.modules['matplotlib'] = None; from scheduler_service.simulate import main; main()"
-    command = [sys.executable, "-c", code, "--trace", str(trace), "--policy", "fcfs"]
+    command = [sys.executable, "-c", code, "--trace", str(trace), "--scheduling-policy", "fcfs"]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     refused = subprocess.run([*command, "--plot", "figure.png"], capture_output=True, text=True, timeout=60)
     assert refused.returncode == 1

@@ -57,22 +57,22 @@ async def request(client: Client, draw: random.Random, number: int) -> None:
 
 def sizes(one: InProcess) -> dict[str, int]:
     """The sizes of everything that grows with requests, while there are none."""
-    engine, link, waiting = one.engine, one.link, one.engine.waiting
-    sessions = engine.front_ends.sessions
-    (core,) = engine.serving
+    engine, link, waiting = one.engine, one.link, one.engine.requests.waiting
+    connections = engine.front_ends.connections
+    (core,) = engine.workers.serving
     found = {
-        "requests": len(engine.requests),
-        "requests being checked": len(engine.admission.being_checked),
-        "bytes held": engine.admission.num_bytes,
-        "calls beside Generate": engine.admission._side_calls._num_calls,
-        "requests of the front end": len(link.requests),
-        "outputs of the front end": len(link._by_output),
-        "answers that are awaited": len(link._answers),
-        "said and not sent": len(link._events),
-        "unread bytes": link.unread.num_bytes,
-        "front ends": len(sessions),
-        "calls of front ends": sum(len(session._calls) for session in sessions),
-        "told and not sent": sum(len(session.outbox) for session in sessions),
+        "requests": len(engine.requests.in_flight),
+        "requests being checked": len(engine.requests.admission.being_checked),
+        "bytes held": engine.requests.admission.num_bytes,
+        "calls beside Generate": engine.requests.admission._side_calls._num_calls,
+        "requests of the front end": len(link.requests.by_call),
+        "outputs of the front end": len(link.requests._by_output),
+        "answers that are awaited": len(link.connection._answers),
+        "said and not sent": len(link.connection._events),
+        "unread bytes": link.requests.unread.num_bytes,
+        "front ends": len(connections),
+        "calls of front ends": sum(len(connection._calls) for connection in connections),
+        "told and not sent": sum(len(connection.outbox) for connection in connections),
         "waiting": len(waiting),
         "running": len(core.running),
         "swapped": len(core.swapped),
@@ -80,13 +80,13 @@ def sizes(one: InProcess) -> dict[str, int]:
         "ends to tell": len(core._groups._finished) + len(core._groups._preempted),
         "tables": len(core.blocks.tables) + len(core.blocks.host_tables),
         "blocks held": core.blocks.device.num_blocks - core.blocks.device.num_free,
-        "turns": link.turns.num_held + len(link.turns._asking),
-        "sessions": len(engine.serving) + len(waiting.balancer),
+        "turns": link.requests.turns.num_held + len(link.requests.turns._asking),
+        "sessions": len(engine.workers.serving) + len(waiting.balancer),
         "tasks": len(asyncio.all_tasks()),
         "open files": len(os.listdir("/proc/self/fd")),
         "arrivals": max(0, len(waiting._arrivals) - MOST_STALE),
         "entries of workers": max(0, len(waiting.balancer._lightest) - MOST_STALE),
-        "kinds of ends": len(link.counts.total.num_outputs),
+        "kinds of ends": len(link.requests.counts.total.num_outputs),
     }
     if isinstance(waiting, FairQueue):
         found["tenants"] = max(0, len(waiting.counters) - NUM_TENANTS) + len(waiting._tenants)
@@ -112,7 +112,7 @@ async def test_requests_that_are_over_leave_nothing(
     worker.info.max_num_batched_tokens = 2048
     async with (
         serving(worker) as address,
-        scheduler(address, time_limit=1800, policy=policy, check_invariants=False) as one,
+        scheduler(address, time_limit=1800, scheduling_policy=policy, check_invariants=False) as one,
         Client(one.target, retry_for=0) as client,
     ):
         numbers = iter(range(num_requests))
@@ -127,9 +127,9 @@ async def test_requests_that_are_over_leave_nothing(
         for tenth in range(1, 11):
             last = tenth * num_requests // 10 - 1
             await asyncio.gather(*(send(last) for _ in range(NUM_CLIENTS)))
-            await until(lambda: not one.engine.requests and not one.link.turns.num_held)
-            await until(lambda: not one.engine.admission._side_calls._num_calls)  # of the last call of Abort
-            (core,) = one.engine.serving
+            await until(lambda: not one.engine.requests.in_flight and not one.link.requests.turns.num_held)
+            await until(lambda: not one.engine.requests.admission._side_calls._num_calls)  # of the last call of Abort
+            (core,) = one.engine.workers.serving
             await until(lambda core=core: not core.has_work and not core.steps_in_flight)
             now = sizes(one), resident_bytes()
             if is_long:

@@ -50,7 +50,7 @@ async def test_outputs_are_the_same_alone_and_together_and_through_preemption(
 ) -> None:
     """And every decision can be replayed."""
     recording = tmp_path / "recording"
-    async with speculating(tiny_model_directory, recording, num_device_blocks=num_device_blocks) as one:
+    async with speculating(tiny_model_directory, recording, num_gpu_blocks_override=num_device_blocks) as one:
         guesses = await guesses_alone_and_together(
             one, list(zip(ASKED, plain.answers, strict=True)), len(KINDS | FORMED)
         )
@@ -63,7 +63,9 @@ async def test_outputs_are_the_same_alone_and_together_and_through_preemption(
 
 @pytest.mark.usefixtures("oracle")
 async def test_outputs_are_the_same_when_workers_are_lost(plain: Plain, tiny_model_directory: Path) -> None:
-    other = await guesses_after_a_loss(plain.without_beams, tiny_model_directory, speculate="ngram")
+    other = await guesses_after_a_loss(
+        plain.without_beams, tiny_model_directory, speculative_config={"method": "ngram"}
+    )
     assert other.right.num_tokens > 20
 
 
@@ -75,7 +77,8 @@ async def test_a_draft_model_that_is_the_target_is_right_whatever_is_asked_for(
     """It draws with the same noise. Its cache goes with the target's through forks, copies, prefixes and swaps: a slot
     of another token would make it wrong. A form is all that it does not know."""
     free = [(asked, wanted) for asked, wanted in zip(ASKED, plain.answers, strict=True) if asked[1] in KINDS.values()]
-    draft = {"speculate": "draft", "draft_model": str(tiny_model_directory), "num_device_blocks": num_device_blocks}
+    config = {"method": "draft_model", "model": str(tiny_model_directory)}
+    draft = {"speculative_config": config, "num_gpu_blocks_override": num_device_blocks}
     async with speculating(tiny_model_directory, **draft) as one:
         guesses = await guesses_alone_and_together(one, free, len(KINDS))
         assert num_preemptions(one) > 0 or num_device_blocks > 40
@@ -92,7 +95,7 @@ async def test_outputs_are_the_same_with_a_draft_model_that_is_mostly_wrong_when
     write_tiny_llama(
         small, byte_tokenizer_directory, seed=1, vocab_size=272, num_hidden_layers=1, max_position_embeddings=64
     )
-    draft = {"speculate": "draft", "draft_model": str(small)}
+    draft = {"speculative_config": {"method": "draft_model", "model": str(small)}}
     other = await guesses_after_a_loss(plain.without_beams, tiny_model_directory, **draft)
     assert other.verified.num_tokens > 200
     assert other.right.num_tokens < other.verified.num_tokens / 2
@@ -116,7 +119,7 @@ async def test_a_worker_whose_guesses_are_lies_costs_time_alone(
     async with serving(worker) as address, scheduler(address) as one, Client(one.target) as client:
         sampling = SamplingParams(max_tokens=30, ignore_eos=True)
         completions = await asyncio.gather(*(collect(client, "a" * number, sampling) for number in range(1, 6)))
-        (state,) = one.engine.workers
+        (state,) = one.engine.workers.all
     assert [completion.outputs[0].token_ids for completion in completions] == [[TOKEN] * 30] * 5
     assert state.num_losses == 0
 
@@ -132,7 +135,7 @@ async def answers_of(worker: FakeWorkerService) -> tuple[list[tuple[object, ...]
         completions = await asyncio.gather(
             *(collect(client, [5], SamplingParams(**{"ignore_eos": True} | way)) for way in ways)
         )
-        (state,) = one.engine.workers
+        (state,) = one.engine.workers.all
         found = [
             (output.token_ids, output.text, output.finish_reason, output.stop_reason)
             for completion in completions
@@ -196,5 +199,5 @@ async def test_a_worker_without_room_for_its_own_guesses_decides_nothing(byte_to
     worker = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=4)
     worker.info.num_speculative_tokens = 64
     async with serving(worker) as address, scheduler(address) as one:
-        await until(lambda: "it cannot be scheduled: num_lookahead_slots" in one.engine.workers[0].last_error)
-        assert not one.engine._limits.done()
+        await until(lambda: "it cannot be scheduled: num_lookahead_slots" in one.engine.workers.all[0].last_error)
+        assert not one.engine.fleet.agreement._limits.done()

@@ -72,7 +72,8 @@ async def test_outputs_are_the_same_with_a_head_that_guesses_from_states(
     """The states and its cache go where the target's go, so it says what it would if it computed everything anew."""
     guessed = Guessed(Oracle(plain.sequences))
     guessed.watch(monkeypatch)
-    settings = {"speculate": "eagle", "draft_model": str(head), "num_device_blocks": num_device_blocks}
+    config = {"method": "eagle3", "model": str(head)}
+    settings = {"speculative_config": config, "num_gpu_blocks_override": num_device_blocks}
     async with speculating(tiny_model_directory, **settings) as one:
         guesses = await guesses_alone_and_together(
             one, list(zip(ASKED, plain.answers, strict=True)), len(KINDS | FORMED)
@@ -87,7 +88,7 @@ async def test_outputs_are_the_same_with_a_head_that_guesses_from_states(
 async def test_outputs_are_the_same_with_a_head_when_a_worker_is_lost(
     plain: Plain, head: Path, tiny_model_directory: Path
 ) -> None:
-    settings = {"speculate": "eagle", "draft_model": str(head)}
+    settings = {"speculative_config": {"method": "eagle3", "model": str(head)}}
     other = await guesses_after_a_loss(plain.without_beams, tiny_model_directory, **settings)
     assert other.verified.num_tokens > 200
 
@@ -125,11 +126,13 @@ def mimo(byte_tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactor
 async def test_outputs_are_the_same_with_the_layer_that_a_checkpoint_has_for_guesses(
     num_device_blocks: int, mimo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with speculating(mimo, speculate="none", num_device_blocks=128) as one:
+    async with speculating(mimo, speculative_config=None, num_gpu_blocks_override=128) as one:
         expected = await answers_of(one.target)
     guessed = Guessed(Oracle(expected.sequences))
     guessed.watch(monkeypatch)
-    async with speculating(mimo, speculate="mtp", num_device_blocks=num_device_blocks) as one:
+    async with speculating(
+        mimo, speculative_config={"method": "mtp"}, num_gpu_blocks_override=num_device_blocks
+    ) as one:
         guesses = await guesses_alone_and_together(
             one, list(zip(ASKED, expected.answers, strict=True)), len(KINDS | FORMED)
         )

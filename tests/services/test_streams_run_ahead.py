@@ -49,7 +49,7 @@ async def all_outputs(worker: ServedWorker, model: Path, **settings: object) -> 
         scheduler(worker.address, model=str(model), check_invariants=True, **settings) as one,
         Client(one.target) as client,
     ):
-        await until(lambda: one.engine.admits)
+        await until(lambda: one.engine.workers.admits)
         room = asyncio.Semaphore(IN_FLIGHT)
         found = await asyncio.gather(*(outputs(client, number, room) for number in range(COUNT)))
         await assert_nothing_is_left(one)
@@ -76,11 +76,11 @@ async def test_requests_that_come_and_go_and_preempt_each_other_say_what_they_sa
 ) -> None:
     """Prompts in small chunks and whole, of one prefix and of their own."""
     scheduling = {"preemption_mode": mode, "max_num_batched_tokens": budget}
-    async with worker_in_process(tiny_model_directory, num_device_blocks=40, swap_space=0.01) as worker:
+    async with worker_in_process(tiny_model_directory, num_gpu_blocks_override=40, swap_space=0.01) as worker:
         expected = await all_outputs(worker, tiny_model_directory, **scheduling)
     # A fake has computed a step when it is launched; else it would not be under way when the next one comes.
     monkeypatch.setattr(RunningStep, "is_done", lambda step: time.monotonic() > step.launched_at + 0.02)
-    async with worker_in_process(tiny_model_directory, num_device_blocks=40, swap_space=0.01) as worker:
+    async with worker_in_process(tiny_model_directory, num_gpu_blocks_override=40, swap_space=0.01) as worker:
         plain = worker.worker.runner
         assert isinstance(plain, ModelRunner)
         faked = with_fake_graphs(plain, worker.worker.limits, record=FakeGraphs())

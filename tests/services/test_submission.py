@@ -38,7 +38,7 @@ async def test_nothing_of_a_request_is_lost_between_front_end_and_engine(byte_to
     )
     worker = FakeWorkerService(byte_tokenizer_directory)
     worker.runs.clear()
-    async with serving(worker) as address, running(address, policy="priority") as one:
+    async with serving(worker) as address, running(address, scheduling_policy="priority") as one:
         state = await one.submit(request)
         group = one.group(state)
         assert (group.request_id, group.tenant, group.priority) == (request.key, "gold", -3)

@@ -29,7 +29,7 @@ async def outputs(client: Client, number: int) -> list[list[int]]:
     return [output.token_ids for output in completion.outputs]
 
 
-WORKER = ["--num-device-blocks", "40", "--block-size", "8", "--threads", "1", "--swap-space", "0.01"]
+WORKER = ["--num-gpu-blocks-override", "40", "--block-size", "8", "--threads", "1", "--swap-space", "0.01"]
 
 
 async def test_requests_of_one_prefix_that_are_swapped_say_what_they_say_alone(

@@ -10,14 +10,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from engines import running
 
 from pagewire_common.processes.temporary import TemporaryFolder, remove_dead_folders
-from scheduler_service.engine.adapters.adapters import Adapters
+from scheduler_service.engine.adapters.catalogue import Catalogue
 from scheduler_service.settings import SchedulerSettings
 
 
@@ -50,9 +48,8 @@ def test_what_a_killed_process_left_is_removed_and_what_others_use_stays(shared:
 
 
 def test_a_schedulers_copies_of_adapters_are_among_them(shared: Path, adapters: Path) -> None:
-    users: Any = SimpleNamespace(fetchers=list)
-    served = Adapters(SchedulerSettings(lora_dir=adapters), users)
-    copies = served._copies
+    catalogue = Catalogue(SchedulerSettings(lora_dir=adapters))
+    copies = catalogue._copies
     assert copies is not None
     assert len(names_in(copies.path)) == 3
     remove_dead_folders()

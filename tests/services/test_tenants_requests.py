@@ -34,10 +34,10 @@ async def standing_still(directory: Path) -> AsyncIterator[tuple[InProcess, Any]
         stub = InferenceServiceStub(channel)
         worker.runs.clear()
         first = stub.Generate(gold())
-        while not server.engine.requests:
+        while not server.engine.requests.in_flight:
             await stub.Abort(pb.AbortRequest(request_id="unknown"))
         yield server, stub
-        (group,) = [call.group for call in server.engine.requests.values() if call.group.tenant == "gold"]
+        (group,) = [call.group for call in server.engine.requests.in_flight.values() if call.group.tenant == "gold"]
         assert list(group.prompt_token_ids) == [5, 6]
         worker.runs.set()
         assert sum([len(message.token_ids) async for message in first]) == 200
@@ -86,7 +86,7 @@ async def test_another_tenants_request_of_the_same_id_is_another_request(
 ) -> None:
     async with standing_still(byte_tokenizer_directory) as (server, stub):
         call = stub.Generate(others(tenant, **({"resume": RESUMES} if resumes else {})))
-        while len(server.engine.requests) < 2:
+        while len(server.engine.requests.in_flight) < 2:
             await stub.Abort(pb.AbortRequest(request_id="unknown"))
         assert (await stub.Abort(pb.AbortRequest(request_id="mine", tenant=tenant))).aborted
         assert [message.finish_reason async for message in call] == [pb.FINISH_REASON_ABORT]
@@ -120,7 +120,7 @@ async def test_an_abort_ends_a_call_that_is_still_being_checked(
         stub = InferenceServiceStub(channel)
         call = stub.Generate(gold(**({"resume": RESUMES} if resumes else {})))
         while not (await stub.Abort(pb.AbortRequest(request_id="mine", tenant="gold"))).aborted:
-            assert not server.engine.requests
+            assert not server.engine.requests.in_flight
         tells.set()
         assert [message.finish_reason async for message in call] == [pb.FINISH_REASON_ABORT]
         assert not (await stub.Abort(pb.AbortRequest(request_id="mine", tenant="gold"))).aborted
@@ -137,7 +137,7 @@ async def test_a_stream_that_goes_on_takes_its_own_place_on_a_full_server(byte_t
         stub = InferenceServiceStub(channel)
         worker.runs.clear()
         first = stub.Generate(gold())
-        while not server.engine.requests:
+        while not server.engine.requests.in_flight:
             await stub.Abort(pb.AbortRequest(request_id="unknown"))
         second = stub.Generate(gold(resume=RESUMES))
         with pytest.raises(grpc.aio.AioRpcError) as error:

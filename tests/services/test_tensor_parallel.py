@@ -19,9 +19,19 @@ from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
 
-SMALL_POOL = ("--dtype", "float32", "--num-device-blocks", "18", "--max-model-len", "256", "--swap-space", "0.002")
+SMALL_POOL = (
+    "--dtype",
+    "float32",
+    "--num-gpu-blocks-override",
+    "18",
+    "--max-model-len",
+    "256",
+    "--swap-space",
+    "0.002",
+)
 """For twelve sequences at once that end with two or three blocks, so that some must make room."""
 TWO_RANKS = ("--tensor-parallel-size", "2")
+NGRAMS = ("--speculative-config", '{"method": "ngram"}')
 
 
 async def completions(target: str) -> list[list[list[int]]]:
@@ -50,16 +60,16 @@ async def test_a_model_of_the_default_models_heads_says_the_same_in_two_ranks(
     model, scheduler = str(tmp_path / "tiny-llama"), ["--preemption-mode", "swap", "--check-invariants"]
     with LocalServer(model, worker_arguments=SMALL_POOL, scheduler_arguments=scheduler) as alone:
         expected = await completions(alone.target)
-    for speculate in ("none", "ngram"):
-        ranked = [*SMALL_POOL, *TWO_RANKS, "--speculate", speculate]
+    for guessing in ((), NGRAMS):
+        ranked = [*SMALL_POOL, *TWO_RANKS, *guessing]
         with LocalServer(model, worker_arguments=ranked, scheduler_arguments=scheduler) as ranks:
             for _ in range(10):  # a busy machine guesses only now and then, for it may not be worth it
                 assert await completions(ranks.target) == expected
                 (worker,) = (await cluster_state(ranks.admin_target)).workers
-                if speculate == "none" or worker.num_guessed_tokens:
+                if not guessing or worker.num_guessed_tokens:
                     break
             assert worker.num_preemptions
-            assert bool(worker.num_guessed_tokens) == (speculate == "ngram")
+            assert bool(worker.num_guessed_tokens) == bool(guessing)
 
 
 async def test_requests_of_adapters_say_the_same_in_two_ranks(
@@ -68,9 +78,9 @@ async def test_requests_of_adapters_say_the_same_in_two_ranks(
     """Of three in turn and the base, in two slots; and of one that is loaded while others run."""
     asked: list[Asked] = list(product(PROMPTS[:1], NAMES, (KINDS["greedy"], KINDS["several"])))
     late: Asked = ("abc", "late", {"temperature": 0})
-    few = ("--max-loras", "2", "--dtype", "float32", "--num-device-blocks", "40", "--threads", "1")
+    few = ("--max-loras", "2", "--dtype", "float32", "--num-gpu-blocks-override", "40", "--threads", "1")
     found = []
-    for ranks in ((), (*TWO_RANKS, "--speculate", "ngram")):
+    for ranks in ((), (*TWO_RANKS, *NGRAMS)):
         folder = Path(shutil.copytree(adapters, tmp_path / f"{len(ranks)} arguments"))
         with LocalServer(
             str(tiny_model_directory),
@@ -103,7 +113,7 @@ async def test_streams_of_a_worker_that_loses_a_rank_go_on_in_another_that_has_n
     names = ["", "one", "two"] * 2
     model = ("--listen", "127.0.0.1:0", "--model", str(tiny_model_directory))
     sizes = (
-        "--num-device-blocks",
+        "--num-gpu-blocks-override",
         "64",
         "--block-size",
         "8",

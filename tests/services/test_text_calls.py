@@ -27,7 +27,7 @@ async def test_a_call_that_is_left_frees_everything(encoder: Path) -> None:
         request = pb.EmbedRequest(inputs=[pb.EmbedInput(text="a" * 60)] * 2000)
         call = client._stub.Embed(request)
         await call.read()
-        assert one.engine.requests
+        assert one.engine.requests.in_flight
         call.cancel()
         await assert_nothing_is_left(one)
         assert len(await client.embed(["a"])) == 1
@@ -41,7 +41,9 @@ async def test_a_client_that_does_not_read_holds_little(encoder: Path) -> None:
         await call.read()
         for _ in range(20):
             assert await client.embed(["b"])
-        await until(lambda: len(one.engine.requests) <= IN_FLIGHT)  # the last short call may not be closed yet
+        await until(
+            lambda: len(one.engine.requests.in_flight) <= IN_FLIGHT
+        )  # the last short call may not be closed yet
         call.cancel()
         await assert_nothing_is_left(one)
 
@@ -55,7 +57,7 @@ async def test_texts_with_large_vectors_take_turns(tmp_path: Path) -> None:
         num_bytes, most = 0, 0
         async for response in client._stub.Embed(request):
             num_bytes += len(response.vectors)
-            most = max(most, len(one.engine.requests))
+            most = max(most, len(one.engine.requests.in_flight))
         assert num_bytes == 10 * 1102 * 960 * 4
         assert 2 <= most <= IN_FLIGHT_BYTES // (1102 * 960 * 4)
         await assert_nothing_is_left(one)
@@ -68,7 +70,7 @@ async def test_texts_of_a_call_take_no_places(encoder: Path) -> None:
     ):
         slow_down(worker, 0.002)
         calls = [asyncio.create_task(client.embed(["a" * 40] * 70)) for _ in range(8)]
-        await until(lambda: len(one.engine.requests) > 100)
+        await until(lambda: len(one.engine.requests.in_flight) > 100)
         while not all(call.done() for call in calls):
             assert len(await client.embed(["b"])) == 1
         assert [len(call.result()) for call in calls] == [70] * 8
@@ -85,8 +87,8 @@ async def test_texts_of_a_call_wait_for_memory(encoder: Path) -> None:
         call = asyncio.create_task(client.embed(["a" * 40] * 150))
         most_bytes = most_texts = 0
         while not call.done():
-            most_bytes = max(most_bytes, one.engine.admission.num_bytes)
-            most_texts = max(most_texts, len(one.engine.requests))
+            most_bytes = max(most_bytes, one.engine.requests.admission.num_bytes)
+            most_texts = max(most_texts, len(one.engine.requests.in_flight))
             await asyncio.sleep(0)
         assert len(await call) == 150
         assert 2**19 < most_bytes <= 2**20
@@ -102,8 +104,8 @@ async def test_a_call_holds_memory_for_its_longest_text_from_the_beginning(tmp_p
         slow_down(worker, 0.05)
         texts = [*["a"] * 3, "a" * 1100]
         call = asyncio.create_task(client.embed(texts, pooling=POOLING_ALL))
-        await until(lambda: len(one.engine.requests) > 0)
-        one.engine.admission._memory = one.engine.admission.num_bytes  # others have all of the rest
+        await until(lambda: len(one.engine.requests.in_flight) > 0)
+        one.engine.requests.admission._memory = one.engine.requests.admission.num_bytes  # others have all of the rest
         with pytest.raises(grpc.aio.AioRpcError, match="requests in flight hold"):
             await client.embed(["a"])
         assert [len(found.vectors) for found in await call] == [3, 3, 3, 1102]
@@ -115,7 +117,7 @@ async def test_a_call_goes_on_while_the_server_shuts_down(encoder: Path) -> None
         async with serving(encoder, **encoder_settings()) as (one, worker), Client(one.target, retry_for=0) as client:
             slow_down(worker, 0.01)
             call = asyncio.create_task(client.embed(["a" * 60] * 300))
-            await until(lambda: one.engine.workers[0].num_steps > 3)
+            await until(lambda: one.engine.workers.all[0].num_steps > 3)
             draining = asyncio.create_task(one.engine.drain(grace))
             await until(lambda: one.engine.is_draining)
             with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):

@@ -46,7 +46,7 @@ async def traced(encoder: Path) -> AsyncIterator[tuple[InProcess, Memory]]:
         memory = Memory()
         one.link.tracer = memory.tracer
         yield one, memory
-        await until(lambda: not one.engine.traced)
+        await until(lambda: not one.engine.requests.traced)
 
 
 def attributes(span: ReadableSpan) -> dict[str, Any]:
@@ -114,7 +114,7 @@ async def test_the_log_has_the_callers_trace_where_no_spans_are_made(traced: tup
 
 async def test_a_transcription_has_the_spans_of_its_windows(tmp_path: Path) -> None:
     memory = Memory()
-    async with serving(write_whisper(tmp_path / "whisper"), block_size=16, num_device_blocks=400) as (one, _):
+    async with serving(write_whisper(tmp_path / "whisper"), block_size=16, num_gpu_blocks_override=400) as (one, _):
         one.link.tracer = memory.tracer
         with capture_logs() as logs:
             async with connect(one.target) as channel:
@@ -122,7 +122,7 @@ async def test_a_transcription_has_the_spans_of_its_windows(tmp_path: Path) -> N
                 async for _ in InferenceServiceStub(channel).Transcribe(request, metadata=caller()):
                     pass
             await until(lambda: memory.names[-1:] == ["transcription whisper"])
-        await until(lambda: not one.engine.traced)
+        await until(lambda: not one.engine.requests.traced)
     *phases, whole = memory.spans
     assert {span.name for span in phases} == {"queue", "prefill", "decode"}
     assert f"{whole.context.trace_id:032x}" == TRACE
@@ -183,7 +183,7 @@ def served(tiny_model_directory: Path) -> Iterator[tuple[str, Any]]:
         endpoint, address = ["--otlp-traces-endpoint", found.endpoint], free_address()
         with LocalServer(
             str(tiny_model_directory),
-            worker_arguments=["--num-device-blocks", "64", "--block-size", "8", "--threads", "1", *endpoint],
+            worker_arguments=["--num-gpu-blocks-override", "64", "--block-size", "8", "--threads", "1", *endpoint],
             scheduler_arguments=endpoint,
         ) as server:
             command = ["serve", "--target", server.target, "--listen", address, *endpoint]

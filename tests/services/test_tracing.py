@@ -114,7 +114,7 @@ def test_an_empty_endpoint_is_none() -> None:
 
 
 async def closed(one: InProcess) -> None:
-    await until(lambda: not one.engine.requests and not one.engine.traced)
+    await until(lambda: not one.engine.requests.in_flight and not one.engine.requests.traced)
 
 
 async def test_a_request_whose_worker_is_lost_has_moved(byte_tokenizer_directory: Path, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ async def test_a_request_whose_worker_is_lost_has_moved(byte_tokenizer_directory
     ):
         one.link.tracer = memory.tracer
         await one.engine.model()
-        await until(lambda: len(one.engine.serving) == 2)
+        await until(lambda: len(one.engine.workers.serving) == 2)
         async with Client(one.target) as client:
             stream = client.generate([5] * 20, SamplingParams(max_tokens=60, ignore_eos=True))
             await anext(stream)
@@ -179,7 +179,7 @@ async def test_the_log_has_the_trace_that_the_caller_names(has_tracer: bool, byt
                     pb.GenerateRequest(text="a", sampling=sampling), metadata=caller(sampled=False)
                 )
                 async for _ in call:
-                    assert not one.engine.traced
+                    assert not one.engine.requests.traced
                 await until(lambda: any(log["event"] == "request closed" for log in logs))
         (line,) = [log for log in logs if log["event"] == "request closed"]
     assert line["trace_id"] == TRACE
@@ -215,7 +215,7 @@ def traced(tiny_model_directory: Path) -> Iterator[tuple[LocalServer, Collector]
     with pytest.MonkeyPatch.context() as patch, collector() as found:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
         endpoint = ["--otlp-traces-endpoint", found.endpoint]
-        blocks = ["--num-device-blocks", "40", "--block-size", "8", "--threads", "1", "--swap-space", "0.01"]
+        blocks = ["--num-gpu-blocks-override", "40", "--block-size", "8", "--threads", "1", "--swap-space", "0.01"]
         modes = ["--preemption-mode", "swap", "--check-invariants"]
         with LocalServer(
             str(tiny_model_directory),
@@ -323,7 +323,7 @@ async def test_a_beam_search_has_one_span_on_a_worker_however_many_beams_come_an
 
 async def test_without_the_collector_requests_are_served_and_services_end_in_time(tiny_model_directory: Path) -> None:
     endpoint = ["--otlp-traces-endpoint", f"http://{free_address()}"]
-    arguments = ["--num-device-blocks", "40", "--block-size", "8", "--threads", "1", *endpoint]
+    arguments = ["--num-gpu-blocks-override", "40", "--block-size", "8", "--threads", "1", *endpoint]
     server = LocalServer(str(tiny_model_directory), worker_arguments=arguments, scheduler_arguments=endpoint)
     try:
         async with Client(server.target) as client:

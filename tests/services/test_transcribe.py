@@ -39,7 +39,7 @@ from scheduler_service.frontend.checking.sound_features import read_window
 from scheduler_service.frontend.speech.log_mel import log_mel
 from scheduler_service.frontend.speech.transcript import Transcript
 
-BLOCKS: dict[str, Any] = {"block_size": 16, "num_device_blocks": 400}
+BLOCKS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 400}
 """What an encoder reads takes 94 of them."""
 
 
@@ -227,7 +227,7 @@ async def test_transcripts_are_the_same_alone_and_together_swapped_and_through_t
 ) -> None:
     async with serving(model, {"prefix_caching": False}, **BLOCKS) as (one, _), Client(one.target) as client:
         alone = [await heard(client, number) for number in range(len(SOUNDS))]
-    small = BLOCKS | {"num_device_blocks": 197, "swap_space": 0.1}  # two, and a little
+    small = BLOCKS | {"num_gpu_blocks_override": 197, "swap_space": 0.1}  # two, and a little
     async with serving(model, {"preemption_mode": "swap"}, **small) as (one, _), Client(one.target) as client:
         assert await all_heard(client) == alone
         assert await all_heard(client) == alone
@@ -241,14 +241,14 @@ async def test_a_worker_that_is_lost_between_two_windows_is_not_missed(
     async with worker_in_process(model, **BLOCKS) as first, worker_in_process(model, **BLOCKS) as second:
         served = {worker.address: worker for worker in (first, second)}
         async with scheduler(*served, model=str(model), check_invariants=True) as one, Client(one.target) as client:
-            await until(lambda: len(one.engine.serving) == 2)
+            await until(lambda: len(one.engine.workers.serving) == 2)
             expected = segments(await events(client, wav(70), language="en"))
             lost = []
 
             async def read_and_lose(sound: Any, start: int) -> Any:
                 """The worker that had the window before."""
                 if start and not lost:
-                    before = max(one.engine.workers, key=lambda worker: worker.num_steps)
+                    before = max(one.engine.workers.all, key=lambda worker: worker.num_steps)
                     lost.append(before)
                     await served[before.client.address].server.server.stop(None)
                 return await read_window(sound, start)
@@ -316,7 +316,7 @@ async def test_an_api_key_is_charged_for_what_is_heard_and_what_is_written(model
     ):
         *_, last = await events(client, wav(20, 1), language="en")
         await assert_nothing_is_left(one)
-        usage, used = last.end.usage, one.engine.admission.quotas._uses["one"].tokens._used
+        usage, used = last.end.usage, one.engine.requests.admission.quotas._uses["one"].tokens._used
         assert usage.output_tokens > 3
         assert used == usage.prompt_tokens + usage.output_tokens > 1500
 

@@ -55,10 +55,10 @@ async def hung_up_without_reading(client: Client, one: InProcess) -> None:
     )
     prompt = pb.TokenIds(ids=[5])
     connection.begin(pb.GenerateRequest(request_id="call", token_ids=prompt, sampling=LONG).SerializeToString())
-    await until(lambda: "call" in one.engine.requests)
-    group = one.engine.requests["call"].group
+    await until(lambda: "call" in one.engine.requests.in_flight)
+    group = one.engine.requests.in_flight["call"].group
     await until(lambda: group.is_finished)  # of all that, no more than the beginning is written
-    await until(lambda: one.link.turns.num_held == 1)
+    await until(lambda: one.link.requests.turns.num_held == 1)
     transport.abort()
 
 
@@ -79,8 +79,8 @@ async def test_a_call_that_is_over_holds_no_turn(
 ) -> None:
     async with Client(one.target) as client:
         await call(client, one)
-        await until(lambda: not one.engine.requests)
-    assert one.link.turns.num_held == 0
+        await until(lambda: not one.engine.requests.in_flight)
+    assert one.link.requests.turns.num_held == 0
 
 
 def kept() -> list[str]:
@@ -96,12 +96,12 @@ async def test_a_call_that_is_over_leaves_nothing_to_the_collector(
     """Prompts may be long: memory must not depend on when Python's collector runs."""
     async with Client(one.target) as client:
         await call(client, one)
-        await until(lambda: not one.engine.requests)
+        await until(lambda: not one.engine.requests.in_flight)
         gc.collect()
         gc.disable()
         try:
             await call(client, one)
-            await until(lambda: not one.engine.requests)
+            await until(lambda: not one.engine.requests.in_flight)
             async with asyncio.timeout(10):
                 await until(lambda: not kept())
         except TimeoutError:

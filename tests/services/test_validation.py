@@ -46,7 +46,7 @@ INVALID = {
     ),
     "priority without the policy": (
         pb.GenerateRequest(text="a", priority=1),
-        "priority is 1; this server does not run with --policy priority",
+        "priority is 1; this server does not run with --scheduling-policy priority",
     ),
     "long salt": (pb.GenerateRequest(text="a", cache_salt="t" * 257), "cache_salt has 257 characters"),
     "100,000 empty messages": (chat(*[("user", "")] * 100_000), "chat.messages has 100000 entries; at most 4096"),

@@ -16,11 +16,13 @@ from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import Client
 from pagewire_client import retry as module
 from pagewire_client.admin import Admin
+from pagewire_client.cli.watch import View
 from pagewire_client.llm import collect
 from pagewire_client.retry import PATIENCE_HEADER, Backoff
-from pagewire_client.watch import View
 from pagewire_common.calls.errors import RequestError
-from scheduler_service.engine.workers.outage import why_unserved
+from scheduler_service.engine.worker_link.client import WorkerClient
+from scheduler_service.engine.workers.worker import Worker
+from scheduler_service.engine.workers.workers import Workers
 from scheduler_service.frontend.link.patience import patience
 
 DEAD = "127.0.0.1:1"
@@ -65,9 +67,9 @@ async def test_a_loss_is_waited_through_in_the_time_that_is_left(byte_tokenizer_
     """An engine ends a request that has waited for as long as its client allows, with the worker's reason."""
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address, no_worker_timeout=1000) as engine:
-        (loop,) = engine.workers
+        (loop,) = engine.workers.all
         await until(lambda: loop.admits)
-        loop.drain()
+        engine.fleet.drain(loop)
         patience.set(0.05)
         with pytest.raises(RequestError, match=r"for 0\.05 s: .*drained or shuts down"):
             await text_of(engine, await submit(engine, "a", [5]))
@@ -102,7 +104,7 @@ async def test_watch_says_why_a_worker_does_not_serve(byte_tokenizer_directory: 
     other = FakeWorkerService(byte_tokenizer_directory)
     other.info.model_id = "another"
     async with serving(other) as address, scheduler(DEAD, address) as one, Admin(one.admin_target) as admin:
-        await until(lambda: all(worker.last_error != "not connected yet" for worker in one.engine.workers))
+        await until(lambda: all(worker.last_error != "not connected yet" for worker in one.engine.workers.all))
         view = View(one.admin_target)
         view.take(await admin.state())
         _, dead, mismatched = view.line().splitlines()
@@ -115,7 +117,7 @@ async def test_watch_says_why_a_worker_does_not_serve(byte_tokenizer_directory: 
 
 async def test_a_port_of_another_kind_is_told_from_a_worker() -> None:
     async with scheduler(DEAD) as other, running(other.target) as engine:
-        (loop,) = engine.workers
+        (loop,) = engine.workers.all
         await until(lambda: "does not have this call: --workers names the workers' --listen" in loop.last_error)
 
 
@@ -125,10 +127,10 @@ async def test_a_shutdown_does_not_wait_for_requests_that_nothing_can_serve(
     monkeypatch.setattr("scheduler_service.engine.engine.UNSERVED_SECONDS", 0.05)
     worker = FakeWorkerService(byte_tokenizer_directory, poison=7)
     async with serving(worker) as address, running(DEAD, address, time_limit=20) as engine:
-        await until(lambda: engine.admits)
+        await until(lambda: engine.workers.admits)
         worker.is_well.clear()  # it is lost, and does not come back
         lost = await submit(engine, "a", [7])
-        await until(lambda: not engine.serving)
+        await until(lambda: not engine.workers.serving)
         await engine.drain(1000)
         with pytest.raises(RequestError, match="shutting down"):
             await text_of(engine, lost)
@@ -140,12 +142,12 @@ async def test_a_shutdown_waits_for_what_a_drained_worker_computes(
     monkeypatch.setattr("scheduler_service.engine.engine.UNSERVED_SECONDS", 0.0)
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address, time_limit=20) as engine:
-        (loop,) = engine.workers
+        (loop,) = engine.workers.all
         await until(lambda: loop.admits)
         worker.runs.clear()
         state = await submit(engine, "a", [5])
-        await until(lambda: not engine.waiting)
-        loop.drain()
+        await until(lambda: not engine.requests.waiting)
+        engine.fleet.drain(loop)
         draining = asyncio.create_task(engine.drain(1000))
         answer = asyncio.create_task(text_of(engine, state))
         await asyncio.sleep(0.02)
@@ -158,17 +160,16 @@ async def test_a_shutdown_waits_for_what_a_drained_worker_computes(
 async def test_clients_of_a_locked_server_are_told_no_workers_address(is_locked: bool, tmp_path: Path) -> None:
     async with running(DEAD, api_keys=tmp_path / "keys" if is_locked else None) as engine:
         with pytest.raises(RequestError, match=r"no worker took requests for 2 s: ") as error:
-            engine.engine.refuse_unserved(2)
+            engine.engine.requests.refuse_unserved(2)
     assert (DEAD in str(error.value)) != is_locked
 
 
-def test_reasons_are_few_and_name_their_workers() -> None:
-    class Worker:
-        draining = False
-
-        def __init__(self, number: int) -> None:
-            self.client = type("Client", (), {"address": f"w:{number}"})
-            self.last_error = "gone"
-
-    assert why_unserved([], ["dns:///workers:1"]) == "none is found at dns:///workers:1"
-    assert why_unserved([Worker(n) for n in range(5)], []) == "w:0: gone; w:1: gone; w:2: gone; and 2 more"
+async def test_reasons_are_few_and_name_their_workers() -> None:
+    workers = Workers(["dns:///workers:1"], 1.0)
+    assert workers.why_unserved() == "none is found at dns:///workers:1"
+    for number in range(5):
+        workers.add(worker := Worker(WorkerClient(f"w:{number}"), 1))
+        worker.last_error = "gone"
+    assert workers.why_unserved() == "w:0: gone; w:1: gone; w:2: gone; and 2 more"
+    for worker in workers.all:
+        await worker.client.close()

@@ -20,7 +20,7 @@ from test_client import command_line
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire_client import LocalServer
 from pagewire_client.admin import Admin, Lost, Sample
-from pagewire_client.watch import Rates, View
+from pagewire_client.cli.watch import Rates, View
 
 WORKER = pb.WorkerState(
     address="10.0.0.7:50052",
@@ -178,9 +178,9 @@ async def test_a_worker_is_drained_and_undrained_from_a_shell(byte_tokenizer_dir
             return result.returncode, result.stderr
 
         assert await run("drain", address) == (0, "")
-        assert one.engine.workers[0].draining
+        assert one.engine.workers.all[0].draining
         assert await run("undrain", address) == (0, "")
-        assert not one.engine.workers[0].draining
+        assert not one.engine.workers.all[0].draining
         status, sentence = await run("drain", "nowhere:1")
         assert status == 1
         assert sentence.startswith("pagewire_client: NOT_FOUND: ")

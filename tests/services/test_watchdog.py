@@ -34,7 +34,7 @@ from scheduler_service.core.groups.beam_search import Hypothesis
 from scheduler_service.engine.calls.calls import Call
 from scheduler_service.engine.calls.outbox import Outbox
 from scheduler_service.engine.engine import Engine
-from scheduler_service.engine.front_ends.servicer import FrontEnds, Session
+from scheduler_service.engine.front_ends.servicer import FrontEndConnection, FrontEnds
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import RequestState
@@ -253,10 +253,10 @@ async def test_calls_that_come_and_go_together_are_taken_in_in_many_turns(watchd
 
     async def come_and_go() -> None:
         engine = Engine(SchedulerSettings(workers=["gone:1"], model="fake"))
-        await asyncio.create_task(Session(FrontEnds(engine, 1)).read(said()))
-        assert len(engine.finished) == 1000
-        assert not engine.requests
-        await engine.workers[0].client.close()
+        await asyncio.create_task(FrontEndConnection(FrontEnds(engine, 1)).read(said()))
+        assert len(engine.requests.finished) == 1000
+        assert not engine.requests.in_flight
+        await engine.workers.all[0].client.close()
 
     await assert_harmless(watchdog, "calls that come and go", come_and_go)
 
@@ -277,8 +277,8 @@ class Wire:
     def __init__(self, state: RequestState, turns: list[float]) -> None:
         self._turns = turns
         self._link = EngineLink("unix:/of-no-engine")
-        self._link.unread.most = 1 << 40
-        self._link.register(1, state)
+        self._link.requests.unread.most = 1 << 40
+        self._link.requests.register(1, state)
         self._call = Call(Outbox(), 1, "a")
         self._call.first_output = state.first_output
         self._call.group = SequenceGroup("a", state.request.prompt_token_ids, state.request.sampling)
@@ -298,8 +298,8 @@ class Wire:
             with timed(self._turns):
                 data = self._call.outbox.take().SerializeToString()
             with timed(self._turns):
-                self._link._take(pb_engine.AttachResponse.FromString(data), 0.0)
-        await self._link.close()
+                self._link.take(pb_engine.AttachResponse.FromString(data), 0.0)
+        await self._link.connection.close()
 
 
 async def prompt_log_probabilities(model: ServedModel, turns: list[float]) -> None:

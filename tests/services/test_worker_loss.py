@@ -16,37 +16,37 @@ from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SamplingParams, SchedulerConfig, SchedulerOutput, SequenceStatus
 from scheduler_service.core import scheduler as planner
-from scheduler_service.engine import engine as engine_module
 from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.sessions import agreement, worker_loop, worker_session
+from scheduler_service.engine.sessions.answer_check import check_answer
 from scheduler_service.engine.worker_link.client import DrainedError, Session, WorkerClient, WorkerError
 from scheduler_service.engine.worker_link.limits import step_timeout
 from scheduler_service.engine.worker_link.step_split import RoundTrips, StepSplit
-from scheduler_service.engine.workers import worker_loop
-from scheduler_service.engine.workers.answer_check import check_answer
-from scheduler_service.engine.workers.worker_loop import WorkerLoop, WorkerStatus
+from scheduler_service.engine.workers.worker import Worker, WorkerStatus
+from scheduler_service.engine.workers.workers import Workers
 from scheduler_service.frontend.output.request import GenerationRequest, RequestState
 from scheduler_service.settings import SchedulerSettings
 
 NEVER = 1000.0
 
 
-def loop_of(engine: OneProcess, address: str) -> WorkerLoop:
-    return next(loop for loop in engine.workers if loop.client.address == address)
+def loop_of(engine: OneProcess, address: str) -> Worker:
+    return next(loop for loop in engine.workers.all if loop.client.address == address)
 
 
 async def start_on(worker: FakeWorkerService, engine: OneProcess, address: str, **sampling: Any) -> RequestState:
     """A request that one worker has begun to compute and not answered; the other workers serve again."""
-    others = [loop for loop in engine.workers if loop.client.address != address]
-    await until(lambda: all(loop.admits for loop in engine.workers))
+    others = [loop for loop in engine.workers.all if loop.client.address != address]
+    await until(lambda: all(loop.admits for loop in engine.workers.all))
     for other in others:
-        other.drain()
+        engine.fleet.drain(other)
     await until(lambda: all(other.state is WorkerStatus.DRAINED for other in others))
     worker.runs.clear()
     state = await submit(engine, "a", [5, 6], **sampling)
     await until(lambda: loop_of(engine, address).epoch and worker.num_sessions == 1)
-    await until(lambda: engine.workers and not engine.waiting)
+    await until(lambda: engine.workers.all and not engine.requests.waiting)
     for other in others:
-        other.undrain()
+        engine.fleet.undrain(other)
     await until(lambda: all(loop.admits for loop in others))
     return state
 
@@ -70,7 +70,7 @@ async def test_a_worker_that_hangs_is_noticed_by_its_health_also_in_a_step(byte_
 async def test_a_worker_that_hangs_is_noticed_while_it_has_nothing_to_do(byte_tokenizer_directory: Path) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address, health_interval=0.05) as engine:
-        (loop,) = engine.workers
+        (loop,) = engine.workers.all
         await until(lambda: loop.admits)
         worker.is_well.clear()
         await until(lambda: loop.num_losses)
@@ -195,7 +195,7 @@ async def test_a_prompt_without_log_probabilities_costs_the_output_that_asked_fo
     """The prompt takes two steps, and the answer to the first, before there is a token, already reports it."""
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address) as engine:
-        await until(lambda: engine.admits)
+        await until(lambda: engine.workers.admits)
         other = await submit(engine, "other", [5], max_tokens=50)
         streamed = asyncio.create_task(text_of(engine, other))
 
@@ -230,10 +230,10 @@ async def test_what_would_fail_behind_a_stop_string_never_counts(
     """The engine does not hear in time that an output ended by its stop string."""
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address) as engine:
-        await until(lambda: engine.admits)
-        say = engine.link.say
+        await until(lambda: engine.workers.admits)
+        say = engine.link.connection.say
         monkeypatch.setattr(
-            engine.link, "say", lambda call, **event: None if "stop_output" in event else say(call, **event)
+            engine.link.connection, "say", lambda call, **event: None if "stop_output" in event else say(call, **event)
         )
 
         def spoil(answer: pb.ModelOutput) -> pb.ModelOutput:
@@ -272,7 +272,7 @@ async def test_a_request_that_brings_down_every_worker_is_ended_before_the_fleet
         serving(workers[2]) as third,
         running(first, second, third) as engine,
     ):
-        await until(lambda: all(loop.admits for loop in engine.workers))
+        await until(lambda: all(loop.admits for loop in engine.workers.all))
         neighbours = [
             asyncio.create_task(text_of(engine, await submit(engine, str(number), [5, 6], max_tokens=40, n=2)))
             for number in range(12)
@@ -282,13 +282,13 @@ async def test_a_request_that_brings_down_every_worker_is_ended_before_the_fleet
             await text_of(engine, poison)
         assert error.value.code is grpc.StatusCode.INTERNAL
         assert await asyncio.gather(*neighbours) == ["g" * 80] * 12
-        assert sum(loop.num_losses for loop in engine.workers) >= 5
+        assert sum(loop.num_losses for loop in engine.workers.all) >= 5
 
 
 async def test_losing_workers_that_do_nothing_makes_no_request_a_suspect(byte_tokenizer_directory: Path) -> None:
     worker = FakeWorkerService(byte_tokenizer_directory)
     async with serving(worker) as address, running(address, health_interval=0.02, step_timeout=NEVER) as engine:
-        (loop,) = engine.workers
+        (loop,) = engine.workers.all
         for number in range(1, 4):
             await until(lambda: loop.admits)
             worker.is_well.clear()
@@ -349,7 +349,7 @@ async def test_the_servers_own_end_makes_no_request_a_suspect(byte_tokenizer_dir
             worker.runs.clear()
             state = await submit(engine, "a", [5])
             group = engine.group(state)
-            await until(lambda: not engine.waiting)
+            await until(lambda: not engine.requests.waiting)
         assert group.suspicion is None
 
 
@@ -360,7 +360,7 @@ async def test_a_worker_that_spoils_everything_is_tried_less_and_less_while_othe
     bad, good = FakeWorkerService(byte_tokenizer_directory), FakeWorkerService(byte_tokenizer_directory)
     bad.spoil = _change(token_ids=[999])
     async with serving(bad) as first, serving(good) as second, running(first, second) as engine:
-        await until(lambda: all(loop.admits for loop in engine.workers))
+        await until(lambda: all(loop.admits for loop in engine.workers.all))
         for batch in range(10):
             states = [await submit(engine, f"{batch} {number}", [5] * 30) for number in range(30)]
             assert await asyncio.gather(*(text_of(engine, state) for state in states)) == ["ggggg"] * 30
@@ -372,7 +372,7 @@ async def test_an_error_in_one_workers_loop_is_that_workers_alone(
 ) -> None:
     workers = [FakeWorkerService(byte_tokenizer_directory) for _ in range(2)]
     async with serving(workers[0]) as first, serving(workers[1]) as second, running(first, second) as engine:
-        await until(lambda: all(loop.admits for loop in engine.workers))
+        await until(lambda: all(loop.admits for loop in engine.workers.all))
         loop = loop_of(engine, first)
         monkeypatch.setattr(loop.scheduler, "schedule", lambda _: 1 / 0)
         states = [await submit(engine, str(number), [5]) for number in range(20)]
@@ -393,7 +393,7 @@ async def test_an_error_of_our_own_is_no_evidence_against_a_request(
 
     worker = FakeWorkerService(byte_tokenizer_directory)
     monkeypatch.setattr(worker_loop, "FIRST_RETRY_SECONDS", 0.001)
-    monkeypatch.setattr(worker_loop, "check_answer", check)
+    monkeypatch.setattr(worker_session, "check_answer", check)
     async with serving(worker) as address, running(address) as engine:
         state = await submit(engine, "a", [5], max_tokens=2)
         group = engine.group(state)
@@ -418,7 +418,7 @@ async def test_a_worker_that_does_not_send_its_tokenizer_keeps_no_other_waiting(
             await is_asked.wait()
             return await super().GetWorkerInfo(request, context)
 
-    monkeypatch.setattr(engine_module, "LONG_FETCH_SECONDS", 0.01)
+    monkeypatch.setattr(agreement, "LONG_FETCH_SECONDS", 0.01)
     stalled, good = Stalled(byte_tokenizer_directory), Second(byte_tokenizer_directory)
     async with serving(stalled) as first, serving(good) as second, running(first, second, time_limit=10) as engine:
         assert await text_of(engine, await submit(engine, "a", [5])) == "ggggg"
@@ -429,12 +429,12 @@ async def test_a_worker_whose_newest_epoch_is_the_last_gets_no_session(byte_toke
     worker = FakeWorkerService(byte_tokenizer_directory)
     worker.info.epoch = 2**64 - 1
     async with serving(worker) as address, running(address) as engine:
-        (loop,) = engine.workers
+        (loop,) = engine.workers.all
         await until(lambda: "no session can be newer: restart the worker" in loop.last_error)
-        assert not engine.serving
+        assert not engine.workers.serving
         assert not worker.num_sessions
         worker.info.epoch = 2**63 + 5
-        await until(lambda: engine.serving)
+        await until(lambda: engine.workers.serving)
         assert loop.epoch == 2**63 + 6
 
 
@@ -447,7 +447,8 @@ async def test_a_long_pause_does_not_outlive_its_reason(
     """
     pauses: list[float] = []
     engine = Engine(SchedulerSettings(workers=["gone:1"], model="fake"))
-    (loop,) = engine.workers
+    (worker,) = engine.workers.all
+    loop = worker_loop.WorkerLoop(engine.fleet, worker)
 
     async def serve() -> None:
         loop._is_lost_in_a_step = len(pauses) < 3
@@ -455,32 +456,33 @@ async def test_a_long_pause_does_not_outlive_its_reason(
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
-        loop.is_wanted = len(pauses) < 4
+        worker.is_wanted = len(pauses) < 4
 
     monkeypatch.setattr(loop, "_serve", serve)
-    monkeypatch.setattr(Engine, "admits", True)
+    monkeypatch.setattr(Workers, "admits", True)
     monkeypatch.setattr(worker_loop.asyncio, "sleep", sleep)
     await loop.run()
     shares = [pause / longest for pause, longest in zip(pauses, (5, 10, 20, 2), strict=True)]
     assert all(0.5 <= share <= 1 for share in shares)
     assert len(set(shares)) == len(shares)
-    await loop.client.close()
+    await worker.client.close()
 
 
 async def test_what_a_worker_says_of_its_failure_is_kept_short(
     byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(SchedulerSettings(workers=["gone:1"], model="fake"))
-    (loop,) = engine.workers
+    (worker,) = engine.workers.all
+    loop = worker_loop.WorkerLoop(engine.fleet, worker)
 
     async def serve() -> None:
-        loop.is_wanted = False
+        worker.is_wanted = False
         raise WorkerError("x" * 1_000_000)
 
     monkeypatch.setattr(loop, "_serve", serve)
     await loop.run()
-    assert 100 <= len(loop.last_error) <= 1000
-    await loop.client.close()
+    assert 100 <= len(worker.last_error) <= 1000
+    await worker.client.close()
 
 
 async def test_a_session_that_cannot_begin_leaves_nothing_behind_that_breaks_the_others(
@@ -488,18 +490,18 @@ async def test_a_session_that_cannot_begin_leaves_nothing_behind_that_breaks_the
 ) -> None:
     workers = [FakeWorkerService(byte_tokenizer_directory) for _ in range(2)]
     async with serving(workers[0]) as first, serving(workers[1]) as second, running(first, second) as engine:
-        await until(lambda: all(loop.admits for loop in engine.workers))
+        await until(lambda: all(loop.admits for loop in engine.workers.all))
         loop = loop_of(engine, first)
-        loop.drain()
+        engine.fleet.drain(loop)
         await until(lambda: loop.state is WorkerStatus.DRAINED)
         closed: list[Session] = []
         close = Session.close
         with monkeypatch.context() as patch:
             patch.setattr(planner, "BlockManager", lambda *_, **__: 1 / 0)
             patch.setattr(Session, "close", lambda session: closed.append(session) or close(session))
-            loop.undrain()
+            engine.fleet.undrain(loop)
             await until(lambda: closed)
-            assert len(engine.waiting.balancer) == 1
+            assert len(engine.requests.waiting.balancer) == 1
             assert await text_of(engine, await submit(engine, "a", [5])) == "ggggg"
         await until(lambda: loop.admits)
-        assert len(engine.waiting.balancer) == 2
+        assert len(engine.requests.waiting.balancer) == 2

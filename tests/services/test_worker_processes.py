@@ -13,7 +13,7 @@ from test_processes import WORKER_SIZES, Start
 from test_processes import start as start
 
 from pagewire_client.local import ServiceProcess
-from scheduler_service.engine.workers.worker_loop import WorkerLoop, WorkerStatus
+from scheduler_service.engine.workers.worker import Worker, WorkerStatus
 from scheduler_service.frontend.output.request import RequestState
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ class Workers:
     @asynccontextmanager
     async def engine(self, *addresses: str, **settings: object) -> AsyncIterator[OneProcess]:
         async with running(*addresses, model=str(self._model), **settings) as engine:
-            await until(lambda: all(loop.admits for loop in engine.workers))
+            await until(lambda: all(loop.admits for loop in engine.workers.all))
             yield engine
 
 
@@ -57,8 +57,8 @@ def workers(start: Start, tiny_model_directory: Path) -> Workers:
     return Workers(start, tiny_model_directory)
 
 
-def loop_of(engine: OneProcess, address: str) -> WorkerLoop:
-    return next(loop for loop in engine.workers if loop.client.address == address)
+def loop_of(engine: OneProcess, address: str) -> Worker:
+    return next(loop for loop in engine.workers.all if loop.client.address == address)
 
 
 async def tokens_of(engine: OneProcess, state: RequestState) -> Any:
@@ -98,7 +98,7 @@ async def check(streams: dict[str, asyncio.Task[Any]], expected: dict[str, Any])
         assert_equal(await stream, expected[name])
 
 
-async def gain(engine: OneProcess, loop: WorkerLoop) -> None:
+async def gain(engine: OneProcess, loop: Worker) -> None:
     """Until a worker has answered steps that it runs groups in, and has some left."""
     steps = loop.num_steps
     await until(lambda: loop.num_steps > steps + 5 and loop.scheduler is not None and loop.scheduler.running)
@@ -115,7 +115,7 @@ async def test_requests_of_every_kind_go_on_elsewhere_from_their_tokens(number: 
         await gain(engine, victim)
         workers.signal(first, number)
         await check(streams, expected)
-        assert not engine.requests
+        assert not engine.requests.in_flight
         if number == signal.SIGTERM:
             assert await workers.ended(first) == 0
         assert victim.num_losses == (number != signal.SIGTERM)
@@ -144,17 +144,17 @@ async def test_workers_are_restarted_one_after_the_other_and_no_token_changes(wo
     addresses = [workers.up() for _ in range(2)]
     async with workers.engine(*addresses, max_num_seqs=8) as engine:
         expected = {name: await stream for name, stream in (await load(engine)).items()}
-        epochs = [loop.epoch for loop in engine.workers]
+        epochs = [loop.epoch for loop in engine.workers.all]
         for address in addresses:
             streams = await load(engine)
             await gain(engine, loop_of(engine, address))
             workers.signal(address, signal.SIGTERM)
             assert await workers.ended(address) == 0
             workers.up(address)
-            await until(lambda: all(loop.admits for loop in engine.workers))
+            await until(lambda: all(loop.admits for loop in engine.workers.all))
             await check(streams, expected)
-        assert all(loop.epoch > epoch for loop, epoch in zip(engine.workers, epochs, strict=True))
-        assert [loop.num_losses for loop in engine.workers] == [0, 0]
+        assert all(loop.epoch > epoch for loop, epoch in zip(engine.workers.all, epochs, strict=True))
+        assert [loop.num_losses for loop in engine.workers.all] == [0, 0]
 
 
 async def test_an_idle_worker_leaves_at_once(workers: Workers) -> None:
@@ -164,7 +164,7 @@ async def test_an_idle_worker_leaves_at_once(workers: Workers) -> None:
         assert len(await text_of(engine, await submit(engine, "a", [5]))) == 5
         workers.signal(address, signal.SIGTERM)
         assert await workers.ended(address) == 0
-        (loop,) = engine.workers
+        (loop,) = engine.workers.all
         await until(lambda: loop.state is WorkerStatus.CONNECTING)
         assert loop.num_losses == 0
 

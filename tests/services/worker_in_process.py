@@ -32,7 +32,7 @@ class ServedWorker:
 @asynccontextmanager
 async def worker_in_process(model: Path, listen: str = "127.0.0.1:0", **settings: Any) -> AsyncIterator[ServedWorker]:
     """Of a small cache, unless the settings say otherwise."""
-    sizes = {"block_size": 8, "num_device_blocks": 128, "swap_space": 0.002, "threads": 1, "forms": False}
+    sizes = {"block_size": 8, "num_gpu_blocks_override": 128, "swap_space": 0.002, "threads": 1, "forms": False}
     worker = load_worker(WorkerSettings(**{"model": str(model)} | sizes | settings))
     server = GrpcServer([], max_receive_bytes=64 << 20)
     servicer = WorkerServicer(DeviceThread())

@@ -30,5 +30,5 @@ def prompt_logprobs(settings: WorkerSettings) -> Tensor:
 
 
 def worker_settings(path: Path, quantization: str = "none", **settings: Any) -> WorkerSettings:
-    sizes: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "num_device_blocks": 40}
+    sizes: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "num_gpu_blocks_override": 40}
     return WorkerSettings(**{"model": str(path), "quantization": quantization} | sizes | settings)

@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
 from scheduler_service.core import Scheduler, SchedulerOutput
 from scheduler_service.core.planning.loras import LoraFetch
 from scheduler_service.engine.adapters.adapter_files import Adapter, CopyLostError, hand_over
+from scheduler_service.engine.adapters.catalogue import LONG_FETCH_SECONDS, Catalogue, Delivery
 from scheduler_service.engine.worker_link.client import (
     AdapterFailedError,
     AdapterRefusedError,
@@ -25,66 +25,40 @@ from scheduler_service.engine.worker_link.client import (
     WorkerClient,
     WorkerError,
 )
+from scheduler_service.engine.workers.fetch_counts import FetchCounts
 
 log = structlog.get_logger()
 
 FIRST_RETRY_SECONDS = 1.0
 LAST_RETRY_SECONDS = 60.0
-LONG_FETCH_SECONDS = 5.0
-"""After which a worker is brought an adapter although it is on its way to another one."""
-
-
-class Wanted(Protocol):
-    """The adapters of the whole fleet."""
-
-    @property
-    def wanted(self) -> Mapping[str, Adapter]:
-        """Those that a worker may be brought, by fingerprint."""
-
-    @property
-    def named(self) -> Sequence[str]:
-        """The fingerprints of those that requests can name."""
-
-    def may_be_brought(self, fingerprint: str) -> bool:
-        """Whether a worker that lacks an adapter should be brought it now, and does not wait for another worker."""
-
-    def give_up(self, adapter: Adapter, reason: str) -> None:
-        """End the requests of an adapter that no worker can be brought, and have no more name it."""
-
-    def fetched(self) -> None:
-        """A worker has been brought an adapter, or has turned out to be unable to use it."""
-
-
-class FetchCounts:
-    """Adapters that a worker was brought, their bytes, and the seconds that it took."""
-
-    def __init__(self) -> None:
-        self.num_adapters = 0
-        self.num_bytes = 0
-        self.seconds = 0.0
 
 
 class AdapterFetcher:
-    """Of one session. `in_flight` are the steps that the worker has been sent and has not answered."""
+    """The fetcher of one session. `in_flight` are the steps that the worker has been sent and has not answered.
+
+    `fetched` is called when the worker has got an adapter, or when one was `refused` or `lost`.
+    """
 
     def __init__(
         self,
-        adapters: Wanted,
+        catalogue: Catalogue,
         client: WorkerClient,
         scheduler: Scheduler,
         in_flight: Sequence[SchedulerOutput],
         counts: FetchCounts,
+        fetched: Callable[[], None],
     ) -> None:
-        self._adapters = adapters
+        self._catalogue = catalogue
         self._client = client
         self._scheduler = scheduler
         self._in_flight = in_flight
         self._counts = counts
-        self.fetching = ""
-        """The adapter that is on its way."""
-        self.fetching_since = 0.0
+        self._fetched = fetched
+        self._delivery = Delivery()
         self.refused: dict[str, str] = {}
-        """Those that the worker cannot use, and why."""
+        """Adapters that the worker cannot use, by fingerprint, and why."""
+        self.lost: list[tuple[Adapter, str]] = []
+        """Adapters whose copies cannot be read any more, and why, until the adapters are given up."""
         self._lacking: Sequence[str] = ()
         self._asked: dict[str, asyncio.Future[bool]] = {}  # by an operator
         self._to_try: dict[str, None] = {}  # because another worker cannot use them
@@ -96,9 +70,19 @@ class AdapterFetcher:
         self._wake = asyncio.Event()
         self._answered = asyncio.Event()
 
+    @property
+    def fetching(self) -> str:
+        """The fingerprint of the adapter that is on its way; empty if none is."""
+        return self._delivery.fingerprint
+
+    @property
+    def admits(self) -> bool:
+        """Whether the worker takes requests."""
+        return self._scheduler.admits
+
     def begin(self, held: Iterable[str]) -> None:
         """Take note of what the worker held before the session; it is to forget what nothing names any more."""
-        wanted = self._adapters.wanted
+        wanted = self._catalogue.wanted
         for fingerprint in held:
             if fingerprint in wanted:
                 self._scheduler.hold_lora(fingerprint)
@@ -111,7 +95,7 @@ class AdapterFetcher:
 
     def look_again(self) -> None:
         """Others can be named, or are needed, than before."""
-        if self._handing is not None and self.fetching not in self._adapters.wanted:
+        if self._handing is not None and self.fetching not in self._catalogue.wanted:
             self._handing.cancel()
         self._wake.set()
 
@@ -163,6 +147,7 @@ class AdapterFetcher:
 
     async def run(self) -> None:
         """Serve until cancelled. Raises WorkerError where the worker is not to be used any more."""
+        self._catalogue.deliveries.add(self._delivery)
         try:
             while True:
                 self._wake.clear()
@@ -179,6 +164,7 @@ class AdapterFetcher:
                         async with asyncio.timeout(self._pause()):
                             await self._wake.wait()
         finally:
+            self._catalogue.deliveries.discard(self._delivery)
             self._is_over = True
             for future in self._asked.values():
                 future.set_exception(_over())
@@ -190,9 +176,9 @@ class AdapterFetcher:
         def may_be_tried(fingerprint: str) -> bool:
             return fingerprint not in self.refused and self._retries.get(fingerprint, (0.0,))[0] <= now
 
-        may_be_brought = self._adapters.may_be_brought
+        may_be_brought = self._catalogue.may_be_brought
         wanted = [*self._to_try, *(one for one in self._lacking if may_be_brought(one))]
-        preloads = filter(may_be_tried, self._adapters.named)
+        preloads = filter(may_be_tried, self._catalogue.fingerprints)
         return self._scheduler.begin_fetch([*self._asked, *filter(may_be_tried, wanted)], preloads)
 
     def _pause(self) -> float | None:
@@ -218,7 +204,7 @@ class AdapterFetcher:
 
     async def _bring(self, fetch: LoraFetch) -> None:
         fingerprint, seconds = fetch.lora_name, None
-        self.fetching, self.fetching_since = fingerprint, time.monotonic()
+        self._delivery.fingerprint, self._delivery.since = fingerprint, time.monotonic()
         try:
             if fetch.dropped:
                 await self._forget(fetch.dropped)
@@ -232,13 +218,13 @@ class AdapterFetcher:
             self._retry_later(fingerprint, str(error))
             self._answer(fingerprint, error)
         finally:
-            self.fetching = ""
+            self._delivery.fingerprint = ""
             self._to_try.pop(fingerprint, None)
             self._scheduler.end_fetch(seconds)
         self._answer(fingerprint, seconds is not None)
-        if fingerprint not in self._adapters.wanted:
+        if fingerprint not in self._catalogue.wanted:
             self.drop(fingerprint)  # it was unloaded meanwhile
-        self._adapters.fetched()
+        self._fetched()
 
     def _retry_later(self, fingerprint: str, reason: str) -> None:
         pause = min(LAST_RETRY_SECONDS, 2 * self._retries.get(fingerprint, (0.0, FIRST_RETRY_SECONDS / 2))[1])
@@ -248,7 +234,7 @@ class AdapterFetcher:
 
     async def _hand_over(self, fingerprint: str) -> float | None:
         """Returns the seconds that it took; None for one that is not wanted any more."""
-        adapter = self._adapters.wanted.get(fingerprint)
+        adapter = self._catalogue.wanted.get(fingerprint)
         if adapter is None:
             return None
         began = time.monotonic()
@@ -265,8 +251,8 @@ class AdapterFetcher:
             return None
         except CopyLostError as error:
             self._to_forget.append(fingerprint)
-            if fingerprint in self._adapters.wanted:
-                self._adapters.give_up(adapter, str(error))
+            if fingerprint in self._catalogue.wanted:
+                self.lost.append((adapter, str(error)))
             return None
         finally:
             self._handing = None

@@ -85,12 +85,12 @@ async def _pieces_of(adapter: Adapter) -> AsyncIterator[worker_pb.TakeAdapterReq
 
 
 def configured_folders(named: Sequence[str], folder: Path | None) -> Sequence[tuple[str, Path]]:
-    """Names and folders of --lora and --lora-dir. Raises ValueError."""
+    """Names and folders of --lora-modules and --lora-dir. Raises ValueError."""
     found = []
     for item in named:
         name, is_pair, place = item.partition("=")
         if not is_pair:
-            raise ValueError(f"--lora {item}: it must be NAME=FOLDER")
+            raise ValueError(f"--lora-modules {item}: it must be NAME=FOLDER")
         found.append((name, Path(place).expanduser()))
     if folder is not None:
         if not folder.is_dir():

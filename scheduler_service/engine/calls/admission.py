@@ -21,12 +21,12 @@ a second, with 20 likeliest tokens beside each of these."""
 
 
 def unread_bytes(settings: SchedulerSettings) -> int:
-    """What all output that no client has read may take, of all front ends together."""
+    """Bytes that unread output may take, in all front ends together."""
     return int(settings.request_memory * 2**30) // UNREAD_SHARE
 
 
 class Admission:
-    """What is in flight: requests that are being checked, and those that were submitted (`requests`, by their keys).
+    """Counts calls in flight: requests that are being checked, and submitted ones (`requests`, by their keys).
 
     A request that is resumed may be both, in two calls. The memory of a call counts until the call is closed. A call of
     many texts is being checked until it is closed; its texts are submitted, take no places, and what memory they take
@@ -43,7 +43,7 @@ class Admission:
             "Tokenize, Detokenize and GetModel", max_calls=MAX_SIDE_CALLS, max_bytes=MAX_SIDE_BYTES
         )
         self.num_bytes = 0
-        """Of all requests, also after they were superseded."""
+        """Bytes of all requests, superseded ones included."""
         self._num_texts = 0  # of calls, among the requests
 
     @property

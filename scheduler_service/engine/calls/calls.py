@@ -72,7 +72,7 @@ class Call:
         self.tell(failed=pb.Failed(code=error.code.value[0], message=str(error), at_once=at_once))
 
     def tell_gained(self, gained: SequenceOutput) -> None:
-        """What an output gained, if it is more than a token."""
+        """Tell what an output gained, if that is more than a token."""
         group = gained.sequence.group
         if group.beams is None or gained.sequence.status.has_failed:
             self.outbox.tell_gained(self.number, gained)
@@ -84,7 +84,7 @@ class Call:
             self.tell(hypotheses=pb.Hypotheses(hypotheses=found))
 
     def tell_standing(self) -> None:
-        """Where the request stands, for its client."""
+        """Tell where the request stands, for its client."""
         group = self.group
         assert group is not None
         standing = pb.Standing(
@@ -101,7 +101,7 @@ class Call:
         self.tell(standing=standing)
 
     def tell_change(self) -> None:
-        """Where a traced request stands, if that is not what was told last."""
+        """Tell where a traced request stands, if that has changed since it was told last."""
         if self._stands() != self.told:
             self.tell_standing()
 

@@ -40,7 +40,7 @@ def reserved(listen: str, patience: float = 0.0) -> Iterator[str]:
 
 
 def _taken(host: str, port: int) -> tuple[contextlib.ExitStack, int]:
-    """What holds the port, and its number. Raises OSError."""
+    """The sockets that hold the port, and the port's number. Raises OSError."""
     with contextlib.ExitStack() as stack:
         for family, address in _addresses(host.strip("[]")):
             with _bound(family, address, port) as alone:  # which fails while another server listens
@@ -51,7 +51,7 @@ def _taken(host: str, port: int) -> tuple[contextlib.ExitStack, int]:
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """What gRPC binds for a host: all addresses of a name, and both families for either one's wildcard."""
+    """The addresses that gRPC binds for a host: all addresses of a name, and both families for either wildcard."""
     hosts = WILDCARDS if host in WILDCARDS else (host,)
     found = [info for name in hosts for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     usable = {family: _has_family(family) for family, *_ in found}

@@ -57,7 +57,7 @@ class FrontEndProcesses:
 
     @property
     def process_ids(self) -> set[int]:
-        """Of those that run."""
+        """Process ids of the front ends that run."""
         return {process.pid for process in self._processes}
 
     def kill(self, process_id: int) -> None:

@@ -1,4 +1,4 @@
-"""The engine's end of the wire to its front ends: a session each, and what all of them show and have counted."""
+"""The engine's end of the wire to its front ends: a connection each, and what all of them show and have counted."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ class FrontEnds(EngineServiceServicer):
         engine.adapters.when_changed = self._tell_adapters
         self.kill = kill
         self.num_expected = num_expected
-        self.sessions: set[Session] = set()
+        self.connections: set[FrontEndConnection] = set()
         self.is_serving = False
         self.is_over = False
         self._changed = asyncio.Event()
@@ -65,25 +65,25 @@ class FrontEnds(EngineServiceServicer):
     async def Attach(  # type: ignore[override]  # it writes itself
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
     ) -> None:
-        session = Session(self)
-        self.sessions.add(session)
-        self.engine.outboxes.add(session.outbox)
+        connection = FrontEndConnection(self)
+        self.connections.add(connection)
+        self.engine.requests.outboxes.add(connection.outbox)
         tasks = [
-            asyncio.create_task(session.read(request_iterator)),
-            asyncio.create_task(session.write(context)),
-            asyncio.create_task(session.watch()),
-            asyncio.create_task(session.watch_backlog()),
-            asyncio.create_task(session.tell_model()),
+            asyncio.create_task(connection.read(request_iterator)),
+            asyncio.create_task(connection.write(context)),
+            asyncio.create_task(connection.watch()),
+            asyncio.create_task(connection.watch_backlog()),
+            asyncio.create_task(connection.tell_model()),
         ]
         try:
             await asyncio.wait(tasks[:4], return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
-            self.sessions.discard(session)
-            self.engine.outboxes.discard(session.outbox)
-            session.close()
-            self._gone.add(session.counts)
+            self.connections.discard(connection)
+            self.engine.requests.outboxes.discard(connection.outbox)
+            connection.close()
+            self._gone.add(connection.counts)
             self.note_change()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(result, Exception):
@@ -95,14 +95,14 @@ class FrontEnds(EngineServiceServicer):
 
     def note_loaded(self) -> None:
         """A front end has loaded the model."""
-        if len(self.sessions) >= self.num_expected and all(session.has_loaded for session in self.sessions):
+        if len(self.connections) >= self.num_expected and all(connection.has_loaded for connection in self.connections):
             self.error = ""
 
     async def until_serving(self) -> None:
         """Wait until every front end shows SERVING. Where one of them takes too long, the others are enough."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHOW_SECONDS):
-                await self._until(lambda session: session.shows_serving)
+                await self._until(lambda connection: connection.shows_serving)
         if not self._shows_serving:
             log.error("not ready: no front end shows SERVING", reason=self.error)
         while not self._shows_serving:
@@ -111,57 +111,57 @@ class FrontEnds(EngineServiceServicer):
 
     @property
     def _shows_serving(self) -> bool:
-        return any(session.shows_serving for session in self.sessions)
+        return any(connection.shows_serving for connection in self.connections)
 
     def tell_serving(self, *, serving: bool) -> None:
         """Have every front end show SERVING, or not, in a moment."""
         self.is_serving = serving
-        for session in self.sessions:
-            session.outbox.tell(0, health=pb.Health(serving=serving))
+        for connection in self.connections:
+            connection.outbox.tell(0, health=pb.Health(serving=serving))
 
     def set_keys(self, keyring: Keyring) -> None:
         """Have calls from now on need one of these keys."""
         self.engine.set_keys(keyring)
         keys = keyring.encode()
-        for session in self.sessions:
-            session.outbox.tell(0, keys=keys)
+        for connection in self.connections:
+            connection.outbox.tell(0, keys=keys)
 
     def _tell_adapters(self) -> None:
-        for session in self.sessions:
-            session.tell_adapters()
+        for connection in self.connections:
+            connection.tell_adapters()
 
     async def wait_until_listening(self) -> str:
         """Wait until all that are expected listen; returns the address."""
-        await self._until(lambda session: bool(session.address))
-        return next(iter(self.sessions)).address
+        await self._until(lambda connection: bool(connection.address))
+        return next(iter(self.connections)).address
 
     def listens(self, process_id: int) -> bool:
-        """Whether the front end of this process listens; whether it hangs by now, its session finds out."""
-        return any(session.process_id == process_id for session in self.sessions)
+        """Whether the front end of this process listens; whether it hangs by now, its connection finds out."""
+        return any(connection.process_id == process_id for connection in self.connections)
 
     async def _until(self, holds: Any) -> None:
-        while len(self.sessions) < self.num_expected or not all(map(holds, self.sessions)):
+        while len(self.connections) < self.num_expected or not all(map(holds, self.connections)):
             self._changed.clear()
             await self._changed.wait()
 
     async def counts(self) -> CountsByTenant:
-        """What all of them have counted since the start. One that does not answer in time is counted as it was."""
-        asked = list(self.sessions)
-        await asyncio.gather(*(session.ask_counts(STATISTICS_SECONDS) for session in asked))
+        """Counts of all front ends since the start. For one that does not answer in time, its last counts are taken."""
+        asked = list(self.connections)
+        await asyncio.gather(*(connection.ask_counts(STATISTICS_SECONDS) for connection in asked))
         total = CountsByTenant(self._tenants)
-        for counts in (self._gone, *(session.counts for session in self.sessions)):
+        for counts in (self._gone, *(connection.counts for connection in self.connections)):
             total.add(counts)
         return total
 
     def say_goodbye(self) -> set[int]:
         """The service shuts down: have the front ends end. Returns the process ids of those that are told."""
         self.is_over = True
-        for session in self.sessions:
-            session.outbox.tell(0, goodbye=pb.Goodbye())
-        return {session.process_id for session in self.sessions}
+        for connection in self.connections:
+            connection.outbox.tell(0, goodbye=pb.Goodbye())
+        return {connection.process_id for connection in self.connections}
 
 
-class Session:
+class FrontEndConnection:
     """One front end, from when it attaches until its stream ends."""
 
     def __init__(self, front_ends: FrontEnds) -> None:
@@ -193,7 +193,9 @@ class Session:
 
     def tell_adapters(self) -> None:
         """Send the names of those that requests can name."""
-        self.outbox.tell(0, adapters=pb.Names(names=[adapter.name for adapter in self._engine.adapters.listed]))
+        self.outbox.tell(
+            0, adapters=pb.Names(names=[adapter.name for adapter in self._engine.adapters.catalogue.listed])
+        )
 
     def close(self) -> None:
         """The front end is gone, and the clients of its calls with it."""
@@ -240,8 +242,8 @@ class Session:
 
     async def tell_model(self) -> None:
         """Send the model once it is known, and whether requests are worth sending."""
-        model = await self._engine.wait_for_model()
-        for name, data in self._engine.model_files.items():
+        model = await self._engine.fleet.agreement.wait_for_model()
+        for name, data in self._engine.fleet.agreement.model_files.items():
             for start in range(0, len(data), FILE_BYTES):
                 part = pb.ModelFile(name=name, data=data[start : start + FILE_BYTES])
                 self.outbox.tell(0, model_file=part)
@@ -281,12 +283,12 @@ class Session:
                 self._answer(submitted, lambda: self._engine.submit(submitted, event.submit))
             case "unserved":
                 asking = Call(self.outbox, event.call, "")
-                self._answer(asking, lambda: self._engine.refuse_unserved(event.unserved.seconds))
+                self._answer(asking, lambda: self._engine.requests.refuse_unserved(event.unserved.seconds))
             case "stop_output":
                 if (call := self._calls.get(event.call)) is not None:
-                    self._engine.stop_output(call, event.stop_output.index)
+                    self._engine.requests.stop_output(call, event.stop_output.index)
             case "abort":
-                found = self._engine.abort(event.abort.key)
+                found = self._engine.requests.abort(event.abort.key)
                 self.outbox.tell(event.call, answer=pb.Answer(found=found))
             case "close":
                 if (closed := self._calls.pop(event.call, None)) is not None:
@@ -314,7 +316,9 @@ class Session:
         except RequestError as error:
             call.tell(answer=pb.Answer(code=error.code.value[0], message=str(error)))
             return False
-        except Exception as error:  # one request must not cost the front end its session, and all others their streams
+        except (
+            Exception
+        ) as error:  # one request must not cost the front end its connection, and all others their streams
             log.error("request could not be queued", key=call.key, exc_info=error)
             call.tell(answer=pb.Answer(code=_INTERNAL.code.value[0], message=str(_INTERNAL)))
             return False

@@ -44,7 +44,7 @@ TOKENIZER_FILES = frozenset(
 )
 MAX_TOKENIZER_BYTES = 256 << 20
 ADAPTER_SECONDS = 300.0
-"""For an adapter of gigabytes over a slow network."""
+"""Seconds for an adapter of gigabytes over a slow network."""
 _PORT = "--workers names the workers' --listen, which has port 50052 unless told otherwise"
 _REFUSALS = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -56,7 +56,7 @@ _REFUSALS = (
 T = TypeVar("T")
 
 _WRITE_FAILED = "Internal error from Core"
-"""What gRPC says when a write meets the end of the stream."""
+"""The message of gRPC when a write meets the end of the stream."""
 END_SECONDS = 1.0
 """How long to wait for a stream's status after a write has failed because the stream ended: the status comes after the
 answers that were under way."""
@@ -206,7 +206,7 @@ class WorkerClient:
         """With `tls`, the worker's certificate must have the name `identity`, or that in the address."""
         self.address = address
         self.epoch = 0
-        """Of the session that is open or about to be: calls about adapters carry it."""
+        """Epoch of the session that is open or about to be: calls about adapters carry it."""
         self._direction = Direction(address, tls is not None, "--worker-tls", _PORT)
         self._tls = tls
         self._identity = identity

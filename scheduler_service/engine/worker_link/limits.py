@@ -1,14 +1,15 @@
-"""What the served model and its workers allow: the first worker decides, and every later one must offer as much."""
+"""Limits of the served model and its workers: the first worker decides, and every later one must offer as much."""
 
 import os
 import re
 from pathlib import Path
 
 from pagewire.v1.engine_service_pb2 import ModelLimits
+from pagewire_common.sampling import MAX_N
 from pagewire_common.start_error import StartError
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.config import blocks_within_window, default_prefill_chunk
-from scheduler_service.settings import SchedulerSettings
+from scheduler_service.settings import MOST_BATCHED_TOKENS, MOST_SEQS, SchedulerSettings
 from scheduler_service.wire.codec import WorkerInfo
 
 LARGEST_STEPS_BEFORE_TIMEOUT = 10
@@ -45,16 +46,30 @@ def _num_own_blocks(info: WorkerInfo) -> int:
     return info.num_device_blocks - -(-info.max_encoder_len // info.block_size)
 
 
+def max_num_batched_tokens(settings: SchedulerSettings, info: WorkerInfo) -> int:
+    """The most tokens in one step of this worker."""
+    return min(settings.max_num_batched_tokens or MOST_BATCHED_TOKENS, info.max_num_batched_tokens)
+
+
 def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
     """The most sequences in one step of this worker; each takes at least one token of the step."""
-    return min(settings.max_num_seqs, info.max_num_seqs, settings.max_num_batched_tokens, info.max_num_batched_tokens)
+    return min(settings.max_num_seqs or MOST_SEQS, info.max_num_seqs, max_num_batched_tokens(settings, info))
+
+
+def settings_above(settings: SchedulerSettings, info: WorkerInfo) -> dict[str, tuple[int, int]]:
+    """The scheduler's flags that ask for more than this worker takes: what each says, and the worker's limit."""
+    pairs = {
+        "--max-num-batched-tokens": (settings.max_num_batched_tokens, info.max_num_batched_tokens),
+        "--max-num-seqs": (settings.max_num_seqs, info.max_num_seqs),
+    }
+    return {flag: (ours, theirs) for flag, (ours, theirs) in pairs.items() if ours is not None and ours > theirs}
 
 
 def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
-    """What requests are promised, by what the first worker has."""
+    """Limits that requests are promised, by what the first worker has."""
     context_length = max_sequence_tokens(info)
     return ModelLimits(
-        name=info.model_id,
+        name=settings.served_model_name or info.model_id,
         fingerprint=info.model_fingerprint,
         dtype=info.dtype,
         context_length=context_length,
@@ -65,7 +80,7 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         pool_tokens=max(context_length, _num_own_blocks(info) // 2 * info.block_size),
         vocabulary_size=info.vocabulary_size,
         max_num_seqs=max_num_seqs(settings, info),
-        has_priorities=settings.policy == "priority",
+        has_priorities=settings.scheduling_policy == "priority",
         has_forms="forms" in info.features,
         num_lookahead_slots=info.num_speculative_tokens,
         generates=info.num_device_blocks > 0,
@@ -73,7 +88,7 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         pooling_type=info.pooling_type,  # type: ignore[arg-type]
         normalizes=info.normalizes,
         num_labels=info.num_labels,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_batched_tokens=max_num_batched_tokens(settings, info),
         max_encoder_len=info.max_encoder_len,
         feature_bytes=info.feature_bytes,
         undeclared_keys=settings.undeclared_keys,
@@ -100,12 +115,12 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
     if info.num_speculative_tokens > limits.num_lookahead_slots:
         raise ValueError(
             f"the worker guesses {info.num_speculative_tokens} tokens ahead, for which requests were promised room for "
-            f"{limits.num_lookahead_slots}; start it like the first worker, or that one with --speculate"
+            f"{limits.num_lookahead_slots}; start it like the first worker, or that one with --speculative-config"
         )
     for name, promised, offered in (
         ("longest sequence", limits.context_length, max_sequence_tokens(info)),
         ("pool", limits.pool_tokens, max(max_sequence_tokens(info), _num_own_blocks(info) * info.block_size)),
-        ("largest step", limits.max_num_seqs, max_num_seqs(settings, info)),
+        ("largest step", min(limits.max_num_seqs, MAX_N), max_num_seqs(settings, info)),
     ):
         if offered < promised:
             raise ValueError(f"the worker's {name} is {offered}; requests were promised {promised}")
@@ -124,19 +139,28 @@ def step_timeout(settings: SchedulerSettings, config: SchedulerConfig) -> float:
     return max(settings.step_timeout, LARGEST_STEPS_BEFORE_TIMEOUT * largest_step)
 
 
-def scheduler_config(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:
-    """What the core is told of a worker. Raises ValueError for a worker that it cannot schedule."""
+def scheduler_config(
+    settings: SchedulerSettings, info: WorkerInfo, limits: ModelLimits | None = None
+) -> SchedulerConfig:
+    """What the core is told of a worker. Raises ValueError for a worker that it cannot schedule.
+
+    limits: by the first worker. Its steps bound those of the others, as requests are checked against them.
+    """
     if info.max_encoder_len and max_sequence_tokens(info) < 2:
         raise ValueError(
             f"the worker has {info.num_device_blocks} blocks; what its encoder reads of one request takes them all"
         )
-    max_num_batched_tokens = min(settings.max_num_batched_tokens, info.max_num_batched_tokens)
+    num_batched_tokens, num_seqs = max_num_batched_tokens(settings, info), max_num_seqs(settings, info)
+    if limits is not None:
+        num_batched_tokens = min(num_batched_tokens, limits.max_num_batched_tokens)
+        num_seqs = min(num_seqs, limits.max_num_seqs)
+    threshold = settings.long_prefill_token_threshold
     return SchedulerConfig(
         block_size=info.block_size,
         num_device_blocks=info.num_device_blocks,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_prefill_chunk=settings.max_prefill_chunk or default_prefill_chunk(max_num_batched_tokens),
-        max_num_seqs=max_num_seqs(settings, info),
+        max_num_batched_tokens=num_batched_tokens,
+        max_prefill_chunk=default_prefill_chunk(num_batched_tokens) if threshold is None else threshold,
+        max_num_seqs=num_seqs,
         max_model_len=info.max_model_len,
         watermark=settings.watermark,
         num_host_blocks=info.num_host_blocks,

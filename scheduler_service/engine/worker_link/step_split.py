@@ -16,20 +16,8 @@ Measuring costs 1.3 µs a step on an EPYC (Zen 5), nine readings of the clock in
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
-
-class WorkerTiming(Protocol):
-    """What a worker reports of a step, in microseconds."""
-
-    @property
-    def move_us(self) -> int: ...
-    @property
-    def forward_us(self) -> int: ...
-    @property
-    def sample_us(self) -> int: ...
-    @property
-    def guess_us(self) -> int: ...
+from pagewire.v1 import scheduler_output_pb2 as pb
 
 
 @dataclass(slots=True)
@@ -73,7 +61,7 @@ class RoundTrips:
         """A step goes out."""
         self._sent_at.append(at)
 
-    def answered(self, at: int, timing: WorkerTiming) -> None:
+    def answered(self, at: int, timing: pb.StepTiming) -> None:
         """The answer to the oldest step in flight came in."""
         began = max(self._sent_at.popleft(), self._answered_at)
         self._answered_at = at

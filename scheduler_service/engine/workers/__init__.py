@@ -1,1 +1,1 @@
-"""The fleet: which workers there are, and the step loop of each."""
+"""The state of the workers: status and counts of each, and for how long none has taken requests."""

@@ -1,4 +1,4 @@
-"""What became of a worker's guesses at how its sequences go on, as its answers say."""
+"""Counts of a worker's guesses at how its sequences go on, and of those that were right."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,11 +7,11 @@ from scheduler_service.core import ModelOutput
 
 _FEATURE = "speculate:"
 MAX_NAME = 16
-"""Of what a worker guesses with: it is a label."""
+"""Characters of a proposer's name, which is a label."""
 
 
 class Guesses:
-    """Of one worker."""
+    """Counts of one worker."""
 
     def __init__(self) -> None:
         self.proposer = ""
@@ -26,9 +26,9 @@ class Guesses:
 
 
 def proposer_of(features: Iterable[str]) -> str:
-    """What a worker with these features guesses with; empty if it does not guess."""
+    """The proposer that a worker with these features guesses with; empty if it does not guess."""
     named = (feature.removeprefix(_FEATURE) for feature in features if feature.startswith(_FEATURE))
-    return next((name[:MAX_NAME] for name in named if name.isalnum()), "")
+    return next((name[:MAX_NAME] for name in named if name.replace("_", "").isalnum()), "")
 
 
 class Lengths:

@@ -6,36 +6,7 @@ errors. When waiting requests begin to end UNAVAILABLE, clients had better go el
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
-
-MOST_WORKERS = 3
-"""Whose reasons an error has."""
-
-
-class Unserving(Protocol):
-    """A worker that takes no requests."""
-
-    @property
-    def client(self) -> Any: ...
-
-    @property
-    def draining(self) -> bool: ...
-
-    @property
-    def last_error(self) -> str: ...
-
-
-def why_unserved(workers: Sequence[Unserving], targets: Sequence[str]) -> str:
-    """Why none of the workers takes requests, for the client of one that waited."""
-    if not workers:
-        return f"none is found at {', '.join(targets)}"
-    reasons = [
-        f"{worker.client.address}: {'it is drained or shuts down' if worker.draining else worker.last_error}"
-        for worker in workers[:MOST_WORKERS]
-    ]
-    left = len(workers) - len(reasons)
-    return "; ".join([*reasons, *([f"and {left} more"] if left else [])])
+from collections.abc import AsyncIterator
 
 
 class Outage:

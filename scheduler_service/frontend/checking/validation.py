@@ -49,7 +49,7 @@ def check_place(
     """Raises RequestError for what says wrongly where a request belongs in queue and cache."""
     check_characters("cache_salt", message.cache_salt)
     if message.priority and not model.has_priorities:
-        invalid(f"priority is {message.priority}; this server does not run with --policy priority")
+        invalid(f"priority is {message.priority}; this server does not run with --scheduling-policy priority")
     if abs(message.priority) > MAX_PRIORITY:
         invalid(f"priority is {message.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
 

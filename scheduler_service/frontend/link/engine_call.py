@@ -37,17 +37,17 @@ class EngineCall:
         self._is_closed = False
         self._state: RequestState | None = None
         self._link = link
-        self.number = link.new_number()
+        self.number = link.connection.new_number()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._link.forget(self.number)
+        self._link.requests.forget(self.number)
         if self._state is not None:
             self._state.stream.leave()
         if not self._is_closed:
-            self._link.say(self.number, close=pb.CloseCall(finished=self.finished))
+            self._link.connection.say(self.number, close=pb.CloseCall(finished=self.finished))
 
     async def close(self) -> None:
         """Return when the place is free, so that a client that has the status may use its request id again at once.
@@ -56,7 +56,7 @@ class EngineCall:
         """
         self._is_closed = True
         with contextlib.suppress(RequestError):  # the engine is gone, and the place with it
-            await self._link.ask(self.number, close=pb.CloseCall(finished=self.finished, is_answered=True))
+            await self._link.connection.ask(self.number, close=pb.CloseCall(finished=self.finished, is_answered=True))
 
     async def admit(self, key: str, num_bytes: int, *, resumes: bool = False, lora_name: str = "") -> str:
         """Have a place held, so that a flood is refused before any work is done. Returns the fingerprint of the adapter
@@ -70,13 +70,13 @@ class EngineCall:
             api_key_id=api_key.id if api_key else "",
             lora_name=lora_name,
         )
-        with self._link.waiting(num_bytes):
-            answer = await self._link.ask(self.number, admit=admit)
+        with self._link.count_waiting(num_bytes):
+            answer = await self._link.connection.ask(self.number, admit=admit)
         return answer.lora_fingerprint
 
     async def hold(self, num_bytes: int) -> None:
         """Take so much more memory, for texts of this call. Raises RequestError."""
-        await self._link.ask(self.number, hold=pb.Hold(num_bytes=num_bytes))
+        await self._link.connection.ask(self.number, hold=pb.Hold(num_bytes=num_bytes))
 
     async def admit_side_call(self, num_bytes: int = 0) -> None:
         """The same for a call other than Generate, which has no key; they have limits of their own."""
@@ -94,10 +94,11 @@ class EngineCall:
         that is `part_of` a call needs no place of its own. Raises RequestError.
         """
         link, welcome = self._link, self._link.welcome.result()
-        counts = link.counts.of(request.tenant)
-        state = RequestState(request, model.tokenizer, counts, link.turns, link.unread)
+        requests = link.requests
+        counts = requests.counts.of(request.tenant)
+        state = RequestState(request, model.tokenizer, counts, requests.turns, requests.unread)
         state.trace = trace
-        link.register(self.number, state)
+        requests.register(self.number, state)
         self._state = state
         resumption = request.resumption
         root = root_key(welcome.cache_secret, request.tenant.encode(), request.cache_salt.encode())
@@ -124,7 +125,7 @@ class EngineCall:
         if welcome.prefix_caching and model.generates:
             first = key_of_adapter(root_behind(root, request.encoder_input), request.adapter)
             submission.block_keys = await _block_keys(first, request, model.block_size)
-        await link.ask(self.number, submit=submission)
+        await link.connection.ask(self.number, submit=submission)
         return state
 
 

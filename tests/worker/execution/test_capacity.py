@@ -93,7 +93,7 @@ def test_files_that_were_read_do_not_count_as_used(cgroup: Path) -> None:
 
 def test_the_operator_may_say_how_much_or_how_many(cgroup: Path) -> None:
     assert count(kv_cache_memory=gib(3999)) == 399
-    assert count(kv_cache_memory=gib(3999), num_device_blocks=3) == 3
+    assert count(kv_cache_memory=gib(3999), num_gpu_blocks_override=3) == 3
 
 
 def test_more_than_is_free_is_refused_with_both_numbers(cgroup: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_cache_may_be_too_small_for_texts_that_positions_are_only_scaled_for(
 
 
 def test_a_number_of_blocks_is_the_operators_own_choice(cgroup: Path) -> None:
-    assert count(100, num_device_blocks=3) == 3
+    assert count(100, num_gpu_blocks_override=3) == 3
 
 
 def test_a_window_and_a_chunk_must_fit_however_long_a_sequence_may_be(cgroup: Path) -> None:

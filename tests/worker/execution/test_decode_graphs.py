@@ -3,6 +3,7 @@
 Everything that needs no GPU itself is also held against fakes, which compute anew what was recorded.
 """
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -212,14 +213,14 @@ def test_a_draft_model_has_graphs_without_adapters(
     monkeypatch.setattr(generator_loader, "capture", capture)
     monkeypatch.setattr(proposer_loaders, "capture", capture)
     model = str(tiny_checkpoint)
+    config = json.dumps({"method": "draft_model", "model": model, "num_speculative_tokens": 3})
     settings = {
         "model": model,
         "device": "cpu",
-        "num_device_blocks": 64,
+        "num_gpu_blocks_override": 64,
         "cache": tmp_path,
-        "num_speculative_tokens": 3,
     }
-    load_worker(WorkerSettings(**settings, max_loras=2, speculate="draft", draft_model=model))
+    load_worker(WorkerSettings(**settings, max_loras=2, speculative_config=config))
     load_worker(WorkerSettings(**settings))
     assert asked == [True, False, False]
 

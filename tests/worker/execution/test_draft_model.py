@@ -257,25 +257,29 @@ def test_where_the_model_fails_there_is_no_guess() -> None:
     assert draft_model(runner).propose(beginnings) == [[5, 6], []]
 
 
+def drafting(model: Path) -> str:
+    return json.dumps({"method": "draft_model", "model": str(model)})
+
+
 def test_a_model_with_another_vocabulary_is_refused(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     target, other = make_checkpoint(), make_checkpoint()
     words = json.loads((other / "tokenizer.json").read_text())
     words["model"]["vocab"] |= {"t3": 4, "t4": 3}
     (other / "tokenizer.json").write_text(json.dumps(words))
-    settings = {"model": str(target), "device": "cpu", "cache": tmp_path, "num_device_blocks": 8, "speculate": "draft"}
-    load_worker(WorkerSettings(**settings, draft_model=str(target)))
+    settings = {"model": str(target), "device": "cpu", "cache": tmp_path, "num_gpu_blocks_override": 8}
+    load_worker(WorkerSettings(**settings, speculative_config=drafting(target)))
     with pytest.raises(StartError, match="has another vocabulary than"):
-        load_worker(WorkerSettings(**settings, draft_model=str(other)))
+        load_worker(WorkerSettings(**settings, speculative_config=drafting(other)))
 
 
 def test_a_draft_model_is_refused_where_blocks_behind_a_sliding_window_are_given_back(
     make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     target = make_checkpoint("mistral", sliding_window=20)
-    settings = {"model": str(target), "device": "cpu", "cache": tmp_path, "num_device_blocks": 8, "speculate": "draft"}
+    settings = {"model": str(target), "device": "cpu", "cache": tmp_path, "num_gpu_blocks_override": 8}
     with pytest.raises(StartError, match="sliding window"):
-        load_worker(WorkerSettings(**settings, draft_model=str(target)))
-    load_worker(WorkerSettings(**settings, draft_model=str(target), max_model_len=20))
+        load_worker(WorkerSettings(**settings, speculative_config=drafting(target)))
+    load_worker(WorkerSettings(**settings, speculative_config=drafting(target), max_model_len=20))
 
 
 @pytest.mark.parametrize("size", [3, 5, 9])

@@ -54,7 +54,7 @@ def test_a_model_that_generates_reads_no_more_than_its_sentence_transformer_does
 ) -> None:
     shutil.copytree(tiny_checkpoint, tmp_path, dirs_exist_ok=True)
     write_modules(tmp_path, "lasttoken", "Normalize", max_length=44)
-    settings = {"model": str(tmp_path), "threads": 1, "swap_space": 0, "num_device_blocks": 16, "forms": False}
+    settings = {"model": str(tmp_path), "threads": 1, "swap_space": 0, "num_gpu_blocks_override": 16, "forms": False}
     assert load_worker(WorkerSettings(**settings)).limits.max_model_len == 44
     with pytest.raises(StartError, match="--max-model-len is 45; the model's limit is 44"):
         load_worker(WorkerSettings(**settings, max_model_len=45))

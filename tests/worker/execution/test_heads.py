@@ -1,5 +1,6 @@
 """A head guesses what a slow one guesses, wherever its blocks have been, or is refused."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,19 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
+def config_of(head: Path | None) -> str:
+    """head: None for the one of the target's own checkpoint."""
+    return json.dumps({"method": "eagle3", "model": str(head)} if head else {"method": "mtp"})
+
+
 class Guessing:
     """A target and its head, stepped by hand."""
 
     def __init__(self, target: Path, head: Path | None, cache: Path) -> None:
         """head: None for the one of the target's own checkpoint."""
         settings = WorkerSettings(
-            model=str(target), device="cpu", cache=cache, num_device_blocks=64, block_size=BLOCK_SIZE, swap_space=0.01,
-            speculate="eagle" if head else "mtp", draft_model=str(head) if head else None, forms=False,
+            model=str(target), device="cpu", cache=cache, num_gpu_blocks_override=64, block_size=BLOCK_SIZE,
+            swap_space=0.01, speculative_config=config_of(head), forms=False,
         )  # fmt: skip
         worker = load_worker(settings)
         assert worker.drafter is not None
@@ -215,10 +221,9 @@ def test_a_prompt_that_is_computed_in_chunks_is_caught_up_with(one: Guessing, sl
 
 def refuse(target: Path, head: Path | None, tmp_path: Path, sentence: str) -> str:
     """Returns the whole of it."""
-    settings = {"model": str(target), "device": "cpu", "cache": tmp_path, "num_device_blocks": 8, "forms": False}
-    settings |= {"speculate": "mtp"} if head is None else {"speculate": "eagle", "draft_model": str(head)}
+    settings = {"model": str(target), "device": "cpu", "cache": tmp_path, "num_gpu_blocks_override": 8, "forms": False}
     with pytest.raises(StartError, match=sentence) as caught:
-        load_worker(WorkerSettings(**settings))
+        load_worker(WorkerSettings(**settings, speculative_config=config_of(head)))
     return str(caught.value)
 
 
@@ -319,7 +324,7 @@ def test_a_head_that_cannot_be_computed_ends_the_start(
 
 
 def test_it_is_refused_where_it_cannot_guess(make_checkpoint: Callable[..., Path], head: Path, tmp_path: Path) -> None:
-    refuse(make_checkpoint("mistral", sliding_window=20), head, tmp_path, "--speculate eagle: blocks behind")
+    refuse(make_checkpoint("mistral", sliding_window=20), head, tmp_path, '"eagle3": blocks behind')
     refuse(make_checkpoint("stablelm"), head, tmp_path, "is for the families that run natively")
 
 
@@ -338,9 +343,9 @@ def test_checkpoints_without_a_layer_of_their_own_are_refused(
 def test_a_random_head_is_drawn_where_weights_are(tiny_checkpoint: Path, head: Path, tmp_path: Path) -> None:
     (head / "model.safetensors").rename(head / "elsewhere")
     try:
-        settings = {"model": str(tiny_checkpoint), "device": "cpu", "cache": tmp_path, "num_device_blocks": 8}
+        settings = {"model": str(tiny_checkpoint), "device": "cpu", "cache": tmp_path, "num_gpu_blocks_override": 8}
         worker = load_worker(
-            WorkerSettings(**settings, load_format="dummy", speculate="eagle", draft_model=str(head), forms=False)
+            WorkerSettings(**settings, load_format="dummy", speculative_config=config_of(head), forms=False)
         )
         assert worker.drafter is not None
     finally:

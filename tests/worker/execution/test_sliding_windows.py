@@ -74,7 +74,7 @@ def test_a_worker_reports_the_window_where_it_makes_a_difference(
     max_model_len: int, reported: int, checkpoint: Path
 ) -> None:
     worker = load_worker(
-        WorkerSettings(model=str(checkpoint), device="cpu", max_model_len=max_model_len, num_device_blocks=8)
+        WorkerSettings(model=str(checkpoint), device="cpu", max_model_len=max_model_len, num_gpu_blocks_override=8)
     )
     message = encode_worker_info(worker.info, worker.limits, epoch=0)
     assert decode_worker_info(message).sliding_window == reported
@@ -83,4 +83,6 @@ def test_a_worker_reports_the_window_where_it_makes_a_difference(
 def test_a_window_in_some_layers_is_not_reported(make_checkpoint: Callable[..., Path]) -> None:
     path = make_checkpoint(model_type="gemma2", layer_types=["sliding_attention", "full_attention"] * 2,
                            num_hidden_layers=4, sliding_window=WINDOW)  # fmt: skip
-    assert load_worker(WorkerSettings(model=str(path), device="cpu", num_device_blocks=8)).info.sliding_window == 0
+    assert (
+        load_worker(WorkerSettings(model=str(path), device="cpu", num_gpu_blocks_override=8)).info.sliding_window == 0
+    )

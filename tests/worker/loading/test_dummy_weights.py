@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 
 def load(path: Path, load_format: str, dtype: str = "auto") -> Worker:
     settings = {"model": str(path), "device": "cpu", "load_format": load_format, "dtype": dtype, "swap_space": 0}
-    return load_worker(WorkerSettings(**settings, num_device_blocks=8, cache=path.parent / "cache"))
+    return load_worker(WorkerSettings(**settings, num_gpu_blocks_override=8, cache=path.parent / "cache"))
 
 
 def places() -> dict[str, torch.Tensor]:

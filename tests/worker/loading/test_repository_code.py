@@ -33,7 +33,7 @@ from worker_service.execution.worker import load_worker
 
 gc.unfreeze()  # triton reports what is never collected, as a fork server's imports would be
 structlog.configure(logger_factory=structlog.ReturnLoggerFactory())  # nothing is said of missing kernels
-settings = WorkerSettings(model=sys.argv[1], device="cpu", num_device_blocks=4, cache=sys.argv[2])
+settings = WorkerSettings(model=sys.argv[1], device="cpu", num_gpu_blocks_override=4, cache=sys.argv[2])
 worker = load_worker(settings)
 print("loaded", worker.info.model_id, file=sys.stderr)
 served = Path(sys.argv[2]) / "served"

@@ -68,7 +68,9 @@ def test_no_worker_starts_beside_it(
     shutil.copytree(tiny_checkpoint, tmp_path, dirs_exist_ok=True)
     spoil(tmp_path)
     with pytest.raises(StartError, match=sentence):
-        load_worker(WorkerSettings(model=str(tmp_path), threads=1, num_device_blocks=16, swap_space=0, forms=False))
+        load_worker(
+            WorkerSettings(model=str(tmp_path), threads=1, num_gpu_blocks_override=16, swap_space=0, forms=False)
+        )
 
 
 def test_a_name_with_two_values_is_refused(tmp_path: Path) -> None:

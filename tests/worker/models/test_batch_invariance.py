@@ -96,7 +96,7 @@ def test_a_worker_that_cannot_keep_the_promise_does_not_start(
     def load(model_type: str = "llama", **settings: object) -> None:
         path = make_checkpoint(model_type=model_type)
         load_worker(
-            WorkerSettings(model=str(path), device="cpu", num_device_blocks=64, batch_invariant=True, **settings)
+            WorkerSettings(model=str(path), device="cpu", num_gpu_blocks_override=64, batch_invariant=True, **settings)
         )
 
     with pytest.raises(StartError, match="--batch-invariant is for the families that run natively"):
@@ -112,7 +112,7 @@ def test_workers_with_the_promise_do_not_serve_together_with_others(
     if backends.backend_name(torch.device("cpu")) == backends.EAGER:
         pytest.skip("eager torch computes here, which does not promise it")
     model = str(make_checkpoint())
-    common = {"model": model, "device": "cpu", "num_device_blocks": 64, "cache": tmp_path}
+    common = {"model": model, "device": "cpu", "num_gpu_blocks_override": 64, "cache": tmp_path}
     workers = [load_worker(WorkerSettings(**common, batch_invariant=promises)) for promises in (False, True, True)]
     first, second, third = (worker.info.model_fingerprint for worker in workers)
     assert first != second

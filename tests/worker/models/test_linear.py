@@ -43,7 +43,7 @@ def test_one_embedding_serves_as_input_and_packed_output() -> None:
 
 
 def quantized(model: Path, scheme: Quantization, **settings: Any) -> WorkerSettings:
-    return WorkerSettings(model=str(model), device="cpu", quantization=scheme, num_device_blocks=40, **settings)
+    return WorkerSettings(model=str(model), device="cpu", quantization=scheme, num_gpu_blocks_override=40, **settings)
 
 
 @pytest.mark.parametrize("scheme", QUANTIZATIONS)

@@ -90,7 +90,9 @@ def test_guesses_change_no_token_right_or_wrong(runner: ModelRunner) -> None:
 
 def test_a_config_is_enough_to_try_a_networks_shape(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
-    worker = load_worker(WorkerSettings(model=str(tmp_path), device="cpu", load_format="dummy", num_device_blocks=32))
+    worker = load_worker(
+        WorkerSettings(model=str(tmp_path), device="cpu", load_format="dummy", num_gpu_blocks_override=32)
+    )
     new = new_sequence(1, PROMPT, range(4))
     step = SchedulerOutput(1, 1, (new,), (1,), (len(PROMPT),), (True,))
     session = Session(1, replace(LIMITS, block_size=16))

@@ -68,7 +68,7 @@ def test_a_head_that_is_the_embedding_is_not_held_twice(family: str, make_checkp
 
 
 def settings(path: Path) -> WorkerSettings:
-    return WorkerSettings(model=str(path), device="cpu", dtype="float32", num_device_blocks=8)
+    return WorkerSettings(model=str(path), device="cpu", dtype="float32", num_gpu_blocks_override=8)
 
 
 LEFT: dict[str, tuple[str, dict[str, Tensor], str]] = {

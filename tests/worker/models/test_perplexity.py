@@ -103,7 +103,7 @@ def their_logprobs(path: Path, windows: list[list[int]], dtype: torch.dtype) -> 
 
 def our_logprobs(path: Path, windows: list[list[int]], chunk_lens: list[int], **settings: Any) -> Tensor:
     worker = load_worker(
-        WorkerSettings(model=str(path), device="cpu", dtype="bfloat16", num_device_blocks=2 * WINDOW, **settings)
+        WorkerSettings(model=str(path), device="cpu", dtype="bfloat16", num_gpu_blocks_override=2 * WINDOW, **settings)
     )
     logprobs: list[float] = []
     for window in windows:

@@ -114,7 +114,7 @@ def test_weights_saved_without_a_head_are_found(make_checkpoint: Callable[..., P
 def test_random_weights_need_no_files(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     path = make_checkpoint(model_type="olmoe", hidden_size=60, num_experts=4, num_experts_per_tok=2)
     (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
-    settings = WorkerSettings(model=str(tmp_path), device="cpu", load_format="dummy", num_device_blocks=8)
+    settings = WorkerSettings(model=str(tmp_path), device="cpu", load_format="dummy", num_gpu_blocks_override=8)
     worker = load_worker(settings)
     with torch.inference_mode():
         logits = worker.runner.model.compute_logits(torch.randn(3, 60))

@@ -26,7 +26,7 @@ from worker_service.parallel.cut import UNCUT
 from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.serving.launcher import wait_for_end
 
-SIZES = ("--num-device-blocks", "32", "--block-size", "4", "--threads", "1", "--swap-space", "0.001")
+SIZES = ("--num-gpu-blocks-override", "32", "--block-size", "4", "--threads", "1", "--swap-space", "0.001")
 FAILING = """
 from worker_service.parallel.ranks import Ranks
 try:

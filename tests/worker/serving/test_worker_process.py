@@ -75,7 +75,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.usefixtures("true_starts")
 def test_a_worker_serves_and_ends_with_status_zero_on_sigterm(start: Any, tiny_checkpoint: Path) -> None:
-    worker = start("--model", str(tiny_checkpoint), "--num-device-blocks", "8", "--dtype", "bfloat16")
+    worker = start("--model", str(tiny_checkpoint), "--num-gpu-blocks-override", "8", "--dtype", "bfloat16")
     address = worker.wait_for("listening")["address"]
     ready = worker.wait_for("ready")
     assert (ready["model"], ready["dtype"], ready["num_device_blocks"]) == (tiny_checkpoint.name, "bfloat16", 8)
@@ -93,7 +93,9 @@ def test_a_worker_serves_and_ends_with_status_zero_on_sigterm(start: Any, tiny_c
 def test_sigterm_lets_the_live_sequences_finish_and_leaves_no_process(
     size: int, start: Any, tiny_checkpoint: Path
 ) -> None:
-    worker = start("--model", str(tiny_checkpoint), "--num-device-blocks", "8", "--tensor-parallel-size", str(size))
+    worker = start(
+        "--model", str(tiny_checkpoint), "--num-gpu-blocks-override", "8", "--tensor-parallel-size", str(size)
+    )
     address = worker.wait_for("listening")["address"]
     worker.wait_for("ready")
     ranks = psutil.Process(worker.process.pid).children()
@@ -147,7 +149,7 @@ runpy.run_module("worker_service", run_name="__main__")
 def test_a_lost_device_ends_the_process_with_an_error_for_another_to_take_its_place(
     start: Any, tiny_checkpoint: Path
 ) -> None:
-    worker = start("--model", str(tiny_checkpoint), "--num-device-blocks", "8", program=LOSES_ITS_DEVICE)
+    worker = start("--model", str(tiny_checkpoint), "--num-gpu-blocks-override", "8", program=LOSES_ITS_DEVICE)
     address = worker.wait_for("listening")["address"]
     worker.wait_for("ready")
     with grpc.insecure_channel(address) as channel:

@@ -27,6 +27,7 @@ from worker_service.models.decoders.families import WITH_MTP
 from worker_service.models.decoders.head_layer import Head, num_state_layers
 from worker_service.models.decoders.mtp import MtpHead
 from worker_service.settings import WorkerSettings
+from worker_service.speculative_config import SpeculativeConfig
 from worker_service.wording import reason
 
 _LAYER_NAMES = ("midlayer", "layers.0")
@@ -50,16 +51,14 @@ class HeadFiles(Protocol):
         """Beside the target's loaded network. Raises StartError."""
 
 
-def open_head(settings: WorkerSettings, target: Network) -> HeadFiles:
-    """What `--speculate` names, downloaded where needed. Raises StartError where it is no head for this target."""
+def open_head(speculation: SpeculativeConfig, settings: WorkerSettings, target: Network) -> HeadFiles:
+    """The head of a checkpoint, downloaded where needed. Raises StartError where it is no head for this target."""
     if not isinstance(target.config, DecoderConfig):
-        raise StartError(
-            f"--speculate {settings.speculate} is for the families that run natively; {target.model_id} does not"
-        )
-    if settings.speculate == "mtp":
+        raise StartError(f"{speculation.flag} is for the families that run natively; {target.model_id} does not")
+    if speculation.method == "mtp":
         return MtpFiles.open(target, target.config)
-    assert settings.draft_model is not None
-    return EagleFiles.open(settings.draft_model, settings, target, target.config)
+    assert speculation.model is not None
+    return EagleFiles.open(speculation.model, settings, target, target.config)
 
 
 def _shape(layer: DecoderConfig, target: Network) -> CacheShape:
@@ -82,9 +81,9 @@ class MtpFiles:
     def open(cls, target: Network, config: DecoderConfig) -> "MtpFiles":
         json = target.checkpoint.config
         if json.get("model_type") not in WITH_MTP or not json.get("num_nextn_predict_layers"):
-            raise StartError(f"--speculate mtp: {target.model_id} has no layer for multi-token prediction")
+            raise StartError(f'the method "mtp": {target.model_id} has no layer for multi-token prediction')
         if target.checkpoint.packed is not None:
-            raise StartError("--speculate mtp: weights that are stored quantised are not read for it")
+            raise StartError('the method "mtp": weights that are stored quantised are not read for it')
         return cls(target, config)
 
     @property

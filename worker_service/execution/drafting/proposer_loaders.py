@@ -48,29 +48,31 @@ class ProposerLoader:
 
     def proposer(self) -> Proposer | None:
         """When all are loaded, and after graphs of the target were captured."""
-        return Ngrams() if self._settings.speculate == "ngram" else None
+        speculation = self._settings.speculation
+        return Ngrams(speculation.fewest, speculation.longest) if speculation is not None else None
 
 
 def open_proposer_loader(
     settings: WorkerSettings, target: Network, max_model_len: int, sliding_window: int
 ) -> ProposerLoader:
-    """For what `--speculate` names. Raises StartError where it cannot draft for the target."""
-    if settings.speculate in ("none", "ngram"):
+    """The loader of the method in `--speculative-config`. Raises StartError if it cannot draft for the target."""
+    speculation = settings.speculation
+    if speculation is None or speculation.method == "ngram":
         return ProposerLoader(settings, max_model_len)
-    flag = f"--speculate {settings.speculate}"
+    flag = speculation.flag
     if target.max_encoder_len:
         raise StartError(f"{flag}: {target.model_id} has an encoder, and a draft model would have none")
     if sliding_window:
         raise StartError(
             f"{flag}: blocks behind the sliding window of {target.model_id} are given back, and a draft "
-            "model would still need them; use --speculate ngram"
+            'model would still need them; use the method "ngram"'
         )
-    if settings.draft_model is None or settings.speculate != "draft":
-        return _HeadLoader(settings, max_model_len, open_head(settings, target))
-    draft = Network.open(settings.draft_model, settings, target.device, target.ranks)
+    if speculation.model is None or speculation.method != "draft_model":
+        return _HeadLoader(settings, max_model_len, open_head(speculation, settings, target))
+    draft = Network.open(speculation.model, settings, target.device, target.ranks)
     ours, theirs = (vocabulary(network.tokenizer_files) for network in (target, draft))
     if ours != theirs:
-        raise StartError(f"--draft-model {settings.draft_model} has another vocabulary than {target.model_id}")
+        raise StartError(f"the draft model {speculation.model} has another vocabulary than {target.model_id}")
     return _DraftModelLoader(settings, max_model_len, draft, target.config.vocabulary_size)
 
 

@@ -70,9 +70,9 @@ class EncoderLoader(Loader):
 
 def _check_flags(settings: WorkerSettings, target: Network) -> None:
     for name, is_set in (
-        ("--speculate", settings.speculate != "none"),
+        ("--speculative-config", settings.speculative_config is not None),
         ("--max-loras", settings.max_loras > 0),
-        ("--num-device-blocks", settings.num_device_blocks is not None),
+        ("--num-gpu-blocks-override", settings.num_gpu_blocks_override is not None),
         ("--kv-cache-dtype", settings.kv_cache_dtype != "auto"),
     ):
         if is_set:

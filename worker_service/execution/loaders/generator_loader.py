@@ -104,7 +104,7 @@ class GeneratorLoader(Loader):
         self._num_device_blocks = count_device_blocks(
             target.device, self._shapes, longest, self._sliding_window, settings, target.ranks, least
         )
-        if self._sliding_window or settings.max_model_len is not None or settings.num_device_blocks is not None:
+        if self._sliding_window or settings.max_model_len is not None or settings.num_gpu_blocks_override is not None:
             return
         found = min(self.max_model_len, max(target.unscaled_len, self._num_device_blocks * settings.block_size))
         if found < self.max_model_len:
@@ -120,7 +120,7 @@ class GeneratorLoader(Loader):
             return None
         return Drafter(
             self._proposer,
-            self.settings.num_speculative_tokens,
+            self.settings.num_drafts,
             self.target.config.vocabulary_size,
             speed,
             runs_ahead=runner.runs_ahead,
@@ -143,8 +143,8 @@ class GeneratorLoader(Loader):
             features.append("swap")
         if self._forms is not None:
             features.append("forms")
-        if self.settings.speculate != "none":
-            features.append(f"speculate:{self.settings.speculate}")
+        if (speculation := self.settings.speculation) is not None:
+            features.append(f"speculate:{speculation.method}")
         return tuple(features)
 
     def limits(self) -> Limits:

@@ -61,8 +61,8 @@ def count_device_blocks(
     shapes: of this rank's part of a block in each pool; all pools and all ranks have as many blocks. sliding_window:
     the scheduler gives back blocks behind it; 0 for none.
     """
-    if settings.num_device_blocks is not None:
-        return settings.num_device_blocks
+    if settings.num_gpu_blocks_override is not None:
+        return settings.num_gpu_blocks_override
     block_size, own_bytes = shapes[0].block_size, sum(shape.block_bytes for shape in shapes)
 
     def blocks_for(num_tokens: int) -> int:

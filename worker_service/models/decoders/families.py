@@ -59,7 +59,7 @@ def _qwen2(json: ReadKeys) -> DecoderConfig:
 
 
 def _mimo(json: ReadKeys) -> DecoderConfig:
-    """Qwen2 with a layer for multi-token prediction beside it, for --speculate mtp. (Xiaomi LLM-Core Team, 2025.)"""
+    """Qwen2 with a layer for multi-token prediction beside it, for guesses by "mtp". (Xiaomi LLM-Core Team, 2025.)"""
     json.without_effect("num_nextn_predict_layers")
     return _qwen2(json)
 

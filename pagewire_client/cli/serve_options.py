@@ -3,7 +3,8 @@
 import argparse
 import os
 
-from pagewire_client.flag_values import folder, from_environment, given, seconds, whole_number
+from pagewire_client.cli.flag_values import folder, from_environment, given, seconds, whole_number
+from pagewire_common.connection.address import join_address, split_address
 
 DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
 
@@ -14,9 +15,10 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", s
         "--listen",
         metavar="HOST:PORT",
         type=given,
-        default=from_environment("PAGEWIRE_HTTP_LISTEN") or DEFAULT_HTTP_LISTEN,
         help=f"where HTTP is served (default {DEFAULT_HTTP_LISTEN})",
     )
+    serve.add_argument("--host", type=given, help="the HOST of --listen, without its port")
+    serve.add_argument("--port", type=whole_number(0, 65535), help="the PORT of --listen, without its host")
     serve.add_argument(
         "--http-tls",
         metavar="FOLDER",
@@ -51,6 +53,27 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", s
         default=from_environment("PAGEWIRE_OTLP_TRACES_ENDPOINT"),
         help="http://HOST:PORT of an OpenTelemetry collector that the gateway sends its spans to",
     )
+
+
+def http_listen(arguments: argparse.Namespace) -> str:
+    """HOST:PORT, of flags or else of the environment. Raises ValueError where flags contradict each other."""
+    whole, host, port = arguments.listen, arguments.host, arguments.port
+    if whole is not None:
+        if host is not None or port is not None:
+            raise ValueError("--host and --port are parts of --listen; give one or the other")
+        return str(whole)
+    whole = from_environment("PAGEWIRE_HTTP_LISTEN") or DEFAULT_HTTP_LISTEN
+    host = host or from_environment("PAGEWIRE_HTTP_HOST")
+    # Kubernetes gives pods such a variable where a Service has the name "pagewire-http".
+    if port is None and (text := from_environment("PAGEWIRE_HTTP_PORT")) and not text.startswith("tcp://"):
+        try:
+            port = whole_number(0, 65535)(text)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"PAGEWIRE_HTTP_PORT: {error}") from None
+    if host is None and port is None:
+        return whole
+    whole_host, whole_port = split_address(whole)
+    return join_address(host or whole_host, whole_port if port is None else port)
 
 
 def _is_on(name: str) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client.cli.flag_values import integer_of
 from pagewire_client.files import read_text
-from pagewire_client.flag_values import integer_of
 from pagewire_common.sampling import NUMBERS
 
 MAX_TOKENS = 512
@@ -79,7 +79,7 @@ def request_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser
         "--priority",
         type=integer_of(pb.GenerateRequest, "priority"),
         default=0,
-        help="lower runs first; for a server with --policy priority (default 0)",
+        help="lower runs first; for a server with --scheduling-policy priority (default 0)",
     )
     parser.add_argument(
         "--cache-salt",

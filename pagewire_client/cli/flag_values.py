@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -18,6 +20,23 @@ _INTEGERS = {
 
 def from_environment(name: str) -> str | None:
     return os.environ.get(name) or None
+
+
+def client_setting(name: str) -> str | None:
+    """PAGEWIRE_CLIENT_<NAME>, or for one release PAGEWIRE_<NAME>, which is the server's setting."""
+    if value := from_environment(f"PAGEWIRE_CLIENT_{name}"):
+        return value
+    if value := from_environment(f"PAGEWIRE_{name}"):
+        sys.stderr.write(
+            f"PAGEWIRE_{name} is a server's setting; a client's is now PAGEWIRE_CLIENT_{name}, and the old name goes "
+            "with the next release\n"
+        )
+    return value
+
+
+def access(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a client shows to get in."""
+    return {"api_key": arguments.api_key, "tls": arguments.tls}
 
 
 def given(text: str) -> str:

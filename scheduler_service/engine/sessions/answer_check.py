@@ -9,7 +9,7 @@ from scheduler_service.core import ModelOutput, SchedulerOutput, Sequence
 from scheduler_service.core.outputs import TokenLogprobs
 
 _ROUNDING = 1e-3
-"""Of a log-probability, at most: no exact one is above 0."""
+"""Rounding of a log-probability, at most: no exact one is above 0."""
 
 
 def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: int) -> None:

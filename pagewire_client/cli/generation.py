@@ -1,0 +1,76 @@
+"""`generate` and `chat`: text as it comes, and its speed."""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client.cli.flag_values import access
+from pagewire_client.cli.request_options import request_options
+from pagewire_client.client import Client
+from pagewire_client.files import read_stdin
+from pagewire_client.prompts import EncoderPrompt, Prompt
+
+
+async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, **options: Any) -> str:
+    """Print an answer as it comes, and then its speed; returns its text."""
+    began = time.perf_counter()
+    first = None
+    text, num_tokens, metrics = "", 0, pb.RequestMetrics()
+    async for response in client.generate(prompt, sampling, **options):
+        first = first or time.perf_counter()
+        num_tokens += len(response.token_ids)
+        text += response.text
+        sys.stdout.write(response.text)
+        sys.stdout.flush()
+        metrics = response.metrics  # of the last one
+    ended = time.perf_counter()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    first = first or ended
+    rate = f"{(num_tokens - 1) / (ended - first):.1f} tokens/s" if num_tokens > 1 and ended > first else "one token"
+    waits = f"{metrics.queued_seconds:.2f} s of it queued; longest pause {metrics.longest_pause_seconds:.2f} s"
+    sys.stderr.write(f"[{num_tokens} tokens, first after {first - began:.2f} s, {waits}; {rate}]\n")
+    return text
+
+
+async def generate(arguments: argparse.Namespace, target: str) -> None:
+    text = read_stdin() if arguments.prompt == "-" else arguments.prompt
+    prompt: Prompt = [{"role": "user", "content": text}] if arguments.chat else text
+    if arguments.encoder:
+        prompt = EncoderPrompt(text)
+    options = request_options(arguments) | {"parse_special_tokens": arguments.parse_special_tokens}
+    async with Client(target, retry_for=arguments.retry_for, **access(arguments)) as client:
+        await stream(client, prompt, arguments.sampling, **options)
+
+
+def chat(arguments: argparse.Namespace, target: str) -> None:
+    """The event loop runs while the model answers and rests while the user types, so that Ctrl-C works at both."""
+    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+
+    async def answer(conversation: Prompt) -> str:
+        async with Client(target, retry_for=arguments.retry_for, **access(arguments)) as client:
+            return await stream(client, conversation, arguments.sampling, **request_options(arguments))
+
+    for line in _lines():
+        question = {"role": "user", "content": line}
+        try:
+            text = asyncio.run(answer([*messages, question]))
+        except grpc.aio.AioRpcError as error:
+            sys.stderr.write(f"{error.details()}\n")  # the conversation goes on without this turn
+        else:
+            messages += [question, {"role": "assistant", "content": text}]
+
+
+def _lines() -> Iterator[str]:
+    """The user's input, line by line, until it ends."""
+    with contextlib.suppress(EOFError):
+        while True:
+            if line := input("> " if sys.stdin.isatty() else "").strip():
+                yield line

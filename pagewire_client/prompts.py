@@ -1,0 +1,66 @@
+"""What a request begins with: text, token ids, chat messages, or what an encoder reads."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client.files import read_file
+
+MOST_SOUND_BYTES = 16 << 20
+"""The most of a sound's file. No server takes a longer message."""
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A file. The server finds out what it is; a `content_type`, as "audio/wav", is only passed on."""
+
+    data: bytes
+    content_type: str = ""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises ValueError for a file that cannot be read, or has more bytes than a server takes."""
+        return cls(read_file(path, MOST_SOUND_BYTES))
+
+
+@dataclass(frozen=True)
+class EncoderPrompt:
+    """For a model with an encoder beside its decoder: the text, the token ids or the sound of at most 30 seconds that
+    the encoder reads, and the tokens that the decoder goes on from, by default the model's own start."""
+
+    encoder: str | Sequence[int] | Sound
+    decoder: Sequence[int] = ()
+
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | EncoderPrompt
+"""Text, token ids, chat messages with "role" and "content", or what an encoder and a decoder begin with."""
+
+Text = str | Sequence[int]
+"""Text or token ids."""
+
+
+def set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif isinstance(prompt, EncoderPrompt):
+        if isinstance(prompt.encoder, str):
+            request.encoder_text = prompt.encoder
+        elif isinstance(prompt.encoder, Sound):
+            request.encoder_sound.data = prompt.encoder.data
+            request.encoder_sound.content_type = prompt.encoder.content_type
+        else:
+            request.encoder_token_ids.ids.extend(prompt.encoder)
+            request.encoder_token_ids.SetInParent()
+        if prompt.decoder:
+            request.token_ids.ids.extend(prompt.decoder)
+    elif prompt and isinstance(prompt[0], Mapping):
+        request.chat.CopyFrom(to_chat(prompt))  # type: ignore[arg-type]
+    else:
+        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+        request.token_ids.SetInParent()
+
+
+def to_chat(messages: Sequence[Mapping[str, str]]) -> pb.Chat:
+    return pb.Chat(messages=[pb.ChatMessage(role=m["role"], content=m["content"]) for m in messages])

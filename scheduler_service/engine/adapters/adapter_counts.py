@@ -1,0 +1,25 @@
+"""Finished requests and their tokens, by adapter."""
+
+from collections import Counter
+
+from pagewire.v1.admin_service_pb2 import FinishedRequest
+
+MOST_COUNTED = 64
+OTHERS = "(others)"
+
+
+class AdapterCounts:
+    """Finished requests and their tokens, by the name of the adapter. Names after the first MOST_COUNTED are counted
+    together, because each name stays a label for ever."""
+
+    def __init__(self) -> None:
+        self.num_requests: Counter[str] = Counter()
+        self.num_prompt_tokens: Counter[str] = Counter()
+        self.num_output_tokens: Counter[str] = Counter()
+
+    def add(self, name: str, finished: FinishedRequest) -> None:
+        if name not in self.num_requests and len(self.num_requests) >= MOST_COUNTED:
+            name = OTHERS
+        self.num_requests[name] += 1
+        self.num_prompt_tokens[name] += finished.prompt_tokens
+        self.num_output_tokens[name] += finished.output_tokens

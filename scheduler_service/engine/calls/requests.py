@@ -1,0 +1,258 @@
+"""The requests in flight, from the moment a front end submits them until their calls are closed.
+
+Code outside does not see which worker computes a request, or that this changes: when the session with a worker is over,
+its groups go back to the head of the shared waiting queue. What a request gains goes to the front end that its call
+came through.
+"""
+
+import time
+from collections.abc import Sequence
+
+import grpc
+
+from pagewire.v1 import engine_service_pb2 as pb
+from pagewire.v1.admin_service_pb2 import FinishedRequest
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.access.keys import Keyring
+from scheduler_service.core import SchedulerOutput, SequenceGroup, SequenceOutput, SequenceStatus, WaitingQueue
+from scheduler_service.engine.calls.admission import Admission
+from scheduler_service.engine.calls.calls import Call
+from scheduler_service.engine.calls.expiry import Expiry
+from scheduler_service.engine.calls.outbox import Outbox
+from scheduler_service.engine.workers.workers import Workers
+from scheduler_service.recording.recorder import NoRecorder
+from scheduler_service.settings import SchedulerSettings
+from scheduler_service.statistics.counts import Statistics
+from scheduler_service.statistics.finished_requests import FinishedRequests
+from scheduler_service.wire.submission import decode_group, pack
+
+_RESUMED = RequestError(grpc.StatusCode.ABORTED, "another call goes on with this request")
+
+
+class Requests:
+    """The requests of all front ends. Create it inside the event loop."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        waiting: WaitingQueue,
+        workers: Workers,
+        recorder: NoRecorder,
+        keyring: Keyring | None,
+    ) -> None:
+        self.waiting = waiting
+        self.in_flight: dict[str, Call] = {}  # those that were submitted, by their keys
+        self.traced: set[Call] = set()  # those of them that are traced
+        self.outboxes: set[Outbox] = set()  # of the front ends
+        self.admission = Admission(settings, self.in_flight, keyring)
+        self.statistics = Statistics()
+        self.finished = FinishedRequests()
+        self._workers = workers
+        self._recorder = recorder
+        self._expiry = Expiry(settings, workers, waiting, self.end)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether there are calls that were accepted and are not closed: requests, and calls of texts between two."""
+        return bool(self.in_flight) or any(call.has_texts for call in self.admission.being_checked.values())
+
+    # ---- what front ends ask for
+
+    def queue(self, call: Call, submission: pb.Submit) -> None:
+        """Queue a request that was admitted, and whose memory is counted.
+
+        Raises ALREADY_EXISTS when it would supersede a request of another prompt.
+        """
+        superseded = self._supersede(call, submission) if submission.supersedes else None
+        if submission.is_complete:
+            return
+        call.first_output = submission.first_output
+        if submission.HasField("no_worker_timeout"):
+            call.no_worker_timeout = submission.no_worker_timeout
+        call.group = decode_group(call.key, submission, time.monotonic(), call.adapter)
+        self.admission.submitted(call, superseded)
+        if call.group.trace_parent:
+            self.traced.add(call)
+        self.waiting.append(call.group)
+        self._recorder.arrived(call.group)
+        self._expiry.limit(call)
+        self._workers.wake()
+        if call.is_aborted:
+            self.abort(call.key)
+
+    def stop_output(self, call: Call, index: int) -> None:
+        """A stop string ended an output. Nothing happens when it has ended otherwise by now."""
+        group = call.group
+        if group is None or group.beams is not None or index >= len(group.sequences):
+            return
+        sequence = group.sequences[index]
+        if sequence.status.is_finished:
+            return
+        for scheduler in self._workers.schedulers:
+            if group in scheduler.running or group in scheduler.swapped or group.request_id in self.waiting:
+                scheduler.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
+                break
+        else:  # it waits, and no worker is connected
+            self.waiting.withdraw(group, SequenceStatus.FINISHED_STOPPED, index)
+            self._recorder.withdrawn(group, SequenceStatus.FINISHED_STOPPED, index)
+        self._workers.wake()
+
+    def abort(self, key: str) -> bool:
+        """End a request; its stream closes with what it has. Returns whether the request exists.
+
+        A request that is being checked ends after the check.
+        """
+        is_being_checked = self.admission.abort(key)
+        call = self.in_flight.get(key)
+        if call is None:
+            return is_being_checked
+        if self._finish(call):
+            call.tell_standing()
+            call.tell(aborted=pb.Aborted())
+        return True
+
+    def close(self, call: Call, finished: FinishedRequest | None = None) -> None:
+        """The call is over: free everything that it still holds."""
+        self.admission.release(call)
+        if call.group is not None:
+            self._leave(call)
+            call.group.disband()
+        if finished is not None:
+            self.finished.add(finished)
+
+    def _leave(self, call: Call) -> None:
+        if self.in_flight.get(call.key) is call:
+            del self.in_flight[call.key]
+            self.traced.discard(call)
+            if call.expiry is not None:
+                call.expiry.cancel()
+            self._finish(call)
+
+    def _supersede(self, later: Call, submission: pb.Submit) -> Call | None:
+        """End what is left of the same request's broken stream, because another call goes on with it. Returns the
+        stream's call, if there is one.
+
+        The stream's memory counts until its call is closed: its client may have left a message unread.
+        """
+        call = self.in_flight.get(later.key)
+        if call is None:
+            return None
+        assert call.group is not None
+        encoder_input = call.group.encoder_input
+        digest = b"" if encoder_input is None else encoder_input.digest
+        ours = (call.adapter, pack(call.group.prompt_token_ids), digest)
+        if ours != (later.adapter, submission.prompt_token_ids, submission.encoder_input.digest):
+            raise RequestError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                "request_id is in flight already, with another prompt or adapter; a request that resumes is sent again "
+                "as it was",
+            )
+        self._leave(call)
+        call.tell_error(_RESUMED, at_once=True)
+        return call
+
+    # ---- their ends
+
+    def end(self, call: Call, error: RequestError) -> None:
+        """End a request with an error."""
+        self._finish(call)
+        call.tell_error(error)
+
+    def end_all(self, error: RequestError, adapter: str | None = None) -> None:
+        """End all requests with an error, or those of an adapter."""
+        for call in [call for call in self.in_flight.values() if adapter is None or call.adapter == adapter]:
+            self.end(call, error)
+
+    def fail(self, group: SequenceGroup) -> None:
+        """End a request that the scheduler gave up on."""
+        if call := self.in_flight.get(group.request_id):
+            is_ignored = any(sequence.status is SequenceStatus.FINISHED_IGNORED for sequence in group.sequences)
+            code = grpc.StatusCode.INVALID_ARGUMENT if is_ignored else grpc.StatusCode.INTERNAL
+            self.end(call, RequestError(code, group.error or "the request could not be served"))
+
+    def limit_waits(self) -> None:
+        """An outage began or ended: while no worker takes requests, they wait for a limited time."""
+        for call in self.in_flight.values():
+            self._expiry.limit(call)
+
+    def refuse_unserved(self, seconds: float) -> None:
+        """Raises UNAVAILABLE, with why no worker has told of the model in so many seconds."""
+        raise self._expiry.unserved(seconds)
+
+    def uses_adapter(self, fingerprint: str) -> bool:
+        """Whether a request in flight, or one that is being checked, names an adapter."""
+        calls = (*self.in_flight.values(), *self.admission.being_checked.values())
+        return any(call.adapter == fingerprint for call in calls)
+
+    def _finish(self, call: Call) -> bool:
+        """End what is left of its outputs; returns whether anything was."""
+        group = call.group
+        assert group is not None
+        if group.is_finished:
+            return False  # by itself, as most do: no scheduler need be asked
+        status = SequenceStatus.FINISHED_ABORTED
+        ended = self._workers.finish(group.request_id, status)
+        if not ended and group.request_id in self.waiting:  # and no worker is connected
+            self.waiting.withdraw(group, status)
+            self._recorder.withdrawn(group, status)
+            ended = True
+        self._workers.wake()
+        return ended
+
+    # ---- what workers do with them
+
+    def admitted(self, output: SchedulerOutput) -> None:
+        """Take note of the requests that came to a worker with this step."""
+        now = time.monotonic()
+        for group in {new.sequence.group: None for new in output.new_sequences}:
+            if (call := self.in_flight.get(group.request_id)) is None or call.group is not group:
+                continue
+            if call.queued_seconds is None:
+                call.queued_seconds = now - group.arrived_at
+                self.statistics.num_prompt_tokens += group.num_prompt_tokens
+                self.statistics.num_cached_tokens += min(group.history.num_cached_tokens or 0, group.num_prompt_tokens)
+            call.tell_standing()
+
+    def swapped(self, groups: Sequence[SequenceGroup]) -> None:
+        """Take note of requests that are swapped out."""
+        for group in groups:
+            if (call := self.in_flight.get(group.request_id)) is not None and call.group is group:
+                call.tell_standing()
+
+    def tell_traced(self) -> None:
+        """Requests have come to a worker, were preempted, or have lost it."""
+        for call in self.traced:
+            call.tell_change()
+
+    def publish(self, gained: Sequence[SequenceOutput]) -> None:
+        """Bring what sequences gained to the front ends of their requests."""
+        in_flight, running, num_tokens = self.in_flight, SequenceStatus.RUNNING, 0
+        for item in gained:
+            sequence, token_id, logprobs, prompt_logprobs, _, goes_on, _ = item
+            group = sequence.group
+            call = in_flight.get(group.request_id)
+            if call is None or call.group is not group:
+                continue
+            if group.beams is not None and group.is_finished:
+                num_tokens += sum(len(hypothesis.token_ids) for hypothesis in group.beams.hypotheses)
+            num_tokens += token_id is not None
+            if (
+                token_id is None
+                or (sequence.status is not running and not goes_on)
+                or logprobs is not None
+                or prompt_logprobs is not None
+            ):
+                call.tell_gained(item)
+            else:
+                call.outbox.outputs.append(call.first_output + sequence.index)
+                call.outbox.token_ids.append(token_id)
+        self.statistics.num_output_tokens += num_tokens
+        for outbox in self.outboxes:
+            if outbox.outputs:
+                outbox.has_some.set()
+
+    async def room(self) -> None:
+        """Wait while front ends have too much to take."""
+        for outbox in list(self.outboxes):
+            if not outbox.has_room:
+                await outbox.room()

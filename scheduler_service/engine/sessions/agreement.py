@@ -1,0 +1,92 @@
+"""The model that every worker has to serve: the first worker's, whose files and limits front ends have."""
+
+import asyncio
+import contextlib
+
+import structlog
+
+from pagewire.v1 import engine_service_pb2 as pb
+from scheduler_service.core import SchedulerConfig
+from scheduler_service.core.config import MAX_BLOCKS
+from scheduler_service.engine.worker_link.client import WorkerClient, WorkerError
+from scheduler_service.engine.worker_link.limits import (
+    check_limits,
+    model_limits,
+    model_name,
+    scheduler_config,
+    settings_above,
+)
+from scheduler_service.settings import SchedulerSettings
+from scheduler_service.wire.codec import PROTOCOL_VERSION, WorkerInfo
+
+LONG_FETCH_SECONDS = 5.0
+"""Seconds after which another worker is asked for the model's files."""
+
+log = structlog.get_logger()
+
+
+class Agreement:
+    """Accepts workers that serve the same model. Create it inside the event loop."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.model_files: dict[str, bytes] = {}
+        self._settings = settings
+        self._model_name = model_name(settings.model) if settings.model is not None else ""
+        """The model's name towards workers; empty until the first worker has told it."""
+        self._limits: asyncio.Future[pb.ModelLimits] = asyncio.get_running_loop().create_future()
+        self._asked: asyncio.Event | None = None  # while a worker is asked for the model's files: to be set in the end
+
+    async def wait_for_model(self) -> pb.ModelLimits:
+        """The limits of the served model, however long it takes until a worker tells of it."""
+        return await asyncio.shield(self._limits)
+
+    @property
+    def model_name(self) -> str:
+        """The model's name towards clients; empty until the first worker has told it."""
+        return self._settings.served_model_name or self._model_name
+
+    async def accept(self, client: WorkerClient, info: WorkerInfo) -> SchedulerConfig:
+        """The core's settings for a worker that serves the same as the others; the first worker decides.
+
+        Raises WorkerError.
+        """
+        if info.protocol_version != PROTOCOL_VERSION:
+            raise WorkerError(f"the worker speaks protocol {info.protocol_version}, this scheduler {PROTOCOL_VERSION}")
+        if self._model_name not in ("", info.model_id):
+            raise WorkerError(f"the worker serves the model {info.model_id!r}, this scheduler {self._model_name!r}")
+        if (num_blocks := info.num_device_blocks + info.num_host_blocks) > MAX_BLOCKS:
+            raise WorkerError(f"the worker has {num_blocks} blocks; this scheduler manages at most {MAX_BLOCKS}")
+        try:
+            scheduler_config(self._settings, info)
+        except ValueError as error:
+            raise WorkerError(f"it cannot be scheduled: {error}") from None
+        for flag, (ours, theirs) in settings_above(self._settings, info).items():
+            log.warning("a flag is above the worker's limit, which counts", flag=flag, value=ours, limit=theirs)
+        await self._learn_model(client, info)
+        try:
+            check_limits(limits := self._limits.result(), self._settings, info)
+        except ValueError as error:
+            raise WorkerError(str(error)) from None
+        return scheduler_config(self._settings, info, limits)
+
+    async def _learn_model(self, client: WorkerClient, info: WorkerInfo) -> None:
+        """Have the model's files and limits from this worker, unless another one has told of them.
+
+        One worker is asked, and another one as well where that takes long. Raises WorkerError.
+        """
+        with contextlib.suppress(TimeoutError):
+            while not self._limits.done() and self._asked is not None:
+                await asyncio.wait_for(self._asked.wait(), LONG_FETCH_SECONDS)
+        if self._limits.done():
+            return
+        asked = self._asked = asyncio.Event()
+        try:
+            files = await client.fetch_tokenizer()
+            if not self._limits.done():
+                self.model_files = files
+                self._limits.set_result(model_limits(self._settings, info))
+                self._model_name = info.model_id
+        finally:
+            asked.set()
+            if self._asked is asked:
+                self._asked = None

@@ -1,0 +1,92 @@
+"""The fleet as the loops of all workers share it, and what changes when a worker comes, goes or is drained."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import structlog
+
+from pagewire_common.connection.tls import TlsFolder
+from scheduler_service.engine.adapters.adapters import Adapters
+from scheduler_service.engine.calls.requests import Requests
+from scheduler_service.engine.sessions.agreement import Agreement
+from scheduler_service.engine.worker_link.client import WorkerClient
+from scheduler_service.engine.workers.worker import Worker
+from scheduler_service.engine.workers.workers import Workers
+from scheduler_service.recording.recorder import NoRecorder
+from scheduler_service.settings import SchedulerSettings
+
+log = structlog.get_logger()
+
+
+class WorkerFleet:
+    """All workers, the requests and adapters that they compute with, and what operators may change of them.
+
+    Raises StartError for certificates that cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        workers: Workers,
+        requests: Requests,
+        adapters: Adapters,
+        recorder: NoRecorder,
+    ) -> None:
+        self.settings = settings
+        self.workers = workers
+        self.requests = requests
+        self.adapters = adapters
+        self.recorder = recorder
+        self.agreement = Agreement(settings)
+        self._worker_tls = TlsFolder(settings.worker_tls) if settings.worker_tls is not None else None
+
+    def connect(self, address: str) -> Worker:
+        """A worker with a channel to it, as the settings have it."""
+        client = WorkerClient(address, self._worker_tls, self.settings.worker_identity or "")
+        return Worker(client, self.settings.max_in_flight_steps)
+
+    def watch_health(self) -> AsyncIterator[bool]:
+        """Whether requests are worth sending here, from the first worker on and whenever that changes."""
+        return self.workers.outage.watch_health()
+
+    def drain(self, worker: Worker) -> None:
+        """Give a worker no more requests; after the grace period, move those that are left and close the session."""
+        grace = self.settings.grace
+        if worker.undrained.is_set():
+            log.info("worker drained by an operator", worker=worker.client.address)
+            worker.undrained.clear()
+            worker.drained_by = time.monotonic() + grace
+            asyncio.get_running_loop().call_later(grace, worker.woken.set)
+            self.admission_changed(worker)
+
+    def undrain(self, worker: Worker) -> None:
+        """Give a worker requests again."""
+        if not worker.undrained.is_set():
+            log.info("worker undrained by an operator", worker=worker.client.address)
+            worker.undrained.set()
+            worker.drained_by = float("inf")
+            self.admission_changed(worker)
+
+    def tell_leaving(self, worker: Worker, is_leaving: bool) -> None:
+        """The worker says whether it shuts down."""
+        if is_leaving != worker.is_leaving:
+            log.info("worker is shutting down" if is_leaving else "worker serves again", worker=worker.client.address)
+            worker.is_leaving = is_leaving
+            self.admission_changed(worker)
+
+    def admission_changed(self, worker: Worker) -> None:
+        """A worker with or without a session takes requests, or takes no more."""
+        if worker.scheduler is not None and worker.scheduler.admits == worker.draining:
+            worker.scheduler.set_admission(not worker.draining)
+        worker.woken.set()
+        self.note_change()
+
+    def note_change(self) -> None:
+        """A session began or ended, or a worker was drained or undrained."""
+        was_on = self.workers.outage.is_on
+        self.workers.note_change()
+        if self.workers.outage.is_on != was_on:
+            self.requests.limit_waits()
+        self.adapters.settle()
+        self.workers.wake()

@@ -1,0 +1,158 @@
+"""One worker's loop: connect, serve a session, and connect again when the session is over."""
+
+import asyncio
+import logging
+import random
+import time
+import traceback
+from collections.abc import Sequence
+
+import structlog
+
+from pagewire_common.epochs import next_epoch
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.engine.sessions.worker_fleet import WorkerFleet
+from scheduler_service.engine.sessions.worker_session import WorkerSession
+from scheduler_service.engine.worker_link.client import DrainedError, SupersededError, UnreachableError, WorkerError
+from scheduler_service.engine.workers.guesses import proposer_of
+from scheduler_service.engine.workers.worker import Worker
+from scheduler_service.wire.codec import WorkerInfo
+
+log = structlog.get_logger()
+
+FIRST_RETRY_SECONDS = 0.1
+LAST_RETRY_SECONDS = 2.0
+RETRIES_PER_SECOND = 100
+"""Attempts to connect, of all workers together: one costs 0.6 ms, and of thousands of addresses most may be dead."""
+LONG_RETRY_SECONDS = 30.0
+"""Seconds between attempts at a worker that another scheduler has, or that fails in every step while others serve."""
+FIRST_FAILING_RETRY_SECONDS = 5.0
+MOST_OF_A_REASON = 500
+
+
+class WorkerLoop:
+    """Keeps one worker of the fleet busy."""
+
+    def __init__(self, fleet: WorkerFleet, worker: Worker) -> None:
+        self.worker = worker
+        self._fleet = fleet
+        self._task: asyncio.Task[None] | None = None
+        self._is_lost_in_a_step = False
+
+    def leave(self) -> bool:
+        """Do not connect again. Returns whether the loop is over, because no session is open."""
+        self.worker.is_wanted = False
+        if self.worker.scheduler is None and self._task is not None:
+            self._task.cancel()
+        return self.worker.scheduler is None
+
+    async def run(self) -> None:
+        """Connect, serve, and connect again after a pause that grows, for as long as it is wanted."""
+        self._task = asyncio.current_task()
+        worker, workers = self.worker, self._fleet.workers
+        pause = FIRST_RETRY_SECONDS
+        while worker.is_wanted:
+            await worker.undrained.wait()
+            steps_before = worker.num_steps
+            self._is_lost_in_a_step = False
+            level = logging.WARNING
+            longest = max(LAST_RETRY_SECONDS, len(workers.all) / RETRIES_PER_SECOND)
+            try:
+                await self._serve()
+            except WorkerError as error:
+                reason = str(error)[:MOST_OF_A_REASON]  # part of it may be what the worker said
+                worker.is_superseded = isinstance(error, SupersededError)
+                is_starting = isinstance(error, UnreachableError) and not worker.epoch
+                if is_starting or isinstance(error, DrainedError):
+                    level = logging.INFO
+                # Frames and failed tasks refer to each other, and to the session's scheduler and its requests.
+                traceback.clear_frames(error.__traceback__)
+            except Exception as error:  # whatever it is, the other workers and all streams go on
+                log.error("worker loop failed", worker=worker.client.address, exc_info=error)
+                reason = "internal error; the server's log has the details"
+                traceback.clear_frames(error.__traceback__)
+            if worker.num_steps > steps_before:
+                pause = FIRST_RETRY_SECONDS
+            elif self._is_lost_in_a_step and workers.admits:
+                # It was lost in a step and has answered none. Every further attempt would make suspects of the requests
+                # that it is given, while other workers serve.
+                pause, longest = max(pause, FIRST_FAILING_RETRY_SECONDS), LONG_RETRY_SECONDS
+            if worker.is_superseded:
+                longest = LONG_RETRY_SECONDS
+            if reason != worker.last_error:
+                log.log(level, "worker unavailable", worker=worker.client.address, reason=reason)
+            worker.last_error = reason
+            pause = min(pause, longest)
+            if worker.is_wanted:
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, longest)
+
+    async def _serve(self) -> None:
+        fleet, worker = self._fleet, self.worker
+        try:
+            info, config, held_adapters = await self._prepare()
+        except UnreachableError:
+            await worker.client.reconnect()
+            raise
+        self._check_is_available(info)
+        worker.instance_id = info.instance_id
+        worker.guesses.proposer = proposer_of(info.features)
+        worker.epoch = worker.client.epoch
+        worker.is_superseded = False
+        stream = worker.client.open_session(worker.epoch, worker.split)
+        try:
+            scheduler = fleet.recorder.scheduler(config, fleet.requests.waiting, worker.client.address, stream)
+        except BaseException:
+            stream.close()
+            raise
+        session = WorkerSession(fleet, worker, stream, scheduler, held_adapters)
+        log.info("worker connected", worker=worker.client.address, epoch=worker.epoch, blocks=info.num_device_blocks)
+        if fleet.settings.prefix_caching and config.sliding_window:
+            log.warning(
+                "this model's prompts share no prefixes: each of its layers lets go of the blocks behind its window",
+                worker=worker.client.address,
+                sliding_window=config.sliding_window,
+            )
+        end: Exception | None = None
+        try:
+            await session.run(info)
+        except Exception as error:
+            end = error
+            raise
+        finally:
+            self._is_lost_in_a_step = session.end(end)
+            await worker.client.reconnect()
+
+    async def _prepare(self) -> tuple[WorkerInfo, SchedulerConfig, Sequence[str]]:
+        """The worker's description of itself, its scheduler's settings, and its adapters. Raises WorkerError."""
+        fleet, client = self._fleet, self.worker.client
+        info = await client.get_info()
+        config = await fleet.agreement.accept(client, info)
+        if not await client.is_serving(timeout=5):
+            raise UnreachableError("the worker is not serving: it is starting or shutting down")
+        self._check_is_available(info)
+        client.epoch = _next_epoch(info)
+        return info, config, await fleet.adapters.check(client, info)
+
+    def _check_is_available(self, info: WorkerInfo) -> None:
+        """Raises WorkerError when the worker is in a session that is not to be ended.
+
+        A scheduler that has just started takes a worker over from another scheduler: that one is its predecessor, or a
+        configuration mistake, which then shows. The other scheduler does not take the worker back: otherwise the two
+        would take turns for ever, and every request's tokens would be computed again and again.
+        """
+        for other in self._fleet.workers.all:
+            if other.scheduler is not None and info.instance_id and other.instance_id == info.instance_id:
+                raise WorkerError(f"it is the worker that is connected as {other.client.address}")
+        if info.in_session and 0 < self.worker.epoch < info.epoch:
+            raise SupersededError(
+                f"another scheduler has taken the worker, with epoch {info.epoch} after {self.worker.epoch} of this "
+                "one; this one waits until that session ends"
+            )
+
+
+def _next_epoch(info: WorkerInfo) -> int:
+    try:
+        return next_epoch(info.epoch, time.time_ns())
+    except ValueError as error:
+        raise WorkerError(f"{error}: restart the worker") from None

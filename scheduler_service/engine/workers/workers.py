@@ -1,0 +1,115 @@
+"""All workers that are known at the moment, connected or not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.core import Scheduler, SchedulerOutput, SequenceStatus, WorkerScheduler
+from scheduler_service.engine.workers.outage import Outage
+from scheduler_service.engine.workers.worker import Worker
+
+log = structlog.get_logger()
+
+MOST_WORKERS = 3
+"""Whose reasons an error has."""
+UNSERVED_SECONDS = 2.5
+"""Seconds without a worker after which a shutdown waits no longer: attempts to connect are at most 2 s apart."""
+
+
+@dataclass(slots=True)
+class Departed:
+    """Sums over the workers that have left. Without them, counts over all workers would fall when a worker leaves."""
+
+    num_losses: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+
+    def add(self, worker: Worker) -> None:
+        self.num_losses += worker.num_losses
+        self.num_preemptions += worker.num_preemptions
+        self.num_steps += worker.num_steps
+
+
+class Workers:
+    """Knows workers by address. `targets` is where they are looked for; requests wait `patience` seconds for one."""
+
+    def __init__(self, targets: Sequence[str], patience: float) -> None:
+        self._targets = targets
+        self._by_address: dict[str, Worker] = {}
+        self.serving: dict[WorkerScheduler, Worker] = {}
+        """Workers with an open session, by its scheduler."""
+        self.departed = Departed()
+        self.outage = Outage(patience)
+        """On while no worker takes requests."""
+        self.absence = Outage(UNSERVED_SECONDS)
+        """On while no worker has a session."""
+
+    @property
+    def all(self) -> list[Worker]:
+        return list(self._by_address.values())
+
+    def add(self, worker: Worker) -> None:
+        self._by_address[worker.client.address] = worker
+
+    def remove(self, worker: Worker) -> None:
+        del self._by_address[worker.client.address]
+
+    def find(self, address: str) -> Worker:
+        """Raises NOT_FOUND for an unknown address."""
+        if (worker := self._by_address.get(address)) is None:
+            known = ", ".join(sorted(self._by_address)) or "none"
+            raise RequestError(grpc.StatusCode.NOT_FOUND, f"there is no worker {address!r}; known: {known}")
+        return worker
+
+    @property
+    def admits(self) -> bool:
+        """Whether any worker takes requests."""
+        return any(worker.admits for worker in self._by_address.values())
+
+    def note_change(self) -> None:
+        """A session began or ended, or a worker was drained or undrained."""
+        self.outage.set(not self.admits)
+        self.absence.set(not self.serving)
+
+    def why_unserved(self) -> str:
+        """Why no worker takes requests, for the client of one that waited."""
+        if not self._by_address:
+            return f"none is found at {', '.join(self._targets)}"
+        workers = self.all
+        reasons = [
+            f"{worker.client.address}: {'it is drained or shuts down' if worker.draining else worker.last_error}"
+            for worker in workers[:MOST_WORKERS]
+        ]
+        left = len(workers) - len(reasons)
+        return "; ".join([*reasons, *([f"and {left} more"] if left else [])])
+
+    # ---- their schedulers
+
+    @property
+    def schedulers(self) -> list[Scheduler]:
+        """The schedulers of open sessions."""
+        return [worker.scheduler for worker in self._by_address.values() if worker.scheduler is not None]
+
+    def wake(self) -> None:
+        """Have every worker's loop look whether there is something to send."""
+        for worker in self._by_address.values():
+            worker.wake()
+
+    def wake_for(self, output: SchedulerOutput) -> None:
+        """Wake the workers that a step has left groups to."""
+        for placement in (*output.moved, *output.placements):
+            if placement.to is not None:
+                self.serving[placement.to].wake()
+
+    def finish(self, request_id: str, status: SequenceStatus) -> bool:
+        """End a request where it is computed or waits. Returns whether a session is open that knew of it."""
+        return any(scheduler.finish_requests([request_id], status) for scheduler in self.schedulers)
+
+    def reset_prefix_cache(self) -> int:
+        """Have no request find what was computed so far; those in flight go on. Returns the blocks that were found."""
+        num_blocks = sum(scheduler.reset_prefix_cache() for scheduler in self.schedulers)
+        log.info("prefix cache emptied by an operator", blocks=num_blocks)
+        return num_blocks

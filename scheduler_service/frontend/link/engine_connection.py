@@ -1,0 +1,117 @@
+"""The stream from a front end to the engine: what is said and asked, and what the engine tells."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+
+from pagewire.v1 import engine_service_pb2 as pb
+from pagewire.v1.engine_service_pb2_grpc import EngineServiceStub
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.connection.channel import open_channel
+from scheduler_service.wire.pace import Pace
+
+log = structlog.get_logger()
+
+# What the engine has sent and we have not read is kept small, so that the engine knows when we cannot keep up.
+OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 64 << 10),
+)
+MOST_BYTES = 1 << 20
+"""Bytes of a message with several events to the engine: 1 ms to parse."""
+CODES = {code.value[0]: code for code in grpc.StatusCode}
+GONE = RequestError(grpc.StatusCode.UNAVAILABLE, "the engine is gone; resume the request when the server is back")
+
+
+class EngineConnection:
+    """One stream, for as long as the front end lives. It knows nothing of requests."""
+
+    def __init__(self, target: str) -> None:
+        self._channel = open_channel(target, None, OPTIONS)
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[pb.Answer]] = {}  # by the numbers of the calls that wait for them
+        self._events: list[pb.FrontendEvent] = []
+        self._has_events = asyncio.Event()
+        self.heard_at = time.monotonic()
+        """When the engine said something last; it asks for statistics every few seconds."""
+        self.end: RequestError | None = None
+        """The error that calls end with, once the connection is over."""
+
+    def new_number(self) -> int:
+        """The number of a call that begins."""
+        return next(self._numbers)
+
+    def say(self, call: int, **event: Any) -> None:
+        """Tell the engine something, by its name among the fields of `FrontendEvent`."""
+        self._events.append(pb.FrontendEvent(call=call, **event))
+        self._has_events.set()
+
+    async def ask(self, call: int, **event: Any) -> pb.Answer:
+        """Tell the engine something that it answers. Raises the RequestError that it answers with.
+
+        When the connection is over, UNAVAILABLE is raised at once.
+        """
+        if self.end is not None:
+            raise RequestError(self.end.code, str(self.end))
+        self._answers[call] = future = asyncio.get_running_loop().create_future()
+        try:
+            self.say(call, **event)
+            answer: pb.Answer = await future
+        finally:
+            del self._answers[call]
+        if answer.code:
+            raise RequestError(CODES[answer.code], answer.message)
+        return answer
+
+    def answer(self, call: int, answer: pb.Answer) -> None:
+        """The engine has answered what a call asked."""
+        future = self._answers.get(call)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    async def messages(self) -> AsyncGenerator[pb.AttachResponse, None]:
+        """Messages of the engine, until it is gone or the reader leaves."""
+        call = EngineServiceStub(self._channel).Attach(self._said())
+        try:
+            async for message in call:
+                self.heard_at = time.monotonic()
+                yield message
+            log.error("the engine is gone", reason="it ended the connection")
+        except grpc.aio.AioRpcError as error:
+            log.error("the engine is gone", reason=error.details())
+        finally:
+            call.cancel()
+
+    def finish(self) -> RequestError:
+        """The connection is over: fail what was asked and not answered. Returns what calls end with."""
+        end = self.end = self.end or GONE
+        for number in self._answers:
+            self.answer(number, pb.Answer(code=end.code.value[0], message=str(end)))
+        return end
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def _said(self) -> AsyncIterator[pb.AttachRequest]:
+        pace = Pace()
+        while True:
+            await self._has_events.wait()
+            await pace.wait()
+            num_bytes = num_events = 0
+            for event in self._events:
+                num_bytes += event.ByteSize()
+                if num_bytes > MOST_BYTES and num_events:
+                    break
+                num_events += 1
+            message = pb.AttachRequest(events=self._events[:num_events])
+            del self._events[:num_events]
+            if not self._events:
+                self._has_events.clear()
+            yield message

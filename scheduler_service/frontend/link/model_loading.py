@@ -1,0 +1,65 @@
+"""The served model, made of the files that the engine sends."""
+
+import asyncio
+import re
+
+from pagewire.v1 import engine_service_pb2 as pb
+from pagewire_common.processes.temporary import TemporaryFolder
+from scheduler_service.frontend.link.engine_connection import EngineConnection
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.text.tokenization import without_panic
+
+MOST_REASON = 300
+"""Characters of why the model cannot be loaded."""
+
+
+class ModelLoading:
+    """Loads the model beside the event loop, once its files have come. Create it inside the event loop."""
+
+    def __init__(self, connection: EngineConnection) -> None:
+        self._connection = connection
+        self._model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
+        self._files: dict[str, bytearray] = {}
+        self._loading: asyncio.Task[None] | None = None
+
+    @property
+    def model(self) -> ServedModel | None:
+        """None until it is loaded, or where it cannot be."""
+        return self._model.result() if self._model.done() and self._model.exception() is None else None
+
+    async def wait(self) -> ServedModel:
+        """The model, however long it takes. Raises what loading it raised."""
+        return await asyncio.shield(self._model)
+
+    def add(self, part: pb.ModelFile) -> None:
+        """A part of a file has come."""
+        self._files.setdefault(part.name, bytearray()).extend(part.data)
+
+    def begin(self, limits: pb.ModelLimits) -> None:
+        """All files have come."""
+        self._loading = asyncio.create_task(self._load(limits))
+
+    def cancel(self) -> None:
+        if self._loading is not None:
+            self._loading.cancel()
+
+    async def _load(self, limits: pb.ModelLimits) -> None:
+        def load() -> ServedModel:
+            with TemporaryFolder("tokenizer") as folder:
+                for name, data in self._files.items():
+                    (folder / name).write_bytes(data)
+                return ServedModel.load(limits, folder)
+
+        try:
+            self._model.set_result(await asyncio.to_thread(without_panic, load))
+        except Exception as error:
+            self._model.set_exception(error)
+            self._connection.say(0, load_failed=pb.LoadFailed(reason=_reason(error)))
+        self._files.clear()
+
+
+def _reason(error: Exception) -> str:
+    """The reason of an error in loading, in one line, without the folder that the files were in."""
+    text = re.sub(r"[^\s'\"]*/pagewire-[^/\s'\"]*/?", "", str(error))
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split()) or type(error).__name__
+    return line if len(line) <= MOST_REASON else f"{line[:MOST_REASON]}…"
