@@ -67,7 +67,7 @@ MINUTES ?= 10
 fuzz: setup
 	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
 
-# The long version of tests/fleet: twenty minutes, half of them a storm of kills. Every process is started by `python -m`.
+# The long version of tests/fleet: twenty minutes, half of them a storm of kills. `python -m` starts every process.
 # `make test` forks most processes from a parent that has imported their modules (tests/forked.py).
 chaos: setup
 	PAGEWIRE_TEST_TRUE_STARTS=1 $(BIN)/python -m pytest tests/fleet --chaos -s --timeout 1800
@@ -76,9 +76,9 @@ chaos: setup
 soak: setup
 	$(BIN)/python -m pytest tests/services/test_soak.py tests/services/test_lora_soak.py tests/services/test_hostile.py tests/services/test_hostile_http.py tests/services/test_hostile_worker.py tests/services/test_hostile_sounds.py --soak -s -n 0
 
-# The tests of kernels/ and of the worker's model code, on a machine with a GPU. PYTHON must have torch, triton, pytest and,
-# for the models, transformers. No setup, gRPC or network is needed. pyproject.toml's pytest options are not used, because
-# they need plugins that may be missing.
+# The tests of kernels/ and of the worker's model code, on a machine with a GPU. PYTHON must have torch, triton, pytest
+# and, for the models, transformers. No setup, gRPC or network is needed. pyproject.toml's pytest options are not used,
+# because they need plugins that may be missing.
 GPU_TESTS := tests/kernels $(addprefix tests/worker/,execution/test_batch.py execution/test_cache_engine.py \
   execution/test_decode_graphs.py execution/test_decode_inputs.py execution/test_logprobs.py \
   execution/test_running_ahead.py execution/test_sampler.py models/test_architectures.py models/test_llama.py \
