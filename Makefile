@@ -91,6 +91,7 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/buf lint protos
+	$(BIN)/python tests/prose.py
 
 fmt: setup
 	$(BIN)/ruff check --fix

@@ -174,11 +174,11 @@ async def test_the_newer_of_two_schedulers_has_the_worker_and_the_older_waits(wo
     address = workers.up()
     prompt, most = [*range(3, 30)], {"max_tokens": 300}
     async with workers.engine(address) as older:
-        (was,) = older.workers
+        (was,) = older.workers.all
         first = await submit(older, "first", prompt, **most)
         await gain(older, was)
         async with workers.engine(address) as newer:
-            (now,) = newer.workers
+            (now,) = newer.workers.all
             assert now.epoch > was.epoch
             expected = await tokens_of(newer, await submit(newer, "second", prompt, **most))
             await until(lambda: was.state is WorkerStatus.SUPERSEDED)
