@@ -1,4 +1,4 @@
-# Everything runs in .venv, which `make setup` builds from nothing; every other target sets it up first.
+# All targets run in .venv. `make setup` builds .venv; every other target that needs it builds it first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,13 +7,13 @@ PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraint
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: setup serving proto demo demo-embed demo-transcribe test fuzz chaos soak test-gpu lint fmt up down bench bench-all bench-gpu
-# Modules are compiled to bytecode when a process first imports them, since most of transformers' never are. No process
-# would keep the bytecode if the environment said so, and each would compile them anew.
+# Bytecode is compiled on first import, because most modules of transformers are never imported. PYTHONDONTWRITEBYTECODE
+# must be unset, or every process would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
 
 setup: serving $(VENV)/installed
 
-# What serves is installed first, which is all that a demo needs: it takes a third of the time.
+# The serving packages are installed first. A demo needs only these, which take a third of the time.
 serving: $(VENV)/serving $(VENV)/generated $(VENV)/kernels
 
 $(VENV)/serving: pyproject.toml constraints.txt
@@ -28,7 +28,7 @@ $(VENV)/installed: $(VENV)/serving
 	$(PIP) $$($(BIN)/python deploy/torch_index.py) -e '.[dev]'
 	@touch $@
 
-# Without a compiler nothing is built, and the next `make` tries again.
+# Without a compiler this builds nothing, and the next `make` tries again.
 $(VENV)/kernels: $(VENV)/serving kernels/cpu/build.py kernels/cpu/library.py $(wildcard kernels/cpu/csrc/*)
 	@$(BIN)/python -m kernels.cpu.build
 	@! ls kernels/cpu/lib/*.so >/dev/null 2>&1 || touch $@
@@ -45,7 +45,7 @@ demo: serving
 	$(BIN)/python -m pagewire_client generate --chat "What is the capital of France? Answer in one sentence."
 	@echo "OpenAI's HTTP API: $(BIN)/python -m pagewire_client serve"
 
-# MODELS: a folder with all-minilm-l6-v2, which makes vectors, and reranker, which reads both texts as one.
+# MODELS: a folder with all-minilm-l6-v2 (makes vectors) and reranker (a cross-encoder).
 DOCUMENTS := "Paris is the capital of France." "Berlin is the capital of Germany." "France has good cheese."
 demo-embed: serving
 	$(BIN)/python -m pagewire_client score --model $(MODELS)/all-minilm-l6-v2 "What is the capital of France?" $(DOCUMENTS)
@@ -53,32 +53,32 @@ demo-embed: serving
 	  "What is the capital of France?" $(DOCUMENTS)
 	$(BIN)/python -m pagewire_client embed --model $(MODELS)/all-minilm-l6-v2 "Paris" | cut -c 1-72
 
-# MODELS: a folder with whisper-tiny, which writes down what is said. SOUND: a file.
+# MODELS: a folder with whisper-tiny. SOUND: a sound file.
 SOUND ?= $(MODELS)/whisper-tiny/a13.wav
 demo-transcribe: serving
 	$(BIN)/python -m pagewire_client transcribe --model $(MODELS)/whisper-tiny $(SOUND)
 
-# A process for each core: three for two cores took as long.
+# One process per core: on two cores, three processes took as long as two.
 test: setup
 	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n logical
 
-# The tests of properties, again and again with new seeds, on all cores. What is found is kept in .hypothesis.
+# Runs the property tests repeatedly with new seeds, on all cores. Failing examples are kept in .hypothesis.
 MINUTES ?= 10
 fuzz: setup
 	$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
 
-# The long version of tests/fleet, with every number in full: twenty minutes, half of them a storm of kills. Every process
-# is started as `python -m` does it; `make test` forks most from one that has imported their modules (tests/forked.py).
+# The long version of tests/fleet: twenty minutes, half of them a storm of kills. `python -m` starts every process.
+# `make test` forks most processes from a parent that has imported their modules (tests/forked.py).
 chaos: setup
 	PAGEWIRE_TEST_TRUE_STARTS=1 $(BIN)/python -m pytest tests/fleet --chaos -s --timeout 1800
 
-# 20,000 requests under each policy, after which the scheduler must be as it was after the first tenth.
+# Sends 20,000 requests under each policy. At the end the scheduler's state must be as after the first tenth.
 soak: setup
 	$(BIN)/python -m pytest tests/services/test_soak.py tests/services/test_lora_soak.py tests/services/test_hostile.py tests/services/test_hostile_http.py tests/services/test_hostile_worker.py tests/services/test_hostile_sounds.py --soak -s -n 0
 
-# The tests of kernels/ and of the worker's model code, on a machine with a GPU, whose PYTHON has torch, triton, pytest
-# and, for the models, transformers: it takes no setup, no gRPC and no network. Options and warnings of pyproject.toml are
-# for plugins that may not be there.
+# The tests of kernels/ and of the worker's model code, on a machine with a GPU. PYTHON must have torch, triton, pytest
+# and, for the models, transformers. No setup, gRPC or network is needed. pyproject.toml's pytest options are not used,
+# because they need plugins that may be missing.
 GPU_TESTS := tests/kernels $(addprefix tests/worker/,execution/test_batch.py execution/test_cache_engine.py \
   execution/test_decode_graphs.py execution/test_decode_inputs.py execution/test_logprobs.py \
   execution/test_running_ahead.py execution/test_sampler.py models/test_architectures.py models/test_llama.py \
@@ -103,23 +103,28 @@ up:
 down:
 	$(COMPOSE) down
 
-# PEER, for vLLM: a folder with venv/, a virtual environment that can run it, and model/, the weights as a Hugging Face
-# directory. TRACE: a CSV file, replayed SPEEDUP times as fast. LOADS: names, separated by commas. CHART: a file. FLAGS:
-# further ones of our worker. MODEL: what it serves instead, such as the same weights in a GGUF file. All are optional.
+# All variables are optional.
+# PEER: a folder for vLLM, with venv/ (a virtual environment with vLLM) and model/ (a Hugging Face directory).
+# TRACE: a CSV file, replayed SPEEDUP times as fast.
+# LOADS: names, separated by commas.
+# CHART: a file for the chart.
+# FLAGS: further flags of our worker.
+# MODEL: a model for our worker instead of PEER's, such as the same weights in a GGUF file.
 bench: setup
 	$(BIN)/python -m bench serving $(PEER:%=--peer %) $(TRACE:%=--trace %) $(SPEEDUP:%=--speedup %) $(LOADS:%=--loads %) \
 	  $(MODEL:%=--model %) $(if $(FLAGS),--flags="$(FLAGS)") $(ROUNDS:%=--rounds %) $(CHART:%=--chart %)
 
-# Every benchmark that needs no files but those of PEER, which is optional. `python -m bench` lists all others.
+# Runs every benchmark that needs no files. PEER is optional. `python -m bench` lists all benchmarks.
 BENCHES := serving gateway forms fidelity adapters speculation
 bench-all: setup
 	for name in $(BENCHES); do $(BIN)/python -m bench $$name $(PEER:%=--peer %) || exit; done
 	$(BIN)/python -m bench scheduler $(PEER:%=%/venv/bin/python)
 	$(BIN)/python -m bench fleet
 
-# On a machine with a GPU, whose PYTHON has torch, triton and transformers: it takes no setup and no network. PEER: where
-# `python -m bench.gpu.pack join` has unpacked vLLM and what this project needs. MODELS, LOADS: names, separated by
-# commas. OUTPUT: a file to which figures are appended after each load.
+# Runs on a machine with a GPU. PYTHON must have torch, triton and transformers. No setup or network is needed.
+# PEER: the folder where `python -m bench.gpu.pack join` has unpacked vLLM and this project's dependencies.
+# MODELS, LOADS: names, separated by commas.
+# OUTPUT: a file; figures are appended after each load.
 bench-gpu:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/protos$(PEER:%=:%/pagewire)" $(PYTHON) -m bench serve_gpu $(PEER:%=--peer %) \
 	  $(MODELS:%=--models %) $(LOADS:%=--loads %) $(ROUNDS:%=--rounds %) $(OUTPUT:%=--output %)

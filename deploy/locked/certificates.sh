@@ -1,6 +1,6 @@
 #!/bin/sh
-# An authority of your own, and a certificate for each service: certificates.sh FOLDER [NAME OF THIS MACHINE]
-# For a trial, and for machines that no other authority serves; they hold for a year.
+# Makes an authority, and a certificate for each service: certificates.sh FOLDER [NAME OF THIS MACHINE]
+# For trials, and for machines without another authority. The certificates are valid for a year.
 set -eu
 mkdir -p "$1"
 cd "$1"
@@ -18,6 +18,6 @@ for name in scheduler worker openai client prometheus; do
     -extfile "$name/names" -out "$name/tls.crt"
   rm "$name/tls.csr" "$name/names"
   cp ca.crt "$name/ca.crt"
-  chmod 644 "$name/tls.key"  # the containers' user reads it; keep the folder from other users of the machine
+  chmod 644 "$name/tls.key"  # the containers' user reads the key; protect the folder from other users
 done
 chmod 700 .
