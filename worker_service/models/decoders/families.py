@@ -59,7 +59,8 @@ def _qwen2(json: ReadKeys) -> DecoderConfig:
 
 
 def _mimo(json: ReadKeys) -> DecoderConfig:
-    """Qwen2 with an additional layer for multi-token prediction, which drafts by the method "mtp". (Xiaomi LLM-Core Team, 2025.)"""
+    """Qwen2 with an additional layer for multi-token prediction, which drafts by the method "mtp". (Xiaomi LLM-Core
+    Team, 2025.)"""
     json.without_effect("num_nextn_predict_layers")
     return _qwen2(json)
 
