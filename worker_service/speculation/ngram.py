@@ -1,4 +1,4 @@
-"""Drafts what came after the last tokens when they came before (prompt lookup decoding, Saxena 2023)."""
+"""Drafts the continuation of an earlier occurrence of the last tokens (prompt lookup decoding, Saxena 2023)."""
 
 import sys
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from worker_service.speculation.drafter import Beginning
 from worker_service.speculation.policy import StepCost
 
 FEWEST = 2
-"""Tokens that must have come before in the same order: one alone has nearly always come before."""
+"""Fewest tokens that an earlier occurrence must match: a single token has nearly always occurred before."""
 MOST = 16
-"""Tokens back that are compared: what is alike for longer is as good."""
+"""Most tokens that are compared: longer matches are not better."""
 
 
 def draft(token_ids: npt.NDArray[np.int64], most: int) -> list[int]:
-    """How the tokens go on: as they did after the latest of the longest earlier occurrences of their end.
+    """The draft of the next tokens: the continuation of the latest of the longest earlier occurrences.
 
-    token_ids: [tokens]. Returns `most` tokens, or none if the last `FEWEST` have not come before. What repeats is
-    drafted to repeat on and on. 20 µs for 1,000 tokens, 70 µs for 100,000.
+    token_ids: [tokens]. Returns `most` tokens, or none if the last `FEWEST` have not occurred before. A repetition is
+    drafted to continue. 20 µs for 1,000 tokens, 70 µs for 100,000.
     """
     num_tokens = len(token_ids)
     if num_tokens <= FEWEST or most < 1:
@@ -39,7 +39,7 @@ def draft(token_ids: npt.NDArray[np.int64], most: int) -> list[int]:
             break
     start = int(ends[-1]) + 1
     known: list[int] = token_ids[start : start + most].tolist()
-    while len(known) < most:  # it has come to the end of what there is, and goes on with itself
+    while len(known) < most:  # continues with the draft itself
         known.append(known[len(known) - (num_tokens - start)])
     return known
 
