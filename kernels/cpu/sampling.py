@@ -1,4 +1,4 @@
-"""The operations of a sampler on a CPU: those that every step needs are compiled, the others are eager torch."""
+"""The operations of a sampler on a CPU. Operations of every step are compiled, the others are eager torch."""
 
 from torch import Tensor
 
