@@ -17,7 +17,7 @@ from kernels.ops import Product
 
 _TILE_ROWS = 16
 """Rows of each product of `pack_alike`. A library's order of summation depends on the number of rows (in MKL 3 and 4
-rows differ), but not on a row's place among them."""
+differ), but not on a row's place."""
 
 
 class ExpertRows(NamedTuple):

@@ -1,7 +1,7 @@
 """Bans, biases and penalties, applied to the logits of many rows at once before a token is chosen.
 
-Except for masks the edits are sparse: a few places of a few rows. Indexing them is nearly free beside one pass over the
-vocabulary, so eager torch is good enough for every device.
+Except for masks the edits are sparse: a few places of a few rows. Their cost is negligible against one pass over the
+vocabulary, so eager torch is fast enough on every device.
 """
 
 from dataclasses import dataclass

@@ -62,7 +62,7 @@ class OpenSession:
             self.answers.put_nowait(failed)
 
     def compute(self, message: SchedulerOutput) -> ModelOutput | StepInFlight:
-        """Compute one step. An error ends the session, whatever was sent ahead.
+        """Compute one step. An error ends the session, including the steps that were sent ahead.
 
         If the worker runs ahead, this returns when the step is launched, and the next step may follow.
         """

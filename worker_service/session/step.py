@@ -181,7 +181,7 @@ class BlockTableUpdate:
 
 @dataclass(frozen=True)
 class Fork:
-    """A new sequence with another's parameters and first tokens, which then continues with its own tokens."""
+    """A new sequence with its parent's parameters and first tokens, which continues with its own tokens."""
 
     parent_id: int
     child_id: int

@@ -22,7 +22,7 @@ HOPE = 0.8
 would never be observed."""
 LEARNING = 0.1
 FORGETTING = 0.002
-"""Rate at which a sequence's chance returns to the first chance in steps without drafts, so that drafting is tried
+"""Rate at which a sequence's chance returns to the first chance while nothing is drafted. It makes the drafter try
 again."""
 
 

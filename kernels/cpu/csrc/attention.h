@@ -1,16 +1,16 @@
 // Paged attention that reads the blocks in place: no key or value is gathered first.
 //
-// The work is cut into items. An item is some consecutive query tokens of a sequence, with all query heads of one key
-// head as its rows, and the keys that they see. An item walks its keys 64 at a time. For each row it keeps the largest
-// score, the sum of exponentials and the weighted values so far (the online softmax of Milakov and Gimelshein, 2018, as
-// FlashAttention tiles it; Dao et al., 2022). A single query token with a long context is split over its keys, and the
-// parts are merged afterwards (flash-decoding; Dao et al., 2023). A few query tokens (verified drafts) are split too if
-// the threads have little other work. On two threads, 1 sequence takes 20% less time; 8 sequences would take up to 12%
-// more.
+// The work is cut into items. An item is a few consecutive query tokens of a sequence and the keys that they see. Its
+// rows are the tokens' query heads of one key head. An item walks its keys 64 at a time. For each row it keeps the
+// largest score, the sum of exponentials and the weighted values so far (the online softmax of Milakov and Gimelshein,
+// 2018, as FlashAttention tiles it; Dao et al., 2022). A single query token with a long context is split over its keys,
+// and the parts are merged afterwards (flash-decoding; Dao et al., 2023). A few query tokens (verified drafts) are
+// split too if the threads have little other work. On two threads, 1 sequence takes 20% less time; 8 sequences would
+// take up to 12% more.
 //
 // Sequences with a common prompt begin with the same blocks, and compute their shared parts together. An item then has
-// one query token of each of several sequences, and finds and transposes every tile once for all (as in cascade
-// attention, Ye et al., 2024, and Hydragen; Juravsky et al., 2024).
+// one query token of each of several sequences. It finds and transposes every tile once for all (cascade attention, Ye
+// et al., 2024, and Hydragen; Juravsky et al., 2024).
 //
 // Attention is batch-invariant: a row depends on its query and its keys alone, not on the batch, the number of threads,
 // or the tokens computed with it. So a token has the same bits in a prompt, in a decode and after a draft token. Tiles
@@ -114,7 +114,7 @@ class Attender {
     for (int64_t row = 0; row < rows; ++row) merged_[row * (a.head_dim + 2)] = -kInfinity;
   }
 
-  // Merges a row's sums of this part with those of the parts before.
+  // Merges a row's sums of this part with the sums of the parts before.
   void merge_row(const Attention<T>& a, int64_t row) {
     merge_part(
         &merged_[row * (a.head_dim + 2)], maxima_[row] * Tiles::kLogBase, sum(Vec::loadu(&totals_[row * kLanes])), &sums_[row * a.head_dim],

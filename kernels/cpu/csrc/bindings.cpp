@@ -1,4 +1,4 @@
-// The Python module: tensors in, tensors out. Shapes are checked here, because the code behind trusts its pointers.
+// The Python module: tensors in, tensors out. Shapes are checked here, because the kernels trust their pointers.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -3,10 +3,10 @@
 // A weight is number * scale - minimum. The number has 4, 5, 6 or 8 bits; 32 or 16 neighbouring inputs of an output
 // share scale and minimum. All forms of weights in GGUF files have this form. In the K types scales and minimums are
 // 8-bit integers, which count units shared by 256 neighbours. An input is number * scale, where 32 neighbours share a
-// scale, as in GGUF's Q8_0. So a group of inputs adds scale * scale * (sum of products of small integers) - minimum *
-// (sum of the inputs), and the integers are multiplied four at a time (see integers.h). Symmetric weights have no
-// minimum: the middle number means zero. The middle number times the sum of the inputs' numbers is subtracted before
-// the integers are scaled.
+// scale, as in GGUF's Q8_0. So a group of inputs adds scale * scale * (sum of products of integers) - minimum * (sum of
+// the inputs). The integers are multiplied four at a time (see integers.h). Symmetric weights have no minimum: the
+// middle number means zero. The middle number times the sum of the inputs' numbers is subtracted before the integers
+// are scaled.
 //
 // Sums of integers are exact. The groups' sums are added in the order of the inputs, in float32, for any number of rows
 // and any instruction set. So products are batch-invariant, and bit-identical on other machines.
@@ -33,8 +33,8 @@ namespace pagewire {
 // integers, and the eight groups of a block share their units.
 //
 // Numbers of 5 and 6 bits are stored in two parts, so that no bit of memory is unused. The lower four bits are stored
-// like 4-bit numbers. The high bits of all numbers that share a scale are in a word of 32 bits. Every four inputs, the
-// word is rotated right by the number of high bits, so that each of its four bytes has the next high bits in place.
+// like 4-bit numbers. The high bits of all numbers that share a scale are in a word of 32 bits. After every four inputs
+// the word is rotated right by the number of high bits. Each of its four bytes then has the next high bits in place.
 template <int kWeightBits, int kInputs, bool kIsSymmetric, typename Factor = at::Half>
 struct WeightBlock {
   static constexpr int kBits = kWeightBits, kLowBits = kBits == 8 ? 8 : 4, kHighBits = kBits - kLowBits;

@@ -75,7 +75,7 @@ struct Results {
 // Prefetches the panel after the current one, for weights in 8 bits or less. Each of several tiles fetches a part of
 // it, a few lines before each stretch of its inputs, so that memory works while tiles multiply. When a tile fetched all
 // its lines at once, 8 to 12 rows took 1.5 times as long. A single tile waits for memory anyway, and the processor
-// prefetches by itself. It does so for bf16 as well, whose tiles take longer.
+// prefetches by itself. bf16, whose tiles take longer, needs only the processor's prefetching.
 class Ahead {
  public:
   // next: `blocks` blocks. For tile number `part` of `parts`, which has this many stretches.

@@ -3,9 +3,9 @@
 // A barrier waits for every thread. A thread that has lost its core to another process (here the scheduler or a client)
 // stalls all threads until the kernel runs it again; on two cores a step of 6 ms then took 150. Here the caller splits
 // a loop into pieces and works on them itself. A helper takes pieces when it gets to run. The caller waits only for
-// helpers that work on a piece or look for one. If that takes long, the helper has lost its core, and the caller
-// sleeps, so that the kernel can give the caller's core to the helper. With a client and a scheduler on the same two
-// cores, 8 and 32 streams were 1 to 6% faster than with a caller that yields.
+// helpers that work on a piece or look for one. If that takes long, the helper has lost its core. The caller then
+// sleeps, so that the kernel can give its core to the helper. 8 and 32 streams, with client and scheduler on the same
+// two cores, were 1 to 6% faster than with a caller that yields.
 //
 // Each thread takes the pieces of its own stretch of the loop in order, so that memory is read in order. Then it takes
 // pieces left in other threads' stretches.

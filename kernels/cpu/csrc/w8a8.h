@@ -35,7 +35,7 @@ struct LongBlock {
 };
 static_assert(sizeof(LongBlock) % 64 == 0);
 
-// Inputs in 8 bits. The last four are padded with 0.
+// Inputs in 8 bits. The last four inputs are padded with 0.
 struct LongInt8Rows {
   struct Group {
     float scale;

@@ -10,9 +10,9 @@ whenever the maximum grows (Milakov and Gimelshein, 2018; Dao et al., 2022). If 
 their keys are split over several programs, whose results `merge_splits` merges (Dao et al., 2023).
 
 There are two launches at most: decodes take tiles of one token, chunks take tiles of many. Both grid sizes follow from
-shapes and from the maxima in the metadata, so nothing is read back, and a batch of decodes can be captured in a CUDA
-graph. A captured grid serves any contexts up to the captured maximum. A padding row is a sequence of one query token
-and context 0; its result is zero. Decodes with shared parts use the batch-invariant kernel
+shapes and from the maxima in the metadata, so nothing is read back. A batch of decodes can therefore be captured in a
+CUDA graph. A captured grid serves any contexts up to the captured maximum. A padding row is a sequence of one query
+token and context 0; its result is zero. Decodes with shared parts use the batch-invariant kernel
 (`kernels.triton.attention.attention_by_position`).
 
 Oracle: `kernels.reference.paged_attention`. Sizes that hurt: one token; one past a block; 7 query heads a key head;

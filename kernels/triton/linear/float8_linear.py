@@ -1,4 +1,4 @@
-"""Products of e4m3 numbers on a GPU: torch's own, if the GPU has them, with the rows rounded by a kernel of ours.
+"""Products of e4m3 numbers on a GPU. torch multiplies if the GPU has e4m3; a kernel of ours rounds the rows.
 
 `torch._scaled_mm` requires a multiple of 16 inputs and of 16 outputs, and compute capability 8.9 or later. With a scale
 for each row and each output it returns bfloat16 only; other types are scaled afterwards. use_fast_accum stays off: it

@@ -30,7 +30,7 @@ from worker_service.speculation.policy import StepCost
 
 
 class _Widened:
-    """A network with a vocabulary of another size, such as the size of a target whose embedding has more padding."""
+    """A network with a vocabulary of another size, for example of a target whose embedding has more padding."""
 
     def __init__(self, model: CausalModel, vocabulary_size: int) -> None:
         self.config = model.config

@@ -162,7 +162,7 @@ class EagleFiles:
 
     @property
     def _layer_name(self) -> str:
-        """The layer's name: the one that config.json's format implies, unless only the other exists."""
+        """The layer's name in the format of config.json, or the other format's name if the checkpoint has only that."""
         first, other = reversed(_LAYER_NAMES) if "transformer_layer_config" in self.checkpoint.config else _LAYER_NAMES
         names = [] if self.weights is None else [*self.weights.dtypes]
         has_first, has_other = (any(name.startswith(f"{layer}.") for name in names) for layer in (first, other))

@@ -1,8 +1,8 @@
 """The passes of a head, in place of a draft model's.
 
 A head's slot for a token holds keys and values computed from the *next* token and the token's own state. So the head
-can compute one slot less than there are tokens, and a block's last slot depends on the first token of the next block.
-If sequences share a block and then differ, one of them drafts from another's slot. That costs a draft at most.
+computes one slot less than there are tokens. A block's last slot depends on the next block's first token. If sequences
+share a block and then differ, a sequence may draft from another's slot, which costs a draft at most.
 """
 
 from array import array
@@ -48,7 +48,7 @@ class HeadRunner:
 
     @torch.inference_mode()
     def execute(self, _: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
-        """Compute slots [start, stop) of each chunk, and draft the token after the next one.
+        """Compute slots [start, stop) of each chunk, and draft token stop + 1, which follows the known token stop.
 
         The state that the head drafts from is stored in the next slot, for the draft after it. The target's state
         replaces it when the target has computed that token.

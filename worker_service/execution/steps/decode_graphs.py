@@ -2,18 +2,18 @@
 
 On an H200 a decode of an 8-billion-parameter Llama takes 4.5 ms as a graph and 12.2 ms when each kernel is launched
 from Python. A graph is captured for each of a few numbers of rows. Every token has a row. So the same graphs serve
-steps that verify drafts, and steps with a short prompt, or a prompt's last tokens, beside decodes. The largest graph is
+steps that verify drafts, and steps with decodes and a short prompt, or a prompt's last tokens. The largest graph is
 captured first, so that the others reuse its memory. Logits and sampling stay outside, because their rows change from
 step to step.
 
 Adapters take two more kernels for each product, 256 in a pass of 32 layers. If a worker has slots for adapters, each
-size therefore has two graphs, with and without these kernels, and a step of the base model alone launches none of them.
-The two graphs share inputs and memory. The second costs the time of its capture and the driver's memory for its
-launches. Launches do not depend on the adapters: slots and ranks are read on the device.
+size therefore has two graphs, with and without these kernels. A step of the base model alone launches none of them. The
+two graphs share inputs and memory. The second costs the time of its capture and the driver's memory for its launches.
+Launches do not depend on the adapters: slots and ranks are read on the device.
 
 From 8 rows on, if kernels support shared prefixes (`worker_service.execution.cache.shared_prefixes`), each size has two
 graphs. One, with one more launch a layer, is for steps whose rows share enough; the other is for all other steps. The
-tokens of a question after a long prompt are such rows too. Steps without a graph share nothing: a step loses more
+tokens of a question after a long prompt share its blocks, too. Steps without a graph share nothing: a step loses more
 without a graph than sharing could gain.
 """
 
@@ -38,7 +38,7 @@ from worker_service.settings import WorkerSettings
 
 _PROMPT_ROWS = 256
 """Rows of the largest graph, if a step can have as many tokens and `max_num_seqs` is less. With twice as many rows the
-tensor cores of an H200 are busy for as long as the launches of such a Llama take. Not measured."""
+tensor cores of an H200 are busy for as long as this Llama's launches take. Not measured."""
 _MOST_READ_AGAIN = 1 << 28
 """Bytes of a layer's keys and values that the rows of a step may read repeatedly. A prompt of 360 tokens reads as much
 with 4 KiB a token, as in that Llama.
@@ -83,7 +83,8 @@ class DecodeGraphs:
         replaces capturing.
         """
         self._inputs = DecodeInputs(max_num_rows, max_model_len, cache.shape[3], cache.device)
-        # Heads of all ranks: ranks must decide alike, because they all-reduce equally many rows, padding included.
+        # Ranks must decide alike, so this counts the heads of all ranks: they all-reduce equally many rows, padding
+        # included.
         token_bytes = 2 * model.config.num_kv_heads * model.config.head_dim * cache.itemsize
         self._most_read_again = _MOST_READ_AGAIN // token_bytes
         self._shared = _shared_inputs(model, cache, max_num_rows, max_model_len)

@@ -76,7 +76,7 @@ class DecodeInputs:
         count = len(places)
         size = self.size_of(count)
         rows = np.repeat(_PADDING_ROW, size, axis=1)
-        if count == len(chunks):  # as in most steps
+        if count == len(chunks):  # each chunk has one token, as in most steps
             rows[0, :count] = [sequence.token_ids[position] for sequence, position in places]
         else:
             rows[0, :count] = [token_id for chunk in chunks for token_id in chunk.token_ids]
@@ -111,7 +111,7 @@ class DecodeInputs:
 
     def _take_over(self, unseen: UnseenTokens, sources: Sequence[int | None]) -> None:
         """sources: for each row, the row of its token in `unseen`; None if the host knows the token."""
-        if sources == list(range(len(unseen.token_ids))):  # as in most steps
+        if sources == list(range(len(unseen.token_ids))):  # the same rows in the same order, as in most steps
             torch.clamp(unseen.token_ids, min=PLACEHOLDER, out=self._rows[0, : len(sources)])
         elif pairs := [(row, source) for row, source in enumerate(sources) if source is not None]:
             rows, places = upload(np.array(pairs).T, torch.int64, self._rows.device)
