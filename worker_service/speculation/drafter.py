@@ -97,7 +97,7 @@ class Drafter:
         self._chance = self._first_chance  # of a new sequence
         self._runs_ahead = runs_ahead
         self._pause = FIRST_PAUSE if runs_ahead else 0.0
-        self._seconds_before = self._seconds_after = 0.0  # a step, of the drafter itself
+        self._seconds_before = self._seconds_after = 0.0  # the drafter's own seconds in a step
         self._has_failed = False
 
     def begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:

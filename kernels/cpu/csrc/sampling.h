@@ -131,7 +131,7 @@ int64_t draw_one(const T* x, int64_t length, const Draw& draw, Scratch& scratch)
   const auto look_into = [&](int64_t part) {
     const float gap = best - tops[part];
     if (tops[part] < threshold || gap > kMostNoise) return;
-    const float most_below_1 = std::exp(-gap) * 1.001f;  // of a number whose noise may reach the gap: 1 - u < -log(u)
+    const float most_below_1 = std::exp(-gap) * 1.001f;  // for noise that reaches the gap: 1 - u < -log(u)
     alignas(64) float uniform[kPart], scores[kLanes];
     const int64_t start = part * kPart, end = std::min(start + kPart, length);
     uniform_noise(draw.key, start, uniform);

@@ -197,7 +197,7 @@ class Network:
         with byte_progress("loading weights") as progress:
 
             def fill(places: Mapping[str, torch.Tensor]) -> None:
-                give_freed_memory_back()  # of the layer before
+                give_freed_memory_back()  # memory of the layer before
                 self.checkpoint.load_into(places, self.cuts)
                 progress.update(sum(place.nbytes for place in places.values()))
 
