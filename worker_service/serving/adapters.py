@@ -39,7 +39,7 @@ async def load_adapter(
     except RequestError as error:
         refusal = error
     with contextlib.suppress(RequestError):
-        async for _ in pieces:  # a call that ends while it is written to may lose its status in gRPC
+        async for _ in pieces:  # gRPC may lose the status of a call that ends while the client still writes
             pass
     if refusal is not None:
         raise refusal

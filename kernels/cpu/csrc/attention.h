@@ -6,7 +6,7 @@
 // 2018, as FlashAttention tiles it; Dao et al., 2022). A single query token with a long context is split over its keys,
 // and the parts are merged afterwards (flash-decoding; Dao et al., 2023). A few query tokens (verified drafts) are
 // split too if the threads have little other work. On two threads, 1 sequence takes 20% less time; 8 sequences would
-// take up to 12% more.
+// take up to an eighth more.
 //
 // Sequences with a common prompt begin with the same blocks, and compute their shared parts together. An item then has
 // one query token of each of several sequences. It finds and transposes every tile once for all (cascade attention, Ye

@@ -168,9 +168,10 @@ struct Int8Rows {
 };
 
 constexpr int64_t kPanelVectors = kPanel / kLanes;
-// Rows for which sums of integers and of floats stay in registers: 32 of them with AVX-512; 16 with AVX2, where a row
-// has 4 of each. With 6 rows GCC 12 keeps sums of floats in memory, and AVX-512's tiles are 13% slower. With NEON a row
-// has 8 of each in 32 registers. Only the sums of integers stay in registers; the others are updated once for a group.
+// Rows of a tile whose sums of integers and of floats stay in registers. AVX-512 has 32 registers; AVX2 has 16, and a
+// row has 4 sums of each kind. With 6 rows GCC 12 keeps sums of floats in memory, and AVX-512's tiles are 13% slower.
+// NEON has 32 registers, and a row has 8 sums of each kind. Only the sums of integers stay there; sums of floats are
+// updated once for a group.
 constexpr int kGroupedTileRows = kPanelVectors == 2 ? 4 : kPanelVectors == 8 ? 2 : 1;
 
 // With more tiles than this, numbers that are costly to unpack are unpacked once to bytes in memory. With AVX-512 this

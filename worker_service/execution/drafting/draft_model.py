@@ -1,8 +1,8 @@
 """Drafts by a smaller model with the same vocabulary, which samples with the target's random numbers.
 
-The draft model's keys and values lie in pools of its own under the target's block numbers. A block is swapped, copied,
-shared and reused with both caches, and the scheduler need not know. If the draft model has not computed some tokens, it
-catches up when drafts are next worth making; until then it costs nothing.
+The draft model's keys and values lie in pools of its own under the target's block numbers. Swaps, copies and reuse of a
+block apply to both caches, and the scheduler need not know. If the draft model has not computed some tokens, it catches
+up when drafts are next worth making; until then it costs nothing.
 
 The target's token maximises logit plus noise, where noise is a function of seed, output, position and token
 (`kernels.sampling.noise`). The draft model adds the same noise to its own logits, and so agrees more often than with

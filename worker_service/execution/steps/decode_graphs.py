@@ -37,8 +37,8 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.settings import WorkerSettings
 
 _PROMPT_ROWS = 256
-"""Rows of the largest graph, if a step can have as many tokens and `max_num_seqs` is less. With twice as many rows the
-tensor cores of an H200 are busy for as long as this Llama's launches take. Not measured."""
+"""Rows of the largest graph when `max_num_seqs` is smaller, limited by the tokens of a step. With twice as many rows
+the tensor cores of an H200 are busy for as long as this Llama's launches take. Not measured."""
 _MOST_READ_AGAIN = 1 << 28
 """Bytes of a layer's keys and values that the rows of a step may read repeatedly. A prompt of 360 tokens reads as much
 with 4 KiB a token, as in that Llama.
