@@ -26,8 +26,8 @@ def backend_name(device: torch.device) -> str:
 def ops_for(device: torch.device, batch_invariant: bool = False) -> Ops:
     """The fastest backend that can run on a device.
 
-    batch_invariant: of those whose sums of a row are the same to the bit whatever other rows there are, as the compiled
-    kernels of CPUs always have them. Eager torch, which runs where there is no other, does not promise it.
+    batch_invariant: only backends whose row sums are bit-identical for any other rows. The compiled CPU kernels always
+    are. Eager torch, which runs where there is no other backend, does not promise it.
     """
     try:
         return cast(Ops, import_module((_INVARIANT if batch_invariant else _BACKENDS)[device.type]))

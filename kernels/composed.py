@@ -1,4 +1,4 @@
-"""Operations made of others, for the backends that have no fused version of them."""
+"""Operations composed of others, for the backends without a fused version."""
 
 import torch
 from torch import Tensor
@@ -23,12 +23,12 @@ def qkv_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """From a fused projection to what its heads attend to; new keys and values are stored on the way.
+    """Attention from a fused projection; new keys and values are stored on the way.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order, overwritten;
-    norms, eps, offset: weights [head_dim] and parameters of the `rms_norm` of query and of key heads, if these are
-    normalised; rotation: cosines and sines of `rotary_tables`, if positions count, which they are multiplied by before
-    they are rounded again; layer_cache, slots: as `store_kv` has them. Returns [num_tokens, num_heads * head_dim].
+    norms, eps, offset: weights [head_dim] and parameters of the `rms_norm` of query and key heads, or None; rotation:
+    cosines and sines of `rotary_tables`, or None, applied before the heads are rounded again; layer_cache, slots: see
+    `store_kv`. Returns [num_tokens, num_heads * head_dim].
     """
     num_kv_heads, head_dim = layer_cache.shape[3], head_dim_of(layer_cache)
     heads = qkv.float().view(len(qkv), -1, head_dim)
@@ -47,5 +47,5 @@ def qkv_attention(
 
 
 def pack_float8(ops: Ops, weight: Float8Weight, wide: bool = False) -> Product:
-    """The product of `kernels.float8` with a weight that is held in bfloat16; a row does not depend on other rows."""
+    """The product of `kernels.float8` with a weight held in bfloat16. Batch-invariant."""
     return product_in_16_bits(weight, ops.pack_alike, wide)

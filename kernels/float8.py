@@ -1,10 +1,10 @@
 """Products of 8-bit floating-point numbers, e4m3 (Micikevicius et al., 2022), in eager torch: the oracle of kernels.
 
-A weight has a scale for each output, and x one for each row, its largest number divided by 448. The product is
-`(x_numbers @ weight_numbers.T) * weight_scales * x_scale + bias`, summed and scaled in float32. Where both have a scale
-for each of several groups of neighbouring inputs (DeepSeek-AI, 2024), it is the sum of the groups' products, in their
-order. e4m3 numbers have 4 significant bits and are exact in bfloat16, and so are their products in float32: a product
-of bfloat16 numbers with sums in float32 is the same arithmetic on a device that has no products of 8 bits.
+A weight has a scale for each output. x has a scale for each row, its largest number divided by 448. The product is
+`(x_numbers @ weight_numbers.T) * weight_scales * x_scale + bias`, summed and scaled in float32. With a scale for each
+of several groups of neighbouring inputs (DeepSeek-AI, 2024), it is the sum of the groups' products, in their order.
+e4m3 numbers have 4 significant bits and are exact in bfloat16; their products are exact in float32. So a product of
+bfloat16 numbers with sums in float32 is the same arithmetic on a device without 8-bit products.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +18,17 @@ FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number of e4m3, which has no infinity."""
 FLOAT8_CAPABILITY = (8, 9)
-"""The first compute capability of GPUs with these numbers."""
+"""The first compute capability of GPUs with e4m3."""
 _Product = Callable[[Tensor, Tensor | None], Tensor]
 LEAST_SCALE = torch.finfo(torch.float32).tiny
-"""A row of zeros has this scale, and stays zeros."""
+"""Scale of a row of zeros, which stays zeros."""
 
 
 class Float8Weight(NamedTuple):
-    """A weight that is number * scale, for products with inputs in e4m3.
+    """A weight as numbers times scales, for products with inputs in e4m3.
 
     numbers: [outputs, inputs] e4m3; scales: [outputs, groups] float32, each for `inputs / groups` neighbouring inputs;
-    input_scale: [] float32, which all inputs are rounded with where there is one group, or None where each row has its
-    own for each group.
+    input_scale: [] float32, the scale of all inputs (one group only), or None if each row has a scale for each group.
     """
 
     numbers: Tensor
@@ -38,12 +37,12 @@ class Float8Weight(NamedTuple):
 
 
 def narrowed(wide: Tensor, scales: Tensor) -> Tensor:
-    """The e4m3 numbers nearest to `wide / scales`, both float32. What is beyond 448 becomes 448; NaN stays NaN."""
-    return (wide / scales).clamp_(-LARGEST, LARGEST).to(FLOAT8)  # which older versions of torch make NaN beyond 464
+    """The e4m3 numbers nearest to `wide / scales`, both float32. Magnitudes beyond 448 become 448; NaN stays NaN."""
+    return (wide / scales).clamp_(-LARGEST, LARGEST).to(FLOAT8)  # older versions of torch make numbers beyond 464 NaN
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row in e4m3 with a scale of its own: [..., n] in floating point to [..., n] e4m3 and [..., 1] float32.
+    """Quantise each row to e4m3 with its own scale: [..., n] in floating point to [..., n] e4m3 and [..., 1] float32.
 
     A row that is not finite gets a scale or numbers that are NaN or infinite: all its products are NaN.
     """
@@ -53,9 +52,9 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_float8(weight: Tensor) -> Float8Weight:
-    """The nearest e4m3 numbers with a scale for each output. weight: [outputs, inputs]. Raises ValueError where it is
-    not finite."""
-    # Some rows at a time: a large weight in float32 would take more memory than its packed form.
+    """The nearest e4m3 numbers with a scale for each output. weight: [outputs, inputs]. Raises ValueError if it is not
+    finite."""
+    # A few rows at a time: a large weight in float32 would take more memory than its packed form.
     parts = [round_rows(rows) for rows in torch.split(weight, 4096)]
     numbers, scales = (torch.cat(found) for found in zip(*parts, strict=True))
     if not scales.isfinite().all():
@@ -64,7 +63,7 @@ def quantize_float8(weight: Tensor) -> Float8Weight:
 
 
 def widened(weight: Float8Weight) -> Tensor:
-    """What it stands for, [outputs, inputs] float32."""
+    """The dequantised weight, [outputs, inputs] float32."""
     wide = weight.numbers.float()
     return wide.view(*weight.scales.shape, -1).mul_(weight.scales[..., None]).view(wide.shape)
 
@@ -72,7 +71,7 @@ def widened(weight: Float8Weight) -> Tensor:
 def round_inputs(
     x: Tensor, weight: Float8Weight, round_rows: Callable[[Tensor], tuple[Tensor, Tensor]] = round_rows
 ) -> tuple[Tensor, Tensor]:
-    """The inputs of a product with `weight` as it asks for them: [rows, inputs] e4m3, and [rows, groups] float32."""
+    """Quantise the inputs of a product with `weight`: [rows, inputs] e4m3, and scales [rows, groups] float32."""
     if weight.input_scale is not None:
         return narrowed(x.float(), weight.input_scale), weight.input_scale.repeat(len(x), 1)
     groups = weight.scales.shape[1]
@@ -86,10 +85,12 @@ def float8_product(
     wide: bool,
     round_rows: Callable[[Tensor], tuple[Tensor, Tensor]] = round_rows,
 ) -> _Product:
-    """A `kernels.ops.Product` of sums of products that each of `multiply` makes of the inputs of a group, [rows,
-    inputs] e4m3 to [rows, outputs] float32 in memory of their own. wide: whether it returns float32 rather than the
-    dtype of x."""
-    scaling = weight._replace(numbers=weight.numbers.new_empty(0))  # which `multiply` holds, in the form that it needs
+    """A `kernels.ops.Product` that scales and adds the groups' products.
+
+    multiply: for each group, a function from [rows, inputs] e4m3 to [rows, outputs] float32 in memory of their own.
+    wide: whether the product returns float32 instead of the dtype of x.
+    """
+    scaling = weight._replace(numbers=weight.numbers.new_empty(0))  # `multiply` holds the numbers, in its own form
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         numbers, row_scales = round_inputs(x, scaling, round_rows)
@@ -107,7 +108,7 @@ def float8_product(
 
 
 def product_in_16_bits(weight: Float8Weight, pack: Callable[[Tensor, bool], _Product], wide: bool) -> _Product:
-    """The same of a weight that is held in bfloat16, which `pack` makes products of, as `kernels.ops.Ops` has it."""
+    """`float8_product` of a weight held in bfloat16. pack: makes a product, as in `kernels.ops.Ops`."""
     groups = weight.numbers.bfloat16().chunk(weight.scales.shape[1], dim=1)
     products = [pack(numbers.contiguous(), True) for numbers in groups]
     return float8_product(weight, [partial(_multiply, product) for product in products], wide)

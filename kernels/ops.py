@@ -1,8 +1,7 @@
-"""The operations of a decoder layer that each backend has: a module with one function for every one of `Ops`.
+"""The operations of a decoder layer that each backend has: a module with one function for each method of `Ops`.
 
-A backend that does an operation no better than eager torch takes it from `kernels.reference`. The docstrings there and
-in `kernels.composed` and `kernels.linear.experts` say what each operation computes. `kernels.backends` chooses a
-backend.
+A backend that cannot beat eager torch takes an operation from `kernels.reference`. The docstrings there and in
+`kernels.composed` and `kernels.linear.experts` define each operation. `kernels.backends` chooses a backend.
 """
 
 from collections.abc import Callable
@@ -26,39 +25,39 @@ class Table(Protocol):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """numbers: [n] int64, of outputs. Returns their weights, [n, inputs] float32."""
+        """Weights of the outputs `numbers`, [n] int64; returns [n, inputs] float32."""
 
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """What several adapters, each in its slot, have for one product of some inputs and outputs.
+    """The weights of several adapters, each in its slot, for one product.
 
-    The outputs are those of one projection or of several fused ones, its parts, each of which has inner units of its
-    own.
+    The outputs belong to one projection or to several fused ones, the parts. Each part has inner units of its own.
     """
 
     a: Tensor
-    """[slots, parts, max_rank, inputs]: into the inner units."""
+    """[slots, parts, max_rank, inputs]: from inputs to inner units."""
     b: Tensor
-    """[slots, max_rank, outputs]: out of them, scaling included; inner units of a part lead to its outputs alone."""
+    """[slots, max_rank, outputs]: from inner units to outputs, scaling included. A part's inner units lead to its
+    outputs alone."""
     ranks: Tensor
-    """[slots] int32: the inner units of each part; 0 for an adapter that leaves this product alone."""
+    """[slots] int32: the number of inner units of each part; 0 if the adapter does not change this product."""
     starts: tuple[int, ...]
-    """The first output of each part, and behind the last one the number of outputs."""
+    """The first output of each part, then the number of outputs."""
 
 
 class GroupedWeight(NamedTuple):
-    """A weight that is number * scale - minimum, where neighbouring inputs of an output share the other two.
+    """A weight that is number * scale - minimum; neighbouring inputs of an output share scale and minimum.
 
-    numbers: [outputs, inputs] uint8, below 2 to the power of `bits`; scales: [outputs, groups] float16, for 32 inputs
-    each, or 16, of which the last group may have fewer; minimums: the same, or None for a scale times the number in the
-    middle, 2 to the power of `bits` less one. units: None, or [outputs, inputs / 256, 2] float16, or 1 without
-    minimums: scales and minimums are then uint8, or int8 without minimums, and count the units of their 256 inputs.
-    order: [inputs] int64, the input that each column of numbers is for, where groups are of inputs that are no
-    neighbours; products take their inputs in it.
+    numbers: [outputs, inputs] uint8, below 2 to the power of `bits`. scales: [outputs, groups] float16, for 32 or 16
+    inputs each; the last group may have fewer. minimums: the same shape, or None, which means scale times the middle
+    number, 2 to the power of `bits` less one. units: None, or [outputs, inputs / 256, 2] float16 ([..., 1] without
+    minimums). With units, scales and minimums are uint8 (int8 without minimums), and count the units of their 256
+    inputs. order: [inputs] int64, the input of each column of numbers, if groups do not have neighbouring inputs;
+    products reorder their inputs by it.
 
-    There are products of 4, 5 and 8 bits with groups of 32, and of 8 bits with minimums with groups of 16; with units
-    of 4 and 5 bits with minimums with groups of 32, and of 6 bits without minimums with groups of 16.
+    There are products for 4, 5 and 8 bits with groups of 32, and for 8 bits with minimums and groups of 16. With units
+    there are products for 4 and 5 bits with minimums and groups of 32, and for 6 bits without minimums, groups of 16.
     """
 
     numbers: Tensor
@@ -73,18 +72,18 @@ QuantizedWeight = GroupedWeight | Float8Weight
 
 
 class Ops(Protocol):
-    """What a backend offers.
+    """The operations of a backend.
 
-    Operations take effect in the order of their calls. Of `qkv_attention`, keys and values of all rows are stored
-    before any row attends: so a row may attend to a block that another row of the same step fills, as sequences do that
-    share a prefix.
+    Operations take effect in the order of their calls. `qkv_attention` stores keys and values of all rows before any
+    row attends. So a row may attend to a block that another row of the same step fills, for sequences that share a
+    prefix.
     """
 
     WIDE_PRODUCTS: bool
-    """Whether products write the float32 in which they sum as fast as they write 16 bits."""
+    """Whether products return their float32 sums as fast as sums rounded to 16 bits."""
 
     GROUPED_PRODUCTS: bool
-    """Whether `grouped_linear` is faster than the packed products of each expert with its rows, one after the other."""
+    """Whether `grouped_linear` is faster than one packed product for each expert."""
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None

@@ -1,6 +1,6 @@
-"""The operations of a decoder layer in eager torch: they run on every device, and faster kernels are held against them.
+"""The operations of a decoder layer in eager torch: they run on every device, and are the oracle of faster kernels.
 
-The KV cache is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`: the keys (0) and values
+The KV cache is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`. The keys (0) and values
 (1) of all layers of one block lie together, so that moving a block is one contiguous copy. A `layer_cache` is the
 strided view `cache[:, layer]`. A slot is a token's place in the cache: `block * block_size + offset`.
 """
@@ -26,7 +26,7 @@ from kernels.linear.experts import pack_alike as pack_alike
 from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
-"""The functions that `gated_activation` can apply to the gate."""
+"""The activations that `gated_activation` applies to the gate."""
 
 WIDE_PRODUCTS = False
 GROUPED_PRODUCTS = False
@@ -36,8 +36,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: 
     """`x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension, computed in float32.
 
     x: [..., hidden_size], any strides, of the weight's dtype or float32; weight: [hidden_size]; returns the shape of x,
-    contiguous, in float32 if `dtype` says so, else in the weight's dtype. Gemma's weights are stored less one: its
-    offset is 1. (Zhang and Sennrich, 2019.)
+    contiguous, in float32 if `dtype` says so, else in the weight's dtype. Gemma stores weights minus one: its offset is
+    1. (Zhang and Sennrich, 2019.)
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -45,10 +45,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: 
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Add x to `residual` in place, and return the `rms_norm` of that sum in the weight's dtype.
+    """Add x to `residual` in place, and return the `rms_norm` of the sum in the weight's dtype.
 
     x: [num_tokens, hidden_size], of the weight's dtype or float32; residual: the same shape, float32, so that the sum
-    over many layers is not rounded in any of them.
+    over many layers is never rounded.
     """
     residual += x
     return rms_norm(residual, weight, eps, offset)
@@ -58,7 +58,7 @@ def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, scale: float) 
     """Cosines and sines of `position * inverse_frequency` radians, times `scale`.
 
     positions: [num_tokens] integers; inverse_frequencies: [rotary_dim / 2] float32; returns two float32 tensors
-    [num_tokens, rotary_dim / 2] that serve every layer of a step.
+    [num_tokens, rotary_dim / 2], used by every layer of a step.
     """
     angles = positions.float()[:, None] * inverse_frequencies
     return angles.cos() * scale, angles.sin() * scale
@@ -67,8 +67,8 @@ def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, scale: float) 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate the pair (x[i], x[i + rotary_dim/2]) of every head by its angle, in place, computed in float32.
 
-    x: [num_tokens, num_heads, head_dim], where the tokens may lie any distance apart; cos, sin: from `rotary_tables`.
-    Where rotary_dim is less than head_dim, the rest of a head stays as it is. (Su et al., 2021; halves as in GPT-NeoX.)
+    x: [num_tokens, num_heads, head_dim], any stride between tokens; cos, sin: from `rotary_tables`. If rotary_dim is
+    less than head_dim, the rest of a head is unchanged. (Su et al., 2021; halves as in GPT-NeoX.)
     """
     rotated = x[..., : 2 * cos.shape[1]]
     first, second = rotated.float().chunk(2, dim=-1)
@@ -79,9 +79,9 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -> None:
     """Write new keys and values into the cache slots of their tokens, in place.
 
-    keys, values: [num_tokens, num_kv_heads, head_dim], where the tokens may lie any distance apart; layer_cache:
-    [num_blocks, 2, block_size, num_kv_heads, head_dim], or in 8 bits as `kernels.attention.narrow_cache` has it, of
-    which the compiled kernels of CPUs have int8 alone; slots: [num_tokens] int64, no slot twice.
+    keys, values: [num_tokens, num_kv_heads, head_dim], any stride between tokens; layer_cache: [num_blocks, 2,
+    block_size, num_kv_heads, head_dim], or in 8 bits (see `kernels.attention.narrow_cache`; the compiled CPU kernels
+    support int8 only); slots: [num_tokens] int64, no slot twice.
     """
     if is_narrow(layer_cache.dtype):
         keys, values = narrowed(keys, layer_cache.dtype), narrowed(values, layer_cache.dtype)
@@ -104,19 +104,19 @@ def paged_attention(
 ) -> Tensor:
     """`softmax(q kᵀ * scale) v` of each query token over its sequence's tokens up to itself. (Kwon et al., 2023.)
 
-    query: [num_tokens, num_heads, head_dim], where the tokens may lie any distance apart; layer_cache: as `store_kv`
-    has it, where the step's own keys and values are stored already; num_heads is a multiple of num_kv_heads, and each
-    key head serves as many consecutive query heads. With a window, a token sees that many tokens, itself included; with
-    a soft cap, scores become `cap * tanh(score / cap)` (Gemma Team, 2024). Returns the shape and dtype of query,
-    contiguous. Whatever lies in slots that a sequence does not own, NaN included, never reaches its result; and blocks
-    behind the windows of all its query tokens are not its own any more.
+    query: [num_tokens, num_heads, head_dim], any stride between tokens; layer_cache: see `store_kv`; the step's own
+    keys and values are stored already; num_heads is a multiple of num_kv_heads, and each key head serves as many
+    consecutive query heads. With a window, a token sees that many tokens, itself included. With a soft cap, scores
+    become `cap * tanh(score / cap)` (Gemma Team, 2024). Returns the shape and dtype of query, contiguous. Slots that a
+    sequence does not own, NaN included, never affect its result; blocks behind the windows of all its query tokens are
+    not its own any more.
 
     bias: [num_heads, num_distances] float32, contiguous, added to the scaled scores: entry d for the key d tokens
-    before the query token, the last entry for all that are farther (a relative position bias; Raffel et al., 2020).
+    before the query token, the last entry for all greater distances (a relative position bias; Raffel et al., 2020).
 
-    If not causal, each query token sees all `context_lens` tokens of its sequence's blocks, at least one, in whatever
-    order (an encoder's tokens, which a decoder's attend to); a sequence may have more query tokens than those.
-    `check_attention_options` says which options go together.
+    If not causal, each query token sees all `context_lens` tokens of its sequence's blocks, at least one (for example
+    an encoder's tokens, which a decoder attends to). There may be more query tokens than context tokens.
+    `check_attention_options` checks the combination of options.
     """
     check_attention_options(query, window, soft_cap, bias, causal)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -152,7 +152,7 @@ qkv_attention = partial(composed.qkv_attention, cast(Ops, sys.modules[__name__])
 def gated_activation(x: Tensor, activation: str) -> Tensor:
     """`activation(gate) * up` of a fused projection, computed in float32. (Shazeer, 2020.)
 
-    x: [..., 2 * n] is gate then up; activation: one of `ACTIVATIONS`; returns [..., n].
+    x: [..., 2 * n], gate then up; activation: one of `ACTIVATIONS`; returns [..., n].
     """
     gate, up = x.float().chunk(2, dim=-1)
     if activation == "silu":
@@ -163,7 +163,7 @@ def gated_activation(x: Tensor, activation: str) -> Tensor:
 
 
 def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
-    """Add to each row of a product what the row's adapter adds to it, in place: `(x @ a.T) @ b`, summed in float32.
+    """Add the output of each row's adapter to a product, in place: `(x @ a.T) @ b`, summed in float32.
 
     y: [rows, outputs], of x's dtype or float32; x: [rows, inputs]; slots: [rows] int32, negative for rows without an
     adapter. (Hu et al., 2021; adapters mixed in a batch as in Punica, Chen et al., 2023.)
@@ -181,7 +181,7 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` in float32 of numbers of any type. x: [rows, inputs]; weight: [outputs, inputs]."""
+    """`x @ weight.T + bias` in float32, for inputs of any type. x: [rows, inputs]; weight: [outputs, inputs]."""
     if x.device.type != "cuda" or x.dtype is torch.float32:
         return functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     product = torch.mm(x, weight.T, out_dtype=torch.float32)
@@ -189,13 +189,13 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product | None:
-    """A function that computes `x @ weight.T + bias` faster than `linear`, from a copy of the weight in another order.
+    """A function that computes `x @ weight.T + bias` faster than `linear`, from a reordered copy of the weight.
 
     weight: [outputs, inputs]; the function takes x: [rows, inputs], and a bias [outputs] or None. It returns the dtype
-    of x or, if `wide`, float32, to which no sum is rounded. Returns None where there is nothing to gain.
+    of x or, if `wide`, the unrounded float32 sums. Returns None if there is nothing to gain.
 
-    Here oneDNN's own order for bf16, with which 1 to 32 rows take between a third and three quarters of the time, to
-    the same bits. It has no float32 results: there the weight is held in float32 where the device is a CPU.
+    Here it uses oneDNN's packed bf16 layout: 1 to 32 rows take 33 to 75 % of the time, bit-identical. oneDNN's layout
+    has no float32 results: for these a CPU holds the weight in float32.
     """
     if wide and weight.device.type == "cpu" and weight.dtype is not torch.float32:
         widened = weight.float()
@@ -212,27 +212,27 @@ def pack(weight: Tensor, wide: bool = False) -> Product | None:
 
 
 def wide_itemsize(dtype: torch.dtype) -> int:  # noqa: ARG001 (others use it)
-    """On a CPU the bytes of a number of this dtype in the copy that `pack` makes for a wide product."""
+    """Bytes of a number of this dtype in the CPU's copy that `pack` makes for a wide product."""
     return torch.float32.itemsize
 
 
 def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)
-    """As `pack`, with the weight in int8 and so in half the memory. None if that would not be faster."""
+    """`pack` with the weight in int8, which halves its memory. None if that would not be faster."""
     return None
 
 
 def pack_int4(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)
-    """As `pack`, with the weight in 4 bits, and x rounded to 8. None if that would not be faster."""
+    """`pack` with the weight in 4 bits and x rounded to 8 bits. None if that would not be faster."""
     return None
 
 
 def pack_w8a8(weight: Tensor, wide: bool = False) -> Table | None:  # noqa: ARG001 (others use it)
-    """As `pack`, with the weight and x in 8 bits. None if that would not be faster."""
+    """`pack` with the weight and x in 8 bits. None if that would not be faster."""
     return None
 
 
 def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:  # noqa: ARG001 (others use it)
-    """As `pack_int4`, of a weight that is already so. None if that would not be faster."""
+    """`pack_int4` of a weight that is already quantised. None if that would not be faster."""
     return None
 
 
@@ -245,13 +245,13 @@ def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     cache: [num_blocks, ...]; sources, destinations: [n] int64, no destination twice.
     """
     if cache.dtype is FLOAT8:
-        cache = cache.view(torch.int8)  # torch copies none of e4m3
+        cache = cache.view(torch.int8)  # torch cannot copy e4m3
     cache.index_copy_(0, destinations, cache.index_select(0, sources))
 
 
 def shared_tokens(groups: int, head_dim: int, dtype: torch.dtype) -> int:  # noqa: ARG001 (others use them)
-    """How many decodes attend together to keys that `metadata.shared` says they share, at most; 0 for kernels that find
-    such keys themselves, or that attend to them for each. groups: query heads of a key head."""
+    """Limit of decodes that attend together to keys of `metadata.shared`. 0 if the kernels find shared keys themselves,
+    or attend for each decode separately. groups: query heads of a key head."""
     return 0
 
 

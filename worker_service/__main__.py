@@ -3,8 +3,8 @@
 import os
 import sys
 
-# torch's own threads must not spin for milliseconds after one of its loops: our kernels have threads of their own, and
-# the scheduler may run on the same cores. The variable counts turns of some 15 ns, and is read when torch is loaded.
+# torch's own threads must not spin for milliseconds after a parallel loop: our kernels have their own threads, and the
+# scheduler may run on the same cores. The variable counts spins of some 15 ns, and torch reads it when imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from pagewire_common.serving.server import run
@@ -27,7 +27,7 @@ def main() -> None:
     elif is_rank():
         run("worker_service", lambda: run_rank(settings))
     else:
-        from worker_service.serving.launcher import launch  # which imports torch
+        from worker_service.serving.launcher import launch  # imports torch
 
         sys.exit(launch([sys.executable, "-m", "worker_service", *sys.argv[1:]], settings.tensor_parallel_size))
 

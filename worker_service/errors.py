@@ -1,4 +1,4 @@
-"""What can go wrong with a step, or with a file before there are any."""
+"""Errors of a step, and of files that are read before the first step."""
 
 
 class InvalidStepError(ValueError):
@@ -6,19 +6,19 @@ class InvalidStepError(ValueError):
 
 
 class FencingError(ValueError):
-    """A step out of turn: a gap in step_id, or an epoch that is not the session's; the message is one sentence."""
+    """A step out of order: a gap in step_id, or another epoch than the session's. The message is one sentence."""
 
 
 class DeviceLostError(Exception):
-    """The device takes no more work in this process; only another process can go on with it."""
+    """The device accepts no more work from this process; only a new process can use it again."""
 
 
 class UnsoundFileError(ValueError):
-    """A file contradicts itself; the message is the second half of a sentence that begins with its name."""
+    """A file contradicts itself; the message continues a sentence that begins with the file's name."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out on the host or the device; torch raises a plain RuntimeError for the host's."""
+    """Whether memory ran out on the host or the device; for host memory torch raises a plain RuntimeError."""
     wording = ("out of memory", "allocate memory", "enough memory")
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in wording)

@@ -1,4 +1,4 @@
-"""How far loading has come: a bar on a terminal, and otherwise a line of the log every few seconds."""
+"""Progress of loading: a bar on a terminal, otherwise a log line every few seconds."""
 
 import sys
 import time
@@ -10,16 +10,16 @@ from tqdm import tqdm
 log = structlog.get_logger()
 
 LOG_SECONDS = 5.0
-"""Between two lines of the log."""
+"""Seconds between two lines of the log."""
 
 
 def stage(name: str) -> None:
-    """Say what loading does now."""
+    """Log the current stage of loading."""
     log.info("loading", stage=name)
 
 
 class Progress:
-    """To be used as a context, and told of what is done by `update`."""
+    """A context that shows progress; call `update` with the amount done."""
 
     def __init__(self, what: str, total: int | None, unit: str) -> None:
         self._what, self._total, self._done = what, total, 0
@@ -37,7 +37,7 @@ class Progress:
             log.info("loading", stage=self._what, done=self._done, total=self._total)
 
     def reset(self, total: int) -> None:
-        """Begin anew, with so much to do."""
+        """Start again, with this total."""
         self._done, self._total = 0, total
         if self._bar is not None:
             self._bar.reset(total)
@@ -51,10 +51,10 @@ class Progress:
 
 
 def byte_progress(what: str, num_bytes: int | None = None) -> Progress:
-    """Over `num_bytes`, or as many as `reset` says."""
+    """Progress in bytes; without `num_bytes`, `reset` sets the total."""
     return Progress(what, num_bytes, "B")
 
 
 def count_progress(what: str, count: int) -> Progress:
-    """Over `count` items."""
+    """Progress in items."""
     return Progress(what, count, "it")

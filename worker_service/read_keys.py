@@ -1,7 +1,7 @@
-"""A JSON object whose values have types and limits, and that knows which of its keys were read.
+"""A JSON object whose values have types and limits, and that records which keys were read.
 
-A reader names the type of each value that it takes: there is no read without one, so no value is converted in silence.
-What `unread` names afterwards was not understood.
+Every read names the type of its value, so no value is converted silently. The keys that `unread` returns at the end
+were not understood.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -12,26 +12,25 @@ from worker_service.wording import named, shown
 D = TypeVar("D")
 
 LARGEST = 2**31
-"""No count of a network is larger."""
+"""Largest count of a network."""
 _SMALLEST, _GREATEST = 1e-15, 1e15
-"""Limits of numbers. float32 holds their squares, and the inverses of these."""
+"""Limits of numbers. float32 holds the squares of numbers within them, and the inverses of the squares."""
 REFUSED: Any = object()
-"""The `default` of a key that must be there, and the `null` of one that must not be null."""
+"""The `default` of a required key, and the `null` of a key that must not be null."""
 
 
 class ReadKeys:
-    """Every read raises ValueError with the key's name where the value is of another type or outside its limits.
+    """Every read raises ValueError with the key's name if the value has another type or is outside its limits.
 
-    default: for a key that is not there; without it, the key must be. null: for a key that is null; without it, null is
-    a value of another type. Objects within are `ReadKeys` too. To look whether a key is there does not count as reading
-    it.
+    default: the value if the key is missing; without it the key is required. null: the value if the key is null;
+    without it, null has the wrong type. Nested objects are `ReadKeys` too. `in` does not count as reading a key.
     """
 
     def __init__(self, json: "Mapping[str, Any] | ReadKeys", where: str = "") -> None:
         self.plain: Mapping[str, Any] = json.plain if isinstance(json, ReadKeys) else json
-        """The object itself: what is read from it counts as read nowhere."""
+        """The object itself. Reading from it marks no key as read."""
         self._where = where
-        """What stands before a key's name in a sentence."""
+        """The prefix of a key's name in a sentence."""
         self._read: set[str] = set()
         self._within: dict[str, ReadKeys] = {}
 
@@ -49,7 +48,7 @@ class ReadKeys:
     def integer(
         self, name: str, default: int | D = REFUSED, *, null: int | D = REFUSED, least: int = 1, most: int = LARGEST
     ) -> int | D:
-        """A whole number, written as one: 2.0 is none."""
+        """An integer, written as an integer: 2.0 is refused."""
         wanted = f"a whole number from {least} to {most}"
         found: int | D = self._value(
             name, default, null, wanted, lambda value: type(value) is int and least <= value <= most
@@ -73,18 +72,18 @@ class ReadKeys:
     def choice(
         self, name: str, options: Collection[str], default: str | D = REFUSED, *, null: str | D = REFUSED
     ) -> str | D:
-        """One of some words."""
+        """One of the options."""
         found: str | D = self._value(name, default, null, _one_of(options), lambda value: _is_of(value, options))
         return found
 
     def choices(self, name: str, options: Collection[str], count: int) -> list[str] | None:
-        """`count` of some words, in a list. None for a key that is not there or null."""
+        """A list of `count` options. None if the key is missing or null."""
         wanted = f"a list of {count}, each of which is {_one_of(options)}"
         found: list[str] | None = self._list(name, wanted, lambda value: _is_of(value, options), count)
         return found
 
     def integers(self, name: str, count: int | None = None, *, least: int, most: int) -> list[int] | None:
-        """`count` whole numbers, or any number of them, in a list. None for a key that is not there or null."""
+        """A list of `count` integers, or of any number. None if the key is missing or null."""
         wanted = f"a list of {'' if count is None else f'{count} '}whole numbers from {least} to {most}"
         found: list[int] | None = self._list(
             name, wanted, lambda value: type(value) is int and least <= value <= most, count
@@ -92,7 +91,7 @@ class ReadKeys:
         return found
 
     def numbers(self, name: str, count: int) -> list[float]:
-        """`count` finite numbers in a list."""
+        """A list of `count` finite numbers."""
         wanted = f"a list of {count} numbers from {_SMALLEST:g} to {_GREATEST:g}"
         found: list[float] | None = self._list(
             name, wanted, lambda value: _is_number(value, _SMALLEST, _GREATEST), count
@@ -102,24 +101,26 @@ class ReadKeys:
         return found
 
     def group(self, name: str) -> "ReadKeys":
-        """An object; an empty one for a key that is not there or null."""
+        """An object; an empty object if the key is missing or null."""
         found: Mapping[str, Any] | None = self._value(
             name, None, None, "an object", lambda value: isinstance(value, Mapping)
         )
         return self._within.setdefault(name, ReadKeys(found or {}, f"{self._where}{named(name)}."))
 
     def without_effect(self, *names: str) -> None:
-        """Count these keys as read: the reader knows that they change nothing."""
+        """Mark these keys as read: the reader knows that they change nothing."""
         for name in names:
             self._read.add(name)
             self._within.pop(name, None)
 
     def neutral(self, **values: object) -> None:
-        """Count each key as read that has this value: the reader does what it says. Any other value stays unread."""
+        """Mark each key as read that has this value, which is what the reader does anyway. Any other value stays
+        unread."""
         self.without_effect(*(name for name, value in values.items() if _is_same(self.plain.get(name), value)))
 
     def unread(self) -> dict[str, Any]:
-        """The keys that were not read, as "rope_scaling.factor", with their values. Null, {} and [] say nothing."""
+        """The unread keys and their values, as "rope_scaling.factor". Null, {} and [] have no effect and are left
+        out."""
         found = {name: value for name, value in self.plain.items() if name not in self._read}
         for name, within in self._within.items():
             found |= {f"{name}.{key}": value for key, value in within.unread().items()}
@@ -161,5 +162,5 @@ def _is_of(value: object, options: Collection[str]) -> bool:
 
 
 def _is_same(found: object, value: object) -> bool:
-    """True and 1 are not."""
+    """Equality that distinguishes True from 1."""
     return (type(found) is bool) is (type(value) is bool) and found == value

@@ -1,4 +1,4 @@
-"""Words from untrusted files and from libraries, made fit for a sentence: on one line, and short."""
+"""Words from untrusted files and from libraries, made fit for a sentence: short, and on one line."""
 
 from pagewire_common.model_files.shown import shown as shown
 
@@ -7,7 +7,7 @@ _MAX_REASON = 1_000
 
 
 def named(name: str) -> str:
-    """A tensor's or a key's name as it is, or as `shown` if it is long or would break the line."""
+    """A tensor's or a key's name, or its `shown` form if it is long or would break the line."""
     return name if name.isprintable() and 0 < len(name) <= _MAX_NAME else shown(name)
 
 

@@ -1,1 +1,1 @@
-"""What attention reads: its options, a step's block tables, and caches in 8 bits."""
+"""Inputs of attention: its options, a step's block tables, and 8-bit caches."""

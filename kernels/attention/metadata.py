@@ -1,4 +1,4 @@
-"""What attention must know of a step: each sequence's query rows, its context's length, and its blocks."""
+"""Metadata of a step for attention: each sequence's query rows, context length and blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,45 +10,47 @@ from torch import Tensor
 from kernels.upload import upload
 
 PART_KEYS = 512
-"""Keys that are attended to on their own where a row's sums are made by position; the CPU's kernels have as many."""
+"""Keys of a part, whose sums are computed separately when sums depend on position; the CPU kernels use the same
+number."""
 
 
 @dataclass(frozen=True)
 class SharedParts:
-    """Parts of a context that several decodes have, as the same blocks: attended to once for all of them.
+    """Parts of a context that several decodes share, in the same blocks: read once for all of them.
 
-    A sequence shares the first of its parts, all of whose keys it sees, and at least one key is behind them. Attention
-    with a window or a bias, and backends that find such parts themselves, pay no heed to it.
+    A sequence shares its first parts. It sees all keys of a shared part, and at least one key after the shared parts.
+    Attention with a window or a bias ignores them, and so do backends that find shared parts themselves.
     """
 
     items: Tensor
-    """[any number, 3] int32: a part's number, the first of its `rows`, and how many these are, at most as many as
-    `Ops.shared_tokens` says; none for an item that is not used."""
+    """[any number, 3] int32: the part's number, the item's first entry in `rows`, and the number of its entries (0 for
+    an unused item; at most `Ops.shared_tokens`)."""
     rows: Tensor
     """[any number] int32: sequences of the items."""
     num_parts: Tensor
-    """[num_sequences] int32: how many parts of each sequence are among the items."""
+    """[num_sequences] int32: the number of each sequence's shared parts."""
     most_parts: int
-    """The most of any sequence, known to the host."""
+    """The largest of `num_parts`, known to the host."""
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """A step's sequences, prefill chunks and decodes alike. One is built for a step and serves all layers."""
+    """A step's sequences, prefill chunks and decodes alike. Built once for a step, used by all layers."""
 
     query_start: Tensor
-    """[num_sequences + 1] int32: the first query row of each sequence, and behind the last one the number of rows."""
+    """[num_sequences + 1] int32: the first query row of each sequence, then the number of rows."""
     context_lens: Tensor
     """[num_sequences] int32: tokens that a sequence attends to; its query tokens are the last of them."""
     block_tables: Tensor
-    """[num_sequences, width] int32: their blocks; entries that the context does not need, past its end or
-    behind a sliding window, may be anything."""
+    """[num_sequences, width] int32: block numbers. Entries past the context's end or behind a sliding window may be
+    anything."""
     max_query_len: int
-    """The largest of all sequences; 0 without any. It is known to the host, so nothing has to be read from a device."""
+    """The largest number of query tokens; 0 without sequences. Known to the host, so nothing is read back from a
+    device."""
     max_context_len: int
-    """Likewise."""
+    """The largest number of context tokens, known to the host."""
     shared: SharedParts | None = None
-    """Only where every sequence has one query token."""
+    """Set only if every sequence has one query token."""
 
     @classmethod
     def build(
@@ -58,7 +60,7 @@ class AttentionMetadata:
         block_tables: Tensor,
         device: torch.device,
     ) -> "AttentionMetadata":
-        """From lists in host memory, and block_tables: [num_sequences, any width that suffices] integers."""
+        """From lists in host memory. block_tables: [num_sequences, any sufficient width] integers."""
         return cls(
             upload(list(accumulate(query_lens, initial=0)), torch.int32, device),
             upload(context_lens, torch.int32, device),

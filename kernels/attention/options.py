@@ -1,4 +1,5 @@
-"""Which options of `Ops.paged_attention` go together. Every backend asks this first; a kernel then need not."""
+"""Checks which options of `Ops.paged_attention` may be combined. Every backend calls this first; kernels need no
+check."""
 
 import torch
 from torch import Tensor
@@ -7,9 +8,9 @@ from torch import Tensor
 def check_attention_options(
     query: Tensor, window: int | None, soft_cap: float | None, bias: Tensor | None, causal: bool
 ) -> None:
-    """Raises ValueError, of an argument that has another shape or type than it should, too.
+    """Raises ValueError, also for an argument of a wrong shape or type.
 
-    A soft cap and a bias are not added up, because no network has both and so none says which comes first.
+    A soft cap and a bias are refused together: no network has both, so their order is undefined.
     """
     if not causal and (window is not None or bias is not None):
         raise ValueError("attention that is not causal knows no distances: it goes with neither a window nor a bias")

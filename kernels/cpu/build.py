@@ -1,10 +1,10 @@
 """Compiles the CPU kernels: python -m kernels.cpu.build [--all]
 
-Built is the library of the best instruction set that this machine has. With --all it is one for each that this kind of
-machine may have, whatever the building machine itself has, so that an image built anywhere runs everywhere. A library
-that is there already stays. Without a compiler or Python's headers nothing is built and one line says so: the kernels
-are then eager torch. A compiler must have C++20 and its library, as GCC has from 11 on. For an instruction set that it
-does not know there is no library, and one line says that too: machines that have it run the next.
+Builds the library of this machine's best instruction set. With --all it builds a library for each instruction set of
+this kind of machine, so that an image built anywhere runs everywhere. Existing libraries are kept. Without a compiler
+or Python's headers nothing is built, and one line says so: the kernels are then eager torch. The compiler must support
+C++20 with its library, as GCC does from 11 on. An instruction set that it does not know is skipped, and one line says
+so: machines of that set run the next best library.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from pathlib import Path
 from kernels.cpu.library import FLAGS, FOLDER, INSTRUCTION_SETS, SOURCES, library_path, supported
 
 _COMPILER_BYTES = 1.25 * 2**30
-"""What GCC 12 takes at most for one file: 1.1 GiB for bindings.cpp, 0.75 for packing.cpp."""
+"""Peak memory of GCC 12 for one file: 1.1 GiB for bindings.cpp, 0.75 for packing.cpp."""
 _PARTIAL = "partial-"
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 class BuildError(Exception):
-    """A library cannot be built; the message has what the compiler says."""
+    """A library cannot be built; the message has the compiler's output."""
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def build(names: Sequence[str]) -> None:
-    """Build the libraries of these instruction sets that are not there yet; once, even if several processes do so.
+    """Build the missing libraries of these instruction sets; several processes build each only once.
 
     Libraries of other sources are removed afterwards. Raises BuildError.
     """
@@ -59,7 +59,7 @@ def build(names: Sequence[str]) -> None:
     with _alone():
         places = {name: library_path(name) for name in INSTRUCTION_SETS}  # hashed before the sources are read
         absent = {name: places[name] for name in names if not places[name].exists()}
-        for dead in FOLDER.glob(f"{_PARTIAL}*"):  # of one that was killed: this one is alone here
+        for dead in FOLDER.glob(f"{_PARTIAL}*"):  # left by a killed process; the lock excludes others
             shutil.rmtree(dead, ignore_errors=True)
         if absent:
             with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=FOLDER) as folder:
@@ -69,8 +69,8 @@ def build(names: Sequence[str]) -> None:
 
 
 def known_instruction_sets(names: Sequence[str]) -> list[str]:
-    """Those whose flags the compiler takes; of each other a line says that it is left out. Where it takes none, all of
-    them: something else is wrong with it then, and building shows what."""
+    """The instruction sets whose flags the compiler accepts; one line for each other says that it is skipped. If the
+    compiler accepts none, returns all: then something else is wrong, and building shows it."""
     compiler = _compiler()
     compile_nothing = [compiler, "-E", "-x", "c++", os.devnull]
     codes = {
@@ -88,7 +88,7 @@ def known_instruction_sets(names: Sequence[str]) -> list[str]:
 
 
 def what_is_missing() -> str:
-    """What a machine needs for building and does not have; empty if it has all."""
+    """The missing requirement for building; empty if there is none."""
     compiler = _compiler()
     if shutil.which(compiler) is None:
         return f"C++ compiler ({compiler})"
@@ -97,18 +97,18 @@ def what_is_missing() -> str:
 
 
 def num_compilers() -> int:
-    """As many as there are cores, and as memory bears."""
+    """Number of compilers to run at once: limited by cores and by memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cores, _free_bytes() // _COMPILER_BYTES)))
 
 
 def _free_bytes() -> float:
-    """What the machine has available, or the control group still allows; infinite where neither is known."""
+    """The machine's available bytes, or the rest of the control group's limit; infinite if both are unknown."""
     free = math.inf
     with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number
+    with contextlib.suppress(OSError, ValueError):  # the limit may be "max"
         limit = int((_CGROUP / "memory.max").read_text())
         used = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
         free = min(free, limit - int(used["anon"]))
@@ -116,7 +116,7 @@ def _free_bytes() -> float:
 
 
 def _compile(places: dict[str, Path], folder: Path) -> None:
-    """Compile every source for every instruction set, those of the longest first, and link what belongs together."""
+    """Compile every source for every instruction set, the slowest sources first, and link each library."""
     begun = time.monotonic()
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)
     jobs = [(name, source) for source in sources for name in places]
@@ -173,7 +173,7 @@ def _compiler() -> str:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Others that build in this folder wait until this process is done."""
+    """A lock: other builds in this folder wait until this process is done."""
     with (FOLDER / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

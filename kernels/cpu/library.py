@@ -1,4 +1,4 @@
-"""Where the compiled CPU kernels lie, and which of them this machine can run."""
+"""The place of the compiled CPU kernels, and the libraries that this machine can run."""
 
 import hashlib
 import platform
@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 
 FLAGS = ("-DTORCH_EXTENSION_NAME=pagewire_cpu", "-std=c++20", "-fPIC", "-O3", "-fno-math-errno", "-fvisibility=hidden")
-"""Of the compiler, for every library. Symbols are hidden, or libraries of several instruction sets in one process would
-share their static variables."""
+"""Compiler flags of every library. Symbols are hidden; otherwise libraries of several instruction sets in one process
+would share their static variables."""
 
 
 class InstructionSet(NamedTuple):
-    """What a library is compiled for."""
+    """The target of a library."""
 
-    flags: tuple[str, ...]  # of the compiler, besides FLAGS
-    features: tuple[str, ...] = ()  # that a machine must have, by torch's names
+    flags: tuple[str, ...]  # compiler flags, besides FLAGS
+    features: tuple[str, ...] = ()  # required features of the machine, by torch's names
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2")
@@ -29,12 +29,12 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf1
 _AVX512_FEATURES = (*_AVX2_FEATURES, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
 _TORCH_AVX512 = ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")
 _TORCH_DEFAULT = ("-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT")
-# Without the last, exponentials and logarithms of torch's vectors are taken one by one; x86 has no such switch.
+# Without the last flag, torch's vectors compute exponentials and logarithms one at a time; x86 has no such switch.
 _TORCH_NEON = (*_TORCH_DEFAULT, "-DAT_BUILD_ARM_VEC256_WITH_SLEEF")
 
 
 def instruction_sets_of(machine: str) -> dict[str, InstructionSet]:
-    """Those that this kind of machine may have, the best first. machine: as `platform.machine` names it."""
+    """The instruction sets of this kind of machine, the best first. machine: as `platform.machine` names it."""
     match machine:
         case "x86_64" | "AMD64":
             return {
@@ -61,8 +61,9 @@ SOURCES = Path(__file__).parent / "csrc"
 
 
 def library_path(instruction_set: str) -> Path:
-    """A library works with the Python and the torch that it was built for, and with the code beside the sources that it
-    was built from. Its name says which these are, so that no other is ever loaded.
+    """The path of a library. Its name identifies the Python, the torch and the sources that it was built from.
+
+    A library works only with these, so no other library is ever loaded.
     """
     digest = hashlib.sha256(repr((FLAGS, INSTRUCTION_SETS[instruction_set].flags)).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
@@ -72,7 +73,7 @@ def library_path(instruction_set: str) -> Path:
 
 
 def what_is_missing() -> str:
-    """What is missing, in words for a log, if this machine can run no library that is built."""
+    """The missing requirement, in words for a log, if this machine can run no built library."""
     if not supported():
         return f"a processor with the instructions of {' or of '.join(INSTRUCTION_SETS)}"
     if any(FOLDER.glob("*.so")):
@@ -88,9 +89,10 @@ def supported() -> list[str]:
 
 
 def load_library(instruction_set: str) -> ModuleType:
-    """Raises ImportError if the library is not built."""
+    """Raises ImportError if the library has not been built."""
     path = str(library_path(instruction_set))
-    # torch's pybind11 makes one module of a name in a process: by the same name, a second library would be the first.
+    # torch's pybind11 makes one module of a name in a process: a second library of the same name would return the
+    # first.
     name = f"{instruction_set}.pagewire_cpu"
     spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, path))
     assert spec is not None

@@ -1,4 +1,4 @@
-"""The operations of a sampler on a CPU: those that every step needs are compiled, the others are eager torch."""
+"""The operations of a sampler on a CPU. Operations of every step are compiled, the others are eager torch."""
 
 from torch import Tensor
 
@@ -10,18 +10,18 @@ __all__ = ["draw", "greedy", "keep", "log_probabilities"]
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """As `kernels.sampling.eager.greedy`."""
+    """See `kernels.sampling.eager.greedy`."""
     token_ids, largest = _library.greedy(logits.contiguous())
     return token_ids, largest
 
 
 def keep(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """As `kernels.sampling.eager.keep`."""
+    """See `kernels.sampling.eager.keep`."""
     _library.keep(logits, rows, bits)
 
 
 def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    """As `kernels.sampling.eager.draw`."""
+    """See `kernels.sampling.eager.draw`."""
     token_ids: Tensor = _library.draw(
         logits.contiguous(),
         largest.float(),

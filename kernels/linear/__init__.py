@@ -1,1 +1,1 @@
-"""Products with weights in fewer bits, and those of experts, in eager torch."""
+"""Products with quantised weights and with experts' weights, in eager torch."""

@@ -1,8 +1,8 @@
 """A mixture of experts in eager torch: the choice of each token's experts, their products, and the sum of their
 outputs.
 
-A row's result never depends on the other rows, though they decide how many rows an expert has: each product sums a row
-in one order, whatever the number of rows, and a token's experts are added in the order in which they were chosen.
+A row's result never depends on the other rows, though these decide how many rows an expert has. Each product sums a row
+in one order, whatever the number of rows, and a token's experts are added in the order of their choice.
 """
 
 from itertools import pairwise
@@ -17,7 +17,7 @@ from kernels.ops import Product
 
 _TILE_ROWS = 16
 """Rows of each product of `pack_alike`. A library's order of summation depends on the number of rows (in MKL 3 and 4
-rows differ), but not on where a row lies among them."""
+differ), but not on a row's place."""
 
 
 class ExpertRows(NamedTuple):
@@ -26,17 +26,17 @@ class ExpertRows(NamedTuple):
     tokens: Tensor
     """[rows] int64: the token of each row, in order within an expert."""
     places: Tensor
-    """[num_tokens, num_chosen] int64: the row of each token's experts, in the order in which they were chosen."""
+    """[num_tokens, num_chosen] int64: the row of each token's experts, in the order of their choice."""
     ends: Tensor
-    """[num_experts] int64: where each expert's rows end, which is where the next one's begin."""
+    """[num_experts] int64: the end of each expert's rows, where the next expert's rows begin."""
 
 
 def choose_experts(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """The experts with the largest logits, and their weights. Of equal logits, the lower-numbered expert comes first.
+    """The experts with the largest logits, and their weights. Among equal logits, the lowest expert number comes first.
 
-    logits: [num_tokens, num_experts] float32. Returns weights, [num_tokens, num_chosen] float32: the softmax over all
-    experts or, with `renormalise`, over the chosen experts, which makes the weights sum to 1; and the experts, the same
-    shape in int64. (Shazeer et al., 2017; Jiang et al., 2024.)
+    logits: [num_tokens, num_experts] float32. Returns weights, [num_tokens, num_chosen] float32, and experts, the same
+    shape in int64. Weights are the softmax over all experts or, with `renormalise`, over the chosen experts, so that
+    they sum to 1. (Shazeer et al., 2017; Jiang et al., 2024.)
     """
     ordered, experts = logits.sort(dim=1, descending=True, stable=True)
     weights = ordered[:, :num_chosen].softmax(1) if renormalise else ordered.softmax(1)[:, :num_chosen]
@@ -44,7 +44,8 @@ def choose_experts(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[
 
 
 def group_rows(experts: Tensor, num_experts: int) -> ExpertRows:
-    """experts: [num_tokens, num_chosen] int64, none twice in a row. Nothing here waits for a GPU."""
+    """Group a mixture's rows by expert. experts: [num_tokens, num_chosen] int64, no expert twice in a row. Does not
+    wait for a GPU."""
     num_chosen = experts.shape[1]
     ordered, order = experts.flatten().sort(stable=True)
     numbers = torch.arange(max(num_experts, len(order)), device=experts.device)
@@ -56,7 +57,7 @@ def group_rows(experts: Tensor, num_experts: int) -> ExpertRows:
 def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False) -> Tensor:
     """Each row times its own expert's weight: `x[row] @ weights[expert].T`, summed in float32.
 
-    x: [rows, inputs]; weights: [num_experts, outputs, inputs]; ends: of `ExpertRows`; returns [rows, outputs] in the
+    x: [rows, inputs]; weights: [num_experts, outputs, inputs]; ends: see `ExpertRows`; returns [rows, outputs] in the
     dtype of x or, if `wide`, in float32.
     """
     parts = [
@@ -67,8 +68,8 @@ def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False)
 
 
 def grouped_float8(x: Tensor, weight: Float8Weight, ends: Tensor, wide: bool = False) -> Tensor:
-    """`grouped_linear` for weights in e4m3: a `Float8Weight` of [num_experts, ...] numbers and scales, without an input
-    scale. Products are computed as in `kernels.float8`."""
+    """`grouped_linear` for e4m3 weights. weight: a `Float8Weight` of [num_experts, ...] numbers and scales, without an
+    input scale. The arithmetic is that of `kernels.float8`."""
     numbers, scales, _ = weight
     parts = []
     for expert, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
@@ -78,21 +79,21 @@ def grouped_float8(x: Tensor, weight: Float8Weight, ends: Tensor, wide: bool = F
 
 
 def combine_rows(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """The sum of each token's rows times their weights, in this order.
+    """The weighted sum of each token's rows, in their order.
 
-    rows: [num_tokens * num_chosen, size]; places: of `ExpertRows`; weights: [num_tokens, num_chosen] float32. Returns
+    rows: [num_tokens * num_chosen, size]; places: see `ExpertRows`; weights: [num_tokens, num_chosen] float32. Returns
     [num_tokens, size] float32.
     """
     total = torch.zeros(len(places), rows.shape[1], device=rows.device)
     for place, weight in zip(places.T, weights.T, strict=True):
-        # Product and sum are rounded apart: fused, they might be in some columns and not in others.
+        # Product and sum are rounded separately: a fused operation might apply to some columns only.
         total += rows.index_select(0, place).float() * weight[:, None]
     return total
 
 
 def pack_alike(weight: Tensor, wide: bool = False) -> Product:
-    """As `kernels.reference.pack`, but a row's sums are the same whatever the number of rows. It is slower for many
-    rows, because every product has 16 rows, padded with zeros."""
+    """A batch-invariant `kernels.reference.pack`. It is slower for many rows, because every product has 16 rows, padded
+    with zeros."""
     factor = weight.float() if wide else weight
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits: the nearest numbers, and the scales that turn them into weights again."""
+"""Weights in 8 and 4 bits: the nearest numbers, and the scales that dequantise them."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,13 @@ WEIGHT_GROUP = 32
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest int8 numbers, and for each group of an output the scale that turns them into weights again.
+    """The nearest int8 numbers, and a scale for each group of an output.
 
-    weight: [outputs, inputs]; returns [outputs, inputs] int8 within ±127 and [outputs, groups] bf16, where the last
-    group may have fewer inputs.
+    weight: [outputs, inputs]; returns [outputs, inputs] int8 within ±127 and [outputs, groups] bf16; the last group may
+    have fewer inputs.
     """
     numbers, scales = [], []
-    # Some rows at a time: a large vocabulary in float32 would take more memory than anything else at start.
+    # A few rows at a time: a large vocabulary in float32 would take more memory than anything else at start.
     for rows in torch.split(weight, 4096):
         groups = _groups(rows)
         largest = groups.abs().amax(dim=2).clamp_(min=127 * torch.finfo(torch.bfloat16).tiny)
@@ -28,14 +28,14 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 W8A8_GROUP = 64
-"""Neighbouring inputs of an output, or of a row of x, that share a scale where both have 8 bits."""
+"""Neighbouring inputs that share a scale if weight and x both have 8 bits."""
 
 
 def quantize_w8a8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest int8 numbers, and the scales that turn them into weights again.
+    """The nearest int8 numbers, and the scales that dequantise them.
 
-    weight: [outputs, inputs]; returns [outputs, inputs] int8 within ±127 and [outputs, groups] float32, where the last
-    group may have fewer inputs. Raises ValueError for weights that are not finite.
+    weight: [outputs, inputs]; returns [outputs, inputs] int8 within ±127 and [outputs, groups] float32; the last group
+    may have fewer inputs. Raises ValueError for weights that are not finite.
     """
     numbers, scales = [], []
     for rows in torch.split(weight, 4096):  # as in `quantize_int8`
@@ -50,15 +50,15 @@ def quantize_w8a8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor) -> GroupedWeight:
-    """The nearest numbers of 4 bits, with a scale and a minimum for every 32, as in GGUF's Q4_1.
+    """The nearest 4-bit numbers, with a scale and a minimum for every 32, as in GGUF's Q4_1.
 
-    The numbers of a group are those for which the sum of the squared errors is smallest, of some ranges that they may
-    span: the largest weights alone would make the steps of all others larger than need be.
+    For each group several ranges are tried, and the numbers with the smallest sum of squared errors win: a range up to
+    the largest weights would make the steps of all others larger than needed.
 
-    weight: [outputs, inputs]. Raises ValueError for weights that float16 has no scale for.
+    weight: [outputs, inputs]. Raises ValueError for weights whose scale is beyond float16.
     """
     numbers, scales, minimums = [], [], []
-    # Few rows at a time, which stay in a core's cache: a thousand took twelve times as long.
+    # So few rows that they stay in a core's cache: a thousand took twelve times as long.
     for rows in torch.split(weight, max(1, 2**18 // weight.shape[1])):
         groups = _groups(rows)
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
@@ -84,11 +84,11 @@ def quantize_int4(weight: Tensor) -> GroupedWeight:
 
 
 _INT4_SHARES = (1.0, 0.94, 0.88, 0.82)
-"""Of the range of a group's weights."""
+"""Ranges to try, as shares of the range of a group's weights."""
 
 
 def _fit(numbers: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and the minimum, rounded to float16, with which these numbers are nearest to the weights."""
+    """The scale and minimum, rounded to float16, that minimise the squared error of these numbers."""
     mean, mean_of_weights = numbers.mean(2, keepdim=True), groups.mean(2, keepdim=True)
     deviation = numbers - mean
     spread = deviation.square().sum(2, keepdim=True)
@@ -97,6 +97,6 @@ def _fit(numbers: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _groups(rows: Tensor, size: int = WEIGHT_GROUP) -> Tensor:
-    """[rows, groups, inputs of a group] in float32; what is missing of the last group is like its last input."""
+    """[rows, groups, inputs of a group] in float32; the last group is padded with its last input."""
     padding = (0, -rows.shape[1] % size)
     return functional.pad(rows.float(), padding, mode="replicate").view(len(rows), -1, size)

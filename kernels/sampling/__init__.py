@@ -1,1 +1,1 @@
-"""From logits to tokens in eager torch, which is the oracle of faster kernels; `ops` chooses among them."""
+"""From logits to tokens in eager torch, the oracle of faster kernels; `ops` chooses among them."""

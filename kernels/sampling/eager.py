@@ -1,6 +1,5 @@
-"""How a token is chosen from each row of logits, in eager torch: it runs on every device, and faster kernels are held
-against it.
-"""
+"""Choice of a token from each row of logits, in eager torch: it runs on every device, and is the oracle of faster
+kernels."""
 
 from dataclasses import dataclass
 
@@ -16,9 +15,10 @@ __all__ = ["Draws", "draw", "greedy", "keep", "log_probabilities"]
 
 @dataclass(frozen=True)
 class Draws:
-    """Which rows of a matrix of logits draw their token, and how. All tensors are [draws], on the device of the logits.
+    """The rows of a matrix of logits that draw their token, and their parameters. All tensors are [draws], on the
+    logits' device.
 
-    The filters' meaning is that of `filters.filter_thresholds`.
+    `filters.filter_thresholds` defines the filters.
     """
 
     rows: Tensor
@@ -36,17 +36,17 @@ class Draws:
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row the token with the largest logit, the lowest id among equals, and that logit.
+    """The token with the largest logit of each row (the lowest id among equals), and that logit.
 
-    logits: [rows, vocabulary_size], any float type. Returns [rows] int64 and [rows], any float type; the logit is not
-    finite where one of the row's is NaN or +inf or all are -inf, and then the token may be any number.
+    logits: [rows, vocabulary_size], any float type. Returns [rows] int64 and [rows], any float type. If a logit of the
+    row is NaN or +inf, or all are -inf, the returned logit is not finite, and the token may be any number.
     """
     largest = logits.max(dim=-1)  # NaN counts as largest; the first of equals wins
     return largest.indices, largest.values
 
 
 def keep(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Ban all tokens of these rows but those whose bit is 1, the lowest of a byte first. In place.
+    """Ban all tokens of these rows except those whose bit is 1, the lowest bit of a byte first. In place.
 
     logits: [rows of all, vocabulary_size] float32, contiguous; rows: [masks] int64, each once; bits: [masks, at least
     vocabulary_size / 8] uint8, contiguous.
@@ -57,7 +57,8 @@ def keep(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
 
 def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    """Draw from the softmax of `logit / temperature` over what the filters leave, as `argmax(logit / t + gumbel)`.
+    """Draw from the softmax of `logit / temperature` over the tokens that pass the filters, as `argmax(logit / t +
+    gumbel)`.
 
     logits: [rows, vocabulary_size], any float type; largest: [rows], their maxima; returns [draws] int64. A draw from a
     row whose maximum is not finite may be any number. (Gumbel, 1954.)
@@ -67,8 +68,8 @@ def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
 
 
 def _draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    # The largest logit becomes 0 first, so that with a tiny temperature all others overflow to -inf, and none to +inf
-    # or NaN.
+    # The largest logit is shifted to 0 first. With a tiny temperature all others then overflow to -inf, and none to
+    # +inf or NaN.
     scaled = logits[draws.rows].float()
     scaled -= largest[draws.rows].float()[:, None]
     scaled /= draws.temperature[:, None]

@@ -1,18 +1,18 @@
-"""Which tokens the filters min_p, top_k and top_p leave to be drawn, as a threshold on each row's logits.
+"""The filters min_p, top_k and top_p as a threshold on each row's logits.
 
-min_p comes first; top_k and then top_p count over what is left of the distribution. Equal logits are kept or dropped
-together, so no order among them matters.
+min_p comes first; top_k and then top_p apply to the remaining distribution. Equal logits are kept or dropped together,
+so no order among them matters.
 """
 
 import torch
 from torch import Tensor
 
 _CANDIDATES = 1024
-"""The number of largest logits that are searched before all are sorted. A sort of 49,152 costs milliseconds."""
+"""Number of largest logits that are searched before all are sorted. A sort of 49,152 logits costs milliseconds."""
 
 
 def filter_thresholds(scaled: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The least scaled logit of each row that may be drawn; its equals may be, too.
+    """The least scaled logit of each row that may be drawn, and equal ones with it.
 
     scaled: [rows, vocabulary_size] float32, logits over temperature with 0 as every row's maximum; min_p, top_p: [rows]
     float32; top_k: [rows] int64, 0 for any number; returns [rows]. (top_k: Fan et al., 2018; top_p: Holtzman et al.,
@@ -41,10 +41,10 @@ def filter_thresholds(scaled: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tenso
 def _top_k_top_p(
     scaled: Tensor, candidates: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Raise each row's floor by top_k, then by top_p over what is left.
+    """Raise each row's floor by top_k, then by top_p over the remaining tokens.
 
-    scaled: [rows, vocabulary_size]; candidates: [rows, width], the largest of them in falling order; floor, top_k,
-    top_p: [rows]. Returns [rows] thresholds, and whether the candidates sufficed to find them.
+    scaled: [rows, vocabulary_size]; candidates: [rows, width], the row's largest in falling order; floor, top_k, top_p:
+    [rows]. Returns thresholds, [rows], and whether the candidates sufficed to find them.
     """
     width = candidates.shape[1]
     by_rank = candidates.gather(1, (top_k.clamp(max=width) - 1)[:, None]).squeeze(1)
@@ -55,7 +55,7 @@ def _top_k_top_p(
     mass = scaled.exp().masked_fill(scaled < floor[:, None], 0).sum(-1)
     weights = candidates.exp().masked_fill(candidates < floor[:, None], 0)
     cumulative = weights.cumsum(-1)
-    # A token is in the nucleus while the tokens before it do not yet make up top_p; the first one always is.
+    # A token is in the nucleus if the tokens before it do not yet reach top_p; the first always is.
     in_nucleus = (cumulative - weights < (top_p * mass)[:, None]) & (weights > 0)
     by_mass = candidates.gather(1, in_nucleus.sum(-1, keepdim=True).clamp(min=1) - 1).squeeze(1)
     limits_mass = top_p < 1

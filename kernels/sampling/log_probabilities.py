@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 _PART = 2**17
-"""Numbers that eager torch should work on at a time on a CPU: a dozen passes over half a megabyte stay in its cache."""
+"""Numbers in one chunk of eager torch on a CPU: a dozen passes over half a megabyte stay in its cache."""
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of one token in each row, and of the likeliest tokens.
 
     logits: [rows, vocabulary_size], any float type; token_ids: [rows] int64. Returns the token and the num_top
-    likeliest, [rows, 1 + num_top] int64, equally likely ones in the order of their ids; their log-probabilities,
-    float32; and [rows] int64, 1 more than the number of likelier tokens than the first.
+    likeliest, [rows, 1 + num_top] int64, equally likely tokens in the order of their ids; their log-probabilities,
+    float32; and the rank of the token, [rows] int64: 1 plus the number of likelier tokens.
     """
     parts = zip(in_small_parts(logits, logits), in_small_parts(token_ids, logits), strict=True)
     columns = zip(*(_log_probabilities(*part, num_top) for part in parts), strict=True)
@@ -21,7 +21,7 @@ def log_probabilities(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[
 
 
 def in_small_parts(tensor: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-    """Cut a tensor whose first dimension is rows of logits into parts that suit the device; at least one."""
+    """Split a tensor whose first dimension is rows of logits into chunks that suit the device; at least one."""
     if logits.device.type != "cpu":
         return (tensor,)
     return torch.split(tensor, max(1, _PART // logits.shape[1]))

@@ -1,7 +1,7 @@
 """Bans, biases and penalties, applied to the logits of many rows at once before a token is chosen.
 
-All of it but masks is sparse, a few places of a few rows, so that indexing costs next to nothing beside one pass over
-the vocabulary, and eager torch is good enough for every device.
+Except for masks the edits are sparse: a few places of a few rows. Their cost is negligible against one pass over the
+vocabulary, so eager torch is fast enough on every device.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from kernels.sampling.ops import sampling_ops_for
 
 @dataclass(frozen=True)
 class LogitEdits:
-    """What to do to a matrix of logits, on its device. A place is `row * vocabulary_size + token_id`, int64.
+    """The edits of a matrix of logits, on its device. A place is `row * vocabulary_size + token_id`, int64.
 
-    A place may be twice in `allowed` and `banned`, in no other field.
+    A place may occur twice in `allowed` and `banned`, in no other field.
     """
 
     masked: Tensor
-    """Rows of which only the tokens remain that `mask` has."""
+    """Rows that `mask` restricts."""
     mask: Tensor
-    """[masked rows, bytes] uint8, a bit a token, as `kernels.sampling.eager.keep` takes them."""
+    """[masked rows, bytes] uint8, a bit for each token; see `kernels.sampling.eager.keep`."""
     restricted: Tensor
-    """Rows of which only the places in `allowed` remain."""
+    """Rows restricted to their places in `allowed`."""
     allowed: Tensor
     """Places."""
     banned: Tensor
@@ -34,11 +34,11 @@ class LogitEdits:
     biases: Tensor
     """float32, one for each of `biased`."""
     seen: Tensor
-    """Places of tokens that are in the prompt or the output."""
+    """Places of tokens in the prompt or the output."""
     repetition: Tensor
     """float32, one for each of `seen`: divides a positive logit and multiplies a negative one (Keskar et al., 2019)."""
     subtracted: Tensor
-    """float32, one for each of `seen`: presence and frequency penalties, which come after repetition."""
+    """float32, one for each of `seen`: presence and frequency penalties, applied after repetition."""
 
 
 def edit_logits(logits: Tensor, edits: LogitEdits) -> None:

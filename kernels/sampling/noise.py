@@ -1,7 +1,7 @@
 """Counter-based random numbers for sampling: pure functions of (seed, index, position, token), without any state.
 
-A sequence therefore draws the same numbers alone, in a batch, after recompute and on another worker. Only integer
-arithmetic that wraps around decides them, so that every device and language computes the same bits:
+A sequence therefore draws the same numbers alone, in a batch, after recomputation and on another worker. They are
+computed in wrapping integer arithmetic, so that every device and language gets the same bits:
 
     mix64(x):   x ^= x >> 30;  x *= 0xBF58476D1CE4E5B9;  x ^= x >> 27;  x *= 0x94D049BB133111EB;  x ^= x >> 31
     key         = mix64(mix64(mix64(seed + G) + index * G) + position * G),  G = 0x9E3779B97F4A7C15        (64 bits)
@@ -11,8 +11,8 @@ arithmetic that wraps around decides them, so that every device and language com
     gumbel      = -log(-log(uniform))                     in (-2.82, 16.64)
 
 All shifts are logical. mix64 is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014); the 32-bit steps are a
-multiply-xorshift hash with constants from C. Wellons' hash prospector. The work for each token stays in 32 bits
-because a step hashes rows x vocabulary of them.
+multiply-xorshift hash with constants from C. Wellons' hash prospector. Each token's hash is 32-bit because a step
+computes rows x vocabulary hashes.
 """
 
 import torch
@@ -23,10 +23,10 @@ _GOLDEN32 = 0x9E3779B1
 
 
 def row_keys(seeds: Tensor, indices: Tensor, positions: Tensor) -> Tensor:
-    """The key of each row's stream of numbers.
+    """The key of each row's random numbers.
 
-    seeds: [rows] int64, the bits of an unsigned seed; indices: [rows] int64, which of a request's outputs; positions:
-    [rows] int64, the place in the sequence that the new token takes. Returns [rows] int64.
+    seeds: [rows] int64, the bits of an unsigned seed; indices: [rows] int64, the number of the request's output;
+    positions: [rows] int64, the new token's place in the sequence. Returns [rows] int64.
     """
     golden = _signed(_GOLDEN64, 64)
     return _mix64(_mix64(_mix64(seeds + golden) + indices * golden) + positions * golden)
@@ -60,7 +60,7 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, count: int, width: int) -> Tensor:
-    """A logical shift: torch's own repeats the sign bit, which the mask takes away."""
+    """A logical shift: torch's own repeats the sign bit, which the mask clears."""
     return (x >> count) & ((1 << (width - count)) - 1)
 
 

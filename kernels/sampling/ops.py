@@ -1,4 +1,4 @@
-"""Chooses, by device, what computes the operations of a sampler, as `kernels.backends` does for a decoder layer's."""
+"""Chooses a sampler's backend by device, as `kernels.backends` does for a decoder layer."""
 
 from functools import cache
 from importlib import import_module
@@ -11,7 +11,7 @@ from kernels.sampling import eager
 
 
 class SamplingOps(Protocol):
-    """What a backend offers; `kernels.sampling.eager` says what each operation is."""
+    """The operations of a backend; `kernels.sampling.eager` defines them."""
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
 

@@ -1,11 +1,11 @@
 """The operations as Triton kernels, for GPUs: one function for each of `kernels.ops.Ops`, one file for each operation.
 
 They need torch and triton, nothing else. `kernels.reference` is their oracle. With TRITON_INTERPRET=1 in the
-environment before triton is first imported they run on a CPU, slowly, which is how tests run them without a GPU.
+environment before triton is first imported, they run slowly on a CPU; tests without a GPU use it.
 
-Moving blocks between device and host memory is no operation of this package. A block is one contiguous piece of both,
-so a plain `copy_` is one transfer, which the copy engine does beside the kernels. A kernel that read host memory would
-take processors from them.
+This package does not move blocks between device and host memory. A block is contiguous in both, so a plain `copy_` is
+one transfer by the copy engine, in parallel to the kernels. A kernel that read host memory would take multiprocessors
+from them.
 """
 
 from kernels.reference import pack_grouped, pack_int4, pack_int8, pack_w8a8, wide_itemsize
@@ -25,7 +25,7 @@ from kernels.triton.linear.grouped_linear import grouped_linear, pack_alike
 from kernels.triton.linear.linear import pack
 
 WIDE_PRODUCTS = False
-"""Not measured: a library's product of bf16 into float32, against the product into bf16."""
+"""False is not measured: a library's product of bf16 into float32, against the product into bf16."""
 
 GROUPED_PRODUCTS = True
 

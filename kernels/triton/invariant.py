@@ -1,6 +1,7 @@
-"""The operations of `kernels.triton` with sums of a row that are the same to the bit whatever else a step computes.
+"""The batch-invariant operations of `kernels.triton`: a row's sums are bit-identical whatever else a step computes.
 
-Products and attention are others; all the rest sums up each row alone already, in an order that its width decides.
+Products and attention have their own kernels. All other operations sum up each row separately anyway, in an order that
+its width decides.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""A step on the device: moving blocks, the forward pass, sampling, and how much memory each has.
+"""A step on the device: block moves, the forward pass, sampling, and the memory of each.
 
-Models are left to `models`, their weights to `loading`, and the order of steps to `serving`.
+`models` has the models, `loading` their weights, `serving` the order of steps.
 """

@@ -1,4 +1,4 @@
-"""A loaded worker: from settings to a model with its cache on a device, and what there is to know about it.
+"""A loaded worker: the model with its cache on a device, and its properties.
 
 Loading and stepping both happen on the one thread that owns the device.
 """
@@ -24,7 +24,7 @@ from worker_service.speculation.drafter import Drafter
 
 @dataclass(frozen=True)
 class Worker:
-    """Everything that serves a session."""
+    """All objects that a session needs."""
 
     ranks: Ranks
     info: WorkerInfo
@@ -36,9 +36,9 @@ class Worker:
 
 
 def load_worker(settings: WorkerSettings) -> Worker:
-    """Find, load and measure the model, and give the memory that is left to its cache. Raises StartError.
+    """Find, load and measure the model, and give the remaining memory to its cache. Raises StartError.
 
-    Where several ranks share the model, all of them load it together.
+    If several ranks share the model, all of them load it together.
     """
     device = choose_device(settings)
     set_threads(settings)
@@ -59,11 +59,12 @@ def load_worker(settings: WorkerSettings) -> Worker:
 
 def _load(loader: Loader) -> Worker:
     target = loader.target
-    # First without memory: errors in the weights are found before memory is allocated for them.
+    # Checks come first: errors in the weights are found before memory is allocated for them.
     stage("checking weights")
     check_room_for_weights(target.device, target.dtype, loader.check(), target.ranks)
     stage("fingerprinting weights")
-    fingerprint = target.fingerprint() if target.ranks.rank == 0 else ""  # a draft model chooses no token
+    # A draft model chooses no token, so it is not part of it.
+    fingerprint = target.fingerprint() if target.ranks.rank == 0 else ""
     stage("loading weights")
     loader.load()
     stage("measuring the largest step")

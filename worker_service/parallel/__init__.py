@@ -1,14 +1,13 @@
 """One worker on several devices: each of N processes, its ranks, holds a part of every weight, KV block and adapter.
 
-The first rank serves gRPC. It repeats to the others every step, and what adapters come and go between steps. Every
-rank computes the step on its own parts, and the ranks add up their results. A rank that dies takes the whole worker
-with it.
+The first rank serves gRPC. It broadcasts every step, and adapters between steps, to the others. Every rank computes the
+step on its own parts, and the ranks all-reduce their results. If a rank dies, the whole worker ends.
 """
 
 import os
 
 LAUNCHER = "PAGEWIRE_LAUNCHER"
-"""The variable by which `launcher` tells its ranks its process id."""
+"""The environment variable that gives `launcher`'s process id to its ranks."""
 
 
 def is_rank() -> bool:

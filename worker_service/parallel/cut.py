@@ -1,4 +1,4 @@
-"""The part of a checkpoint's tensor that is held here, where another process holds the rest."""
+"""The part of a checkpoint's tensor that this rank holds; other ranks hold the rest."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ class Cut:
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
     rows: Sequence[range]
-    """Stretches of the first dimension; the part has them one behind the other."""
+    """Ranges of the first dimension, concatenated in the part."""
     columns: range
-    """A stretch of the second dimension; of a vector range(1)."""
+    """A range of the second dimension; range(1) for a vector."""
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of a whole tensor that is in memory."""
+        """The part of a whole tensor in memory."""
         rows = torch.cat([whole[stretch.start : stretch.stop] for stretch in self.rows])
         return rows if rows.dim() == 1 else rows[:, self.columns.start : self.columns.stop]
 
     def of_halves(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The halves of this part of a whole tensor `b @ a`, in memory of their own.
+        """Factors of this part of a whole tensor `b @ a`, in memory of their own.
 
         a: [inner units, columns]; b: [rows, inner units].
         """
@@ -33,4 +33,4 @@ class Cut:
 
 
 UNCUT: Mapping[str, Cut] = {}
-"""The cuts of tensors that are all held whole."""
+"""The cuts of a worker with one rank: every tensor is whole."""

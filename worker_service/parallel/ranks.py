@@ -1,8 +1,8 @@
-"""One rank's view of the processes that form a worker: what it adds up, joins and agrees on with the others.
+"""The collectives of a worker's ranks: all-reduce, all-gather, broadcast and agreement.
 
-Every collective is entered by all ranks, in the same order. Numbers, steps and adapters go over Gloo; a step's tensors
-go over NCCL where they lie on GPUs. There is no time limit, because ranks wait for the next step as long as it takes.
-When a rank dies, `launcher` ends the others, wherever they wait.
+Every collective is entered by all ranks, in the same order. Numbers, steps and adapters use Gloo; a step's tensors use
+NCCL on GPUs. There is no time limit, because ranks may wait for the next step for any time. If a rank dies, `launcher`
+ends the others, wherever they wait.
 """
 
 import logging
@@ -24,27 +24,27 @@ log = logging.getLogger(__name__)
 
 _FOREVER = timedelta(days=365)
 _PACKET_BYTES = 4096
-"""Bytes that are sent to the other ranks at once; a steady step of 256 sequences is under 2 KB."""
+"""Bytes of the first broadcast of a message; a steady step of 256 sequences is under 2 KB."""
 _HEADER_BYTES = 24
 BETWEEN_STEPS = 0
-"""In place of an epoch, and no session's: the message is not a step."""
+"""The epoch of a message that is not a step; no session has it."""
 
 
 class Ranks:
-    """The ranks of a worker. With a size of 1 nothing is ever sent."""
+    """The ranks of a worker. A single rank sends nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, with the same bits in each; takes the place of x. x: contiguous."""
+        """Replace x by the sum of all ranks' x, bit-identical in each rank. x: contiguous."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' x one beside the other. x: [rows, columns]; returns [rows, size * columns]."""
+        """All ranks' x, concatenated along columns. x: [rows, columns]; returns [rows, size * columns]."""
         if self.size == 1:
             return x
         if not len(x):
@@ -54,13 +54,13 @@ class Ranks:
         return torch.cat(parts, dim=1)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """The first rank's x, in all ranks; takes the place of x. x: contiguous, in host memory."""
+        """Replace x by the first rank's x. x: contiguous, in host memory."""
         if self.size > 1:
             dist.broadcast(x, 0)
         return x
 
     def gather_numbers(self, number: int) -> list[int]:
-        """The numbers that the ranks pass, in the order of the ranks."""
+        """Each rank's number, in the order of the ranks."""
         if self.size == 1:
             return [number]
         numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -68,9 +68,9 @@ class Ranks:
         return [int(other) for other in numbers]
 
     def send(self, epoch: int, message: bytes, drafts: Sequence["array[int]"] = ()) -> None:
-        """Send a step from the first rank to all others, of which there is at least one, and each chunk's drafts.
+        """Send a step and each chunk's drafts from the first rank to all others; there is at least one other rank.
 
-        epoch: of the step, or `BETWEEN_STEPS` with another message.
+        epoch: of the step, or `BETWEEN_STEPS` for another message.
         """
         drafted = (
             array("q", chain.from_iterable((len(draft), *draft) for draft in drafts)).tobytes() if any(drafts) else b""
@@ -84,8 +84,8 @@ class Ranks:
                 dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0)
 
     def receive(self) -> "tuple[int, bytes, list[array[int]]] | None":
-        """Wait for the first rank's next step: its epoch, the message, and each chunk's drafts, if there are any of
-        one; or for another message, whose epoch is `BETWEEN_STEPS`. None once that rank is gone."""
+        """Wait for the first rank's next message: its epoch (`BETWEEN_STEPS` if it is not a step), the message, and
+        each chunk's drafts (empty if no chunk has any). None once the first rank has ended."""
         packet = torch.empty(_PACKET_BYTES, dtype=torch.uint8)
         try:
             dist.broadcast(packet, 0)
@@ -104,9 +104,10 @@ class Ranks:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Around work that all ranks do together. A rank that fails is out of step: it ends, and the others with it.
+        """A context for work that all ranks do together. A rank that fails is out of step: it ends, and so do the
+        others.
 
-        InvalidStepError passes: all ranks raise it for the same step, before one of them waits for the others.
+        InvalidStepError passes: all ranks raise it for the same step, before any rank waits for another.
         """
         if self.size == 1:
             yield
@@ -122,13 +123,13 @@ class Ranks:
 
 
 ALONE = Ranks(0, 1)
-"""A worker that is one process."""
+"""The ranks of a worker that is one process."""
 
 
 def join_ranks(size: int, device: torch.device) -> Ranks:
-    """Meet the other ranks; returns when all are there. Raises StartError if their number is wrong.
+    """Join the other ranks; returns when all have joined. Raises StartError if their number is wrong.
 
-    device: where this rank's tensors lie.
+    device: the device of this rank's tensors.
     """
     if size == 1:
         return ALONE

@@ -1,4 +1,5 @@
-"""WorkerService on its port: which session owns the worker, when its steps run, and how its processes start and end.
+"""WorkerService on its port: the session that owns the worker, the order of its steps, and the start and end of
+processes.
 
-What a step computes is left to `execution`.
+`execution` computes the steps.
 """

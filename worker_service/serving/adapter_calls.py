@@ -1,7 +1,7 @@
-"""Which call may hand an adapter over: the newest one, of the newest session, and only while it makes progress.
+"""The adapter call that may proceed: the newest call, of the newest session, and only while it makes progress.
 
-No lock is held while the scheduler's next piece is waited for: a call that stalls is ended by the next one, by a
-session of a newer epoch, or by its time.
+No lock is held while the scheduler's next piece is awaited. The next call, a session of a newer epoch, or a timeout
+ends a stalled call.
 """
 
 import asyncio
@@ -15,16 +15,16 @@ from pagewire.v1.worker_service_pb2 import TakeAdapterRequest
 from pagewire_common.calls.errors import RequestError
 
 STALL_SECONDS = 30.0
-"""For the next piece, which has at most some MiB."""
+"""Time limit for the next piece, which has at most some MiB."""
 MOST_SECONDS = 600.0
-"""For all of one call: twice the time that a scheduler gives it."""
+"""Time limit for a whole call: twice the scheduler's own limit."""
 
 Pieces = AsyncIterator[TakeAdapterRequest]
 
 
 @dataclass(eq=False)
 class _Handing:
-    """The call that is under way."""
+    """The current call."""
 
     epoch: int
     task: asyncio.Task[None]
@@ -32,21 +32,21 @@ class _Handing:
 
 
 class AdapterCalls:
-    """The adapter calls of one worker; `newest_epoch` is that of its sessions."""
+    """The adapter calls of one worker; `newest_epoch` is its sessions' newest epoch."""
 
     def __init__(self, newest_epoch: Callable[[], int]) -> None:
         self._newest_epoch = newest_epoch
         self._handing: _Handing | None = None
 
     def check(self, epoch: int) -> int:
-        """The epoch of a call; that of the newest session where it names none. Raises ABORTED for an older one."""
+        """The epoch of a call, or the newest session's if the call names none. Raises ABORTED for an older epoch."""
         newest = self._newest_epoch()
         if 0 < epoch < newest:
             raise _aborted(f"epoch {epoch} is over: this worker has served epoch {newest}")
         return epoch or newest
 
     async def take(self, pieces: Pieces, load: Callable[[Pieces], Coroutine[Any, Any, None]]) -> None:
-        """Have the pieces of one call loaded. Raises RequestError, also where another call or session ends it."""
+        """Load the pieces of one call. Raises RequestError, also if another call or session ends it."""
         pieces = _in_time(pieces)
         first = await anext(pieces, None)
         epoch = self.check(first.epoch if first is not None else 0)  # an older call ends no other
@@ -64,7 +64,7 @@ class AdapterCalls:
         handing.task.result()
 
     def end_older(self) -> None:
-        """A session has begun: what an older one hands over is not taken any more."""
+        """End the adapter call of an older session, because a new session has begun."""
         if self._handing is not None and self._handing.epoch < (newest := self._newest_epoch()):
             self._cancel(self._handing, f"superseded by epoch {newest}")
 
@@ -80,7 +80,7 @@ class AdapterCalls:
 
 
 async def _in_time(pieces: Pieces) -> Pieces:
-    """The pieces as they come. Raises DEADLINE_EXCEEDED, and INVALID_ARGUMENT for one that is no progress."""
+    """The pieces as they arrive. Raises DEADLINE_EXCEEDED, and INVALID_ARGUMENT for an empty piece."""
     loop = asyncio.get_running_loop()
     end, is_first = loop.time() + MOST_SECONDS, True
     while True:
@@ -108,5 +108,5 @@ async def _behind(first: TakeAdapterRequest | None, pieces: Pieces) -> Pieces:
 
 
 def _aborted(reason: str) -> RequestError:
-    """The adapter may be brought again; nothing is wrong with it."""
+    """ABORTED: the adapter may be sent again; it has no fault."""
     return RequestError(grpc.StatusCode.ABORTED, reason)

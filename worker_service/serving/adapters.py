@@ -1,4 +1,4 @@
-"""An adapter on its way from the scheduler into the host memory of every rank, and out of it again, beside steps."""
+"""Moves an adapter from the scheduler to the host memory of every rank, and drops it, while steps run."""
 
 import asyncio
 import contextlib
@@ -27,9 +27,11 @@ MAX_CONFIG_BYTES = 1 << 20
 async def load_adapter(
     worker: "Worker", device_thread: DeviceThread, pieces: AsyncIterator[TakeAdapterRequest]
 ) -> None:
-    """Receive an adapter, check it, and hold it. One at a time, for which `AdapterCalls` sees. Raises RequestError.
+    """Receive an adapter, check it, and add it. `AdapterCalls` ensures that one call runs at a time. Raises
+    RequestError.
 
-    When it returns, steps that the device's thread is handed next may name it. Cancelled, it has changed nothing.
+    When it returns, steps submitted to the device thread from now on may name the adapter. If cancelled, it has changed
+    nothing.
     """
     refusal: RequestError | None = None
     try:
@@ -37,14 +39,14 @@ async def load_adapter(
     except RequestError as error:
         refusal = error
     with contextlib.suppress(RequestError):
-        async for _ in pieces:  # a call that ends while it is written to may lose its status in gRPC
+        async for _ in pieces:  # gRPC may lose the status of a call that ends while the client still writes
             pass
     if refusal is not None:
         raise refusal
 
 
 def drop_adapter(worker: "Worker", device_thread: DeviceThread, fingerprint: str) -> None:
-    """Cease to hold an adapter, behind the steps that the device's thread has been handed."""
+    """Drop an adapter, after the steps submitted to the device thread."""
     from worker_service.execution.adapters.rank_adapters import drop
 
     if fingerprint in worker.adapters.fingerprints:
@@ -53,8 +55,7 @@ def drop_adapter(worker: "Worker", device_thread: DeviceThread, fingerprint: str
 
 
 async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncIterator[TakeAdapterRequest]) -> None:
-    """The weights are in a file until they have been read, so that no more than the parts that are wanted come to
-    memory."""
+    """Receive the weights into a file, so that only the needed parts are read into memory."""
     adapters = worker.adapters
     if not adapters.room.num_slots:
         raise RequestError(
@@ -95,8 +96,9 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
             raise _invalid("what came does not have the fingerprint that was said")
 
         def read() -> "tuple[Adapter, Adapter]":
-            # Of this thread and of those that begin later: several threads would wait for those that compute steps. On
-            # two busy cores 77 MiB of an adapter for a network of 7 billion weights took 4 to 17 s with two, and 0.6 s.
+            # Sets the limit of this thread and of later ones: several threads would wait for the threads that compute
+            # steps. On two busy cores 77 MiB of an adapter for a network of 7 billion weights took 4 to 17 s with two
+            # threads, 0.6 s with one.
             torch.set_num_threads(1)
             found = read_adapter(first.config, folder, adapters.shapes, adapters.room.max_rank, adapters.dtype)
             return found, found.part(adapters.cuts)
@@ -112,18 +114,18 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
 async def _hold(
     worker: "Worker", device_thread: DeviceThread, fingerprint: str, adapter: "Adapter", own: "Adapter"
 ) -> None:
-    """Have all ranks hold their parts of an adapter. own: the first rank's."""
+    """Add an adapter: each rank stores its part. own: the first rank's part."""
     from worker_service.execution.adapters.rank_adapters import PIECE_BYTES, abandon, hand_over, hold
 
     if worker.ranks.size > 1:
         try:
             for piece in adapter.pieces(PIECE_BYTES):
-                # Each waits for those before it, so that steps which have come meanwhile go first.
+                # Each piece waits for the piece before, so that steps submitted meanwhile go first.
                 await asyncio.wrap_future(device_thread.submit(partial(hand_over, worker.ranks, piece)))
         except asyncio.CancelledError:
             device_thread.submit(partial(abandon, worker.ranks))
             raise
-    # It need not be waited for: the thread does things in the order in which it is handed them.
+    # Need not be awaited: the thread keeps the order of submission.
     device_thread.submit(partial(hold, worker.ranks, worker.adapters, fingerprint, own))
     worker.adapters.fingerprints.append(fingerprint)
 

@@ -1,7 +1,7 @@
-"""Between protobuf messages and the worker's own types; the only file that knows both.
+"""Conversion between protobuf messages and the worker's own types; no other file knows both.
 
-Decoding checks every value against the worker's limits, whatever the session: numbers of blocks and tokens, columns of
-equal length, parameters within their ranges. Decoded values are safe to index memory with.
+Decoding checks every value against the worker's limits, independently of the session: block and token numbers, columns
+of equal length, ranges of parameters. Decoded values are safe as memory indices.
 """
 
 from array import array
@@ -37,7 +37,7 @@ _PREFIX = "POOLING_TYPE_"
 
 
 def _in_32_bits(value: float) -> float:
-    """As the device computes; infinite if it is too large."""
+    """The value rounded to float32, as on the device; infinite if it is too large."""
     return c_float(value).value
 
 
@@ -47,7 +47,8 @@ _BOUNDS = {
     else number.bounds._replace(low=_in_32_bits(number.bounds.low), high=_in_32_bits(number.bounds.high))
     for name, number in NUMBERS.items()
 }
-"""Those of requests, where 5e-324 is 0: beyond them logits are infinite, and no step is to fail for that."""
+"""The bounds of requests, rounded to float32, where 5e-324 is 0. Values beyond them would make logits infinite and fail
+a step."""
 
 
 def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> SchedulerOutput:
@@ -55,7 +56,7 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
     sequence_ids = tuple(message.sequence_ids)
     if len(set(sequence_ids)) != len(sequence_ids):
         raise InvalidStepError("sequence_ids: a sequence is scheduled twice")
-    most_sequences = limits.max_num_seqs * (2 if limits.max_encoder_len else 1)  # and what an encoder reads for each
+    most_sequences = limits.max_num_seqs * (2 if limits.max_encoder_len else 1)  # and an encoder's input for each
     if len(sequence_ids) > most_sequences:
         raise InvalidStepError(f"sequence_ids: {len(sequence_ids)} sequences; the limit is {most_sequences}")
     num_scheduled_tokens = tuple(message.num_scheduled_tokens) or (1,) * len(sequence_ids)
@@ -74,7 +75,7 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         )
     if 0 in num_scheduled_tokens:
         raise InvalidStepError("num_scheduled_tokens: an entry is 0")
-    # Which of them encoders read is known to the session, which judges the rest.
+    # The session knows which of the sequences are encoders' inputs, and checks the rest.
     most = limits.max_num_batched_tokens + limits.max_num_encoder_tokens
     if sum(num_scheduled_tokens) > most:
         raise InvalidStepError(f"num_scheduled_tokens: {sum(num_scheduled_tokens)} tokens; the limit is {most}")
@@ -143,7 +144,8 @@ def encode_worker_info(
     instance_id: str = "",
     adapters: Sequence[str] = (),
 ) -> GetWorkerInfoResponse:
-    """Write what the worker is; `epoch` is the newest that it has served, and may still be `in_session`."""
+    """Write the worker's properties. `epoch` is the newest that it has served; its session may still be open
+    (`in_session`)."""
     return GetWorkerInfoResponse(
         protocol_version=PROTOCOL_VERSION,
         model_id=info.model_id,

@@ -1,4 +1,4 @@
-"""The one thread that owns the device. It runs what it is given in order, while the event loop does its own work."""
+"""The one thread that owns the device. It runs submitted work in order, in parallel to the event loop."""
 
 import contextlib
 import queue
@@ -11,17 +11,17 @@ from typing import Any, Generic, TypeVar
 Result = TypeVar("Result")
 
 _LOOK_SECONDS = 1e-4
-"""How often to look whether the device has finished."""
+"""Seconds between two checks whether the device has finished."""
 
 
 class Pending(Generic[Result]):
-    """Work that the device still computes: `future` has its result after `settle`."""
+    """Work that the device still computes; `settle` puts its result into `future`."""
 
     def __init__(self) -> None:
         self.future: Future[Result] = Future()
 
     def is_done(self) -> bool:
-        """Whether `finish` would not wait."""
+        """Whether `finish` would return at once."""
         raise NotImplementedError
 
     def finish(self) -> Result:
@@ -40,7 +40,7 @@ class Pending(Generic[Result]):
             return True
 
     def settle(self) -> None:
-        """Finish now, unless it has been done before. On the device thread."""
+        """Finish, unless already finished. Call it on the device thread."""
         if self.is_settled:
             return
         try:
@@ -50,9 +50,9 @@ class Pending(Generic[Result]):
 
 
 class DeviceThread:
-    """A single worker thread. Unlike an executor's it is a daemon: a process may end while it is busy.
+    """A single worker thread. Unlike an executor's thread it is a daemon: a process may end while it is busy.
 
-    Work may return a `Pending`. It is settled when it is due, and other work may run before that.
+    Work may return a `Pending`, which is settled when it is due; other work may run before.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Starts the ranks of a worker as processes of this machine, and ends them together.
+"""Starts a worker's ranks as processes of this machine, and ends them together.
 
-It does what torchrun does, through the same library and with the same environment, except at the end: no rank is
-restarted, and when one rank has ended, the others are killed at once, wherever they wait for it. Signals go to the
-first rank, and its exit status is the worker's.
+It does the same as torchrun, with the same library and environment, except at the end. No rank is restarted, and when a
+rank has ended, the others are killed at once, wherever they wait for it. Signals go to the first rank, whose exit
+status is the worker's.
 """
 
 import logging
@@ -29,17 +29,17 @@ log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _LOOK_SECONDS = 0.1
 _FAREWELL_SECONDS = 0.5
-"""Time for the first rank when another has failed: it may be ending by itself."""
+"""Seconds for the first rank to end when another rank has failed: it may be ending by itself."""
 _STOPPED = (0, -signal.SIGTERM, -signal.SIGINT)
-"""The first rank's status if it was told to stop, perhaps before it could drain."""
+"""Exit statuses of a first rank that was told to stop, perhaps before it could drain."""
 _EXPLAINED = (0, 1)
-"""A rank that ends itself says why."""
+"""Exit statuses of a rank that has ended itself and logged the reason."""
 
 
 def launch(command: Sequence[str], size: int) -> int:
     """Run `command` in `size` ranks until the first ends or another fails; returns the exit status of the worker.
 
-    To be called on the main thread. SIGTERM and SIGINT are for the first rank, which drains.
+    Call it on the main thread. SIGTERM and SIGINT go to the first rank, which drains.
     """
     store = _open_store()
     shared = {
@@ -49,7 +49,7 @@ def launch(command: Sequence[str], size: int) -> int:
         "TORCHELASTIC_RUN_ID": "pagewire",
         LAUNCHER: str(os.getpid()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # Ranks of one machine need no network, and must not be reachable from it.
+        # Ranks of one machine need no network, and must not be reachable through it.
         "GLOO_SOCKET_IFNAME": _loopback(),
         "NCCL_SOCKET_IFNAME": _loopback(),
     }
@@ -72,7 +72,7 @@ def launch(command: Sequence[str], size: int) -> int:
 
 def wait_for_end(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
     """Wait until the first rank ends or another fails, and end the rest; returns the exit status of the worker."""
-    # The others end with status 0 because the first rank has gone, even where its own end takes longer.
+    # The other ranks end with status 0 when the first rank has gone, even if the first rank's own exit takes longer.
     while ranks[0].poll() is None and not any(process.poll() for process in ranks):
         time.sleep(_LOOK_SECONDS)
     try:
@@ -89,7 +89,7 @@ def wait_for_end(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
 
 
 def _open_store() -> TCPStore:
-    """The store where the ranks meet, on a free port. By default it would listen on all addresses of the machine."""
+    """The store where the ranks meet, on a free port. TCPStore alone would listen on all addresses of the machine."""
     listening = socket.create_server((_HOST, 0))
     port = listening.getsockname()[1]
     return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())

@@ -1,4 +1,4 @@
-"""What a worker has computed, as Prometheus metrics. The scheduler has the metrics of requests."""
+"""Prometheus metrics of a worker's computing. The scheduler has the metrics of requests."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class WorkerStatistics:
     guess_us: int = 0
 
     def count(self, step: SchedulerOutput, answer: ModelOutput) -> None:
-        """A step was computed."""
+        """Count a computed step."""
         self.num_steps += 1
         self.num_tokens += sum(step.num_scheduled_tokens) or len(step.sequence_ids)
         self.num_tokens += sum(answer.num_draft_tokens) - sum(step.num_draft_tokens)
@@ -37,7 +37,7 @@ class WorkerStatistics:
 def families(
     statistics: WorkerStatistics, *, num_sequences: int, num_device_blocks: int, num_host_blocks: int, draining: bool
 ) -> Iterator[Metric]:
-    """The metrics of this moment: `num_sequences` live in the open session, blocks are 0 while the model loads."""
+    """The current metrics. `num_sequences`: live in the open session; block numbers are 0 while the model loads."""
     for name, text, value in (
         ("sequences", "Sequences that live in the open session.", num_sequences),
         ("device_blocks", "Blocks in device memory; 0 until the model is loaded.", num_device_blocks),

@@ -1,4 +1,4 @@
-"""One open session: its answers on the event loop, and its steps on the device thread, which the first error ends."""
+"""One open session: its answers on the event loop, and its steps on the device thread. The first error ends it."""
 
 import asyncio
 import contextlib
@@ -23,35 +23,35 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _STEPS_IN_HAND = 2
-"""Steps of a session that are read and not yet answered: the one being computed, and one so that the next can follow it
-without waiting for a message."""
+"""Limit of a session's steps that are read and not yet answered: the current step, and one that can follow without
+waiting for a message."""
 _FAILURES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
 
 
 class OpenSession:
-    """Only the device thread calls `compute`; `end` is set on either thread, and the event loop uses the rest."""
+    """Only the device thread calls `compute`; either thread sets `end`, and the event loop uses the rest."""
 
     def __init__(self, worker: "Worker", epoch: int, stays: Stays | None = None) -> None:
-        """stays: spans of its sequences, if there are any."""
+        """stays: spans of its sequences, if tracing is on."""
         self.session = Session(epoch, worker.limits)
         self.answers: asyncio.Queue[asyncio.Future[ModelOutput] | None] = asyncio.Queue()
-        """In the order of the steps; None after the last."""
+        """Answers in the order of the steps; None after the last."""
         self.awaited: asyncio.Future[ModelOutput] | None = None
-        """The answer that the call is waiting for."""
+        """The answer that the gRPC call is waiting for."""
         self.room = asyncio.Semaphore(_STEPS_IN_HAND)
         self.stays = stays
         self.end: RequestError | None = None
-        """Why no further step of the session may be started."""
+        """The reason why no further step may start; None while the session is open."""
         self._worker = worker
-        self._last: StepInFlight | None = None  # the step that was launched last, if the worker runs ahead
+        self._last: StepInFlight | None = None  # the last launched step, if the worker runs ahead
 
     @property
     def has_failed(self) -> bool:
-        """Whether a step ended it."""
+        """Whether an error in a step has ended it."""
         return self.end is not None and self.end.code in _FAILURES
 
     def close(self, reason: RequestError) -> None:
-        """Start no further step, and fail the answer that is due next."""
+        """Start no further step, and fail the next answer."""
         self.end = reason
         # Wakes the call wherever it waits: for the device, or for its next step.
         if self.awaited is not None and not self.awaited.done():
@@ -62,9 +62,9 @@ class OpenSession:
             self.answers.put_nowait(failed)
 
     def compute(self, message: SchedulerOutput) -> ModelOutput | StepInFlight:
-        """Compute one step. After an error the session is over, whatever was sent ahead.
+        """Compute one step. An error ends the session, including the steps that were sent ahead.
 
-        Where the worker runs ahead, the step is on its way when this returns, and the next one may follow it.
+        If the worker runs ahead, this returns when the step is launched, and the next step may follow.
         """
         worker, ranks = self._worker, self._worker.ranks
         with self._failures_end():
@@ -88,7 +88,8 @@ class OpenSession:
 
     @contextlib.contextmanager
     def _failures_end(self) -> Iterator[None]:
-        """Around work on the device thread: it does nothing once the session has ended, and errors end it."""
+        """A context for work on the device thread: skips the work if the session has ended, and ends the session on
+        errors."""
         if self.end is not None:
             raise self.end
         try:
@@ -96,7 +97,7 @@ class OpenSession:
             return
         except Exception as error:
             self.end = _explain(error)
-            traceback.clear_frames(error.__traceback__)  # the step's tensors
+            traceback.clear_frames(error.__traceback__)  # frees the step's tensors
         self._worker.runner.recover()
         raise self.end
 

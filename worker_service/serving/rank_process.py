@@ -1,7 +1,7 @@
-"""The life of a process that is one of several ranks: the first serves as if it were alone, the others follow.
+"""The process of one of several ranks: the first serves as if it were alone, the others follow.
 
-A follower computes every step that the first rank sends, on its own parts of weights, cache and adapters. It comes to
-the same answer, which it discards. It ends when the first rank has ended.
+A follower computes every step that the first rank sends, on its own parts of weights, cache and adapters. It computes
+the same answer, and discards it. It ends when the first rank has ended.
 """
 
 import contextlib
@@ -34,19 +34,19 @@ async def run_rank(settings: WorkerSettings) -> None:
             _follow(settings)
     except StartError:
         if not _is_first_to_fail():
-            threading.Event().wait()  # until the launcher has seen the end of the first
+            threading.Event().wait()  # until the launcher has seen the end of the first rank
         raise
-    # Nothing is left to do, and torch's own clean-up would wait for other ranks, or report that they are gone.
+    # Nothing is left to do. torch's own clean-up would wait for other ranks, or report that they are gone.
     logging.shutdown()
     os._exit(0)
 
 
 def _die_with_launcher() -> None:
-    """Ranks do not outlive the launcher, even if that is killed."""
+    """End this rank with the launcher, even if the launcher is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
-        os._exit(1)  # it has died already
+        os._exit(1)  # the launcher has died already
 
 
 def _follow(settings: WorkerSettings) -> None:
@@ -81,7 +81,7 @@ def _follow(settings: WorkerSettings) -> None:
 
 
 def _is_first_to_fail() -> bool:
-    """If a model cannot be loaded, every rank finds out by itself."""
+    """Whether this rank is the first to fail. If a model cannot be loaded, every rank fails, and one reports it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

@@ -1,4 +1,4 @@
-"""Puts a worker together: the port first, so that probes are answered, then the model, then sessions until SIGTERM."""
+"""Starts a worker: first the port, so that probes are answered, then the model, then sessions until SIGTERM."""
 
 import asyncio
 import logging
@@ -27,9 +27,9 @@ SERVICE_NAME = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].f
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises StartError where the worker cannot start.
+    """Serve until SIGTERM or SIGINT. Raises StartError if the worker cannot start.
 
-    A device that takes no more work ends the process with status 1, for only another process can go on with it.
+    A lost device ends the process with status 1, because only a new process can use the device again.
     """
     started = time.monotonic()
     configure_logging(settings.log_level, settings.log_format)

@@ -1,7 +1,7 @@
-"""WorkerService over gRPC: readiness, fencing between sessions, and the order of steps within one.
+"""WorkerService over gRPC: readiness, fencing between sessions, and the order of steps within a session.
 
 The event loop only moves messages; decoding, computing and encoding of a step happen on the device thread. The newest
-session owns the worker: from the moment one begins, no step of an older one is started.
+session owns the worker: once it has begun, no step of an older session starts.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ _SHUTTING_DOWN = RequestError(grpc.StatusCode.ABORTED, "the worker is shutting d
 class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     """Serves one session at a time. Create it inside the running event loop; UNAVAILABLE until `set_ready`.
 
-    `device_lost` is set when no step can be computed in this process any more.
+    `device_lost` is set when this process can compute no further step.
     """
 
     def __init__(self, device_thread: DeviceThread, tracer: Tracer | None = None) -> None:
@@ -77,11 +77,11 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         return self._open is not None
 
     def set_ready(self, worker: "Worker") -> None:
-        """Have sessions opened from now on."""
+        """Accept sessions from now on."""
         self._worker = worker
 
     async def drain(self, grace: float) -> None:
-        """Open no more sessions; end the open one when no sequence lives in it, or after `grace` seconds."""
+        """Accept no more sessions; end the open session when it has no live sequences, or after `grace` seconds."""
         self._draining.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
@@ -90,7 +90,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             self._open.close(_SHUTTING_DOWN)
 
     async def metrics(self) -> Iterator[Metric]:
-        """The metrics of this moment."""
+        """The current metrics."""
         limits = self._worker.limits if self._worker is not None else None
         return families(
             self._statistics,
@@ -119,7 +119,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[TakeAdapterRequest], context: Context
     ) -> TakeAdapterResponse:
         worker = self._ready_worker()
-        # One at a time is in memory twice, and under way to other ranks.
+        # One adapter at a time is in memory twice, and on its way to other ranks.
         await self._adapter_calls.take(
             aiter(request_iterator), lambda pieces: load_adapter(worker, self._device_thread, pieces)
         )
@@ -164,7 +164,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         return self._worker
 
     async def _first(self, steps: AsyncIterator[SchedulerOutput]) -> SchedulerOutput | None:
-        """The step that a session begins with; None when the scheduler leaves without one. ABORTED by a drain."""
+        """The first step of a session; None if the scheduler ends the call without a step. Raises ABORTED if
+        draining."""
         step = asyncio.ensure_future(anext(steps, None))
         draining = asyncio.ensure_future(self._draining.wait())
         try:
@@ -214,7 +215,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             self._idle.set()
 
     async def _read(self, opened: OpenSession, first: SchedulerOutput, steps: AsyncIterator[SchedulerOutput]) -> None:
-        """Hand steps to the device thread as they come; it computes them one after the other."""
+        """Submit steps to the device thread as they arrive; it computes them in order."""
         try:
             step: SchedulerOutput | None = first
             while step is not None:
@@ -226,7 +227,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             opened.answers.put_nowait(None)
 
     def _submit(self, opened: OpenSession, step: SchedulerOutput) -> "asyncio.Future[ModelOutput]":
-        """Compute a step on the device thread. Unlike a wrapped future, this one may be failed before it is done."""
+        """Compute a step on the device thread. Unlike a wrapped future, the result may be failed before it is done."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[ModelOutput] = loop.create_future()
         computed = self._device_thread.submit(partial(opened.compute, step))

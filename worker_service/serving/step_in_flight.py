@@ -1,7 +1,7 @@
-"""One step from message to answer: check it, draft for it, compute it, and note the sampled tokens in the session.
+"""One step from message to answer: check it, draft for it, compute it, and append the sampled tokens to the session.
 
-To be used on the device thread. Beginning a step raises InvalidStepError and FencingError, and so does `launch`, in
-every rank alike. `launch` and `answer` also raise what torch raises. After any error the session is over.
+All methods run on the device thread. `begin`, `follow` and `launch` raise InvalidStepError and FencingError, in every
+rank alike. `launch` and `answer` also raise torch's errors. Any error ends the session.
 """
 
 import time
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from worker_service.execution.worker import Worker
 
 Guard = Callable[[], AbstractContextManager[None]]
-"""Entered around work that the device thread comes back to."""
+"""A context around work that the device thread resumes later."""
 
 
 class StepInFlight(Pending[ModelOutput]):
-    """A step that has been applied to its session: then it is launched, and then answered.
+    """A step that has been applied to its session; next it is launched, then answered.
 
-    The runner's `RunningStep` is the part of it on the device, which knows no messages and no sessions.
+    The runner's `RunningStep` is its part on the device, without messages or sessions.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StepInFlight(Pending[ModelOutput]):
         draft_seconds: float = 0.0,
         guard: Guard = nullcontext,
     ) -> None:
-        """chunks: with the drafts that are verified; draft_seconds: that these took."""
+        """chunks: with the drafts to verify; draft_seconds: the time that drafting took."""
         super().__init__()
         self.chunks = chunks
         self._worker = worker
@@ -57,7 +57,7 @@ class StepInFlight(Pending[ModelOutput]):
     def begin(
         cls, worker: "Worker", session: Session, output: SchedulerOutput, guard: Guard = nullcontext
     ) -> "StepInFlight":
-        """Apply a step, and draft tokens as far as it has room for them."""
+        """Apply a step, and draft tokens as far as the step has room for drafts."""
         chunks = session.apply(output)
         if worker.drafter is None:
             return cls(worker, session, output, chunks, guard=guard)
@@ -76,7 +76,7 @@ class StepInFlight(Pending[ModelOutput]):
         return cls(worker, session, output, chunks)
 
     def launch(self, before: "StepInFlight | None" = None) -> None:
-        """Have it computed. before: the session's last step, if it has not finished and this may run ahead of it."""
+        """Launch it. before: the session's last step, if it has not finished and this step may run ahead of it."""
         worker, began = self._worker, time.perf_counter()
         with worker.ranks.alike():
             running = None if before is None else before._running
@@ -86,16 +86,16 @@ class StepInFlight(Pending[ModelOutput]):
         self._session.advance(self.chunks)
 
     def is_done(self) -> bool:
-        """As `Pending` has it."""
+        """See `Pending`."""
         return self._running.is_done()
 
     def finish(self) -> ModelOutput:
-        """As `Pending` has it: `answer` within the guard."""
+        """See `Pending`; runs `answer` within the guard."""
         with self._guard():
             return self.answer()
 
     def answer(self) -> ModelOutput:
-        """Wait for the device, and answer."""
+        """Wait for the device, and return the answer."""
         chunks = self._running.chunks
         with self._worker.ranks.alike():
             answer = self._running.finish()

@@ -1,6 +1,6 @@
-"""Spans of traced sequences on this worker: each from the step that brings it until it leaves.
+"""Spans of traced sequences on this worker, each from the step that adds the sequence until the sequence leaves.
 
-They belong to the traces of their requests, whose front end has spans of what requests waited for; these here have what
+The spans belong to the traces of their requests. The front end's spans show what requests waited for; these show what
 was computed.
 """
 
@@ -23,19 +23,19 @@ class _Stay:
     num_tokens: int = 0
     num_sampled: int = 0
     forward_us: int = 0
-    """Of the steps that it took part in, which it shares with others."""
+    """Microseconds of the forward passes that it took part in; other sequences share them."""
     last_ns: int = 0
 
 
 class Stays:
-    """Of one session. The beams of a search, which come and go with every step, share a span."""
+    """The spans of one session. The beams of a search, which come and go with every step, share a span."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._open: dict[int, _Stay] = {}
 
     def computed(self, step: SchedulerOutput, answer: ModelOutput) -> None:
-        """A step has been computed now."""
+        """Record a step, which has just been computed."""
         now = time.time_ns()
         timing = answer.timing
         began = now - 1000 * (timing.move_us + timing.forward_us + timing.sample_us + timing.guess_us)
@@ -75,7 +75,7 @@ class Stays:
                 stay.last_ns = now
 
     def close(self) -> None:
-        """The session is over."""
+        """End all spans, with the session."""
         self._leave(list(self._open))
 
     def _come(self, sequence_id: int, trace_parent: str, index: int, num_computed_tokens: int, began: int) -> None:

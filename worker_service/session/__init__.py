@@ -1,1 +1,1 @@
-"""The state of one session: the steps that the scheduler sent, and the sequences that live after them. No computing."""
+"""The state of one session: the scheduler's steps, and the sequences that live after them. It computes nothing."""

@@ -1,8 +1,8 @@
-"""The worker's mirror of one session: which sequences live, what tokens they have, how many of these are computed.
+"""The worker's mirror of one session: its live sequences, their tokens, and how many of these are computed.
 
-It applies the scheduler's differences and checks each step against this state, so that a step which passes can be
-computed without touching memory that is not its own. It knows nothing of tensors, devices or gRPC. After an error the
-session is over, because half a step may have been applied.
+It applies the scheduler's differences and checks each step against this state, so that a valid step never touches
+memory of another sequence. It knows nothing of tensors, devices or gRPC. An error ends the session, because half a step
+may have been applied.
 """
 
 from array import array
@@ -30,26 +30,26 @@ class SequenceState:
 
     sequence_id: int
     token_ids: "array[int]"
-    """Prompt, then output; the worker appends the tokens that it samples."""
+    """Prompt, then output; the worker appends the sampled tokens."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """How many tokens, from the first on, have their keys and values in the blocks."""
+    """The number of leading tokens whose keys and values are in the blocks."""
     block_ids: "array[int]"
     sampling: SamplingParams
     adapter: str = ""
-    """The fingerprint of its adapter; empty for the base model."""
+    """The adapter's fingerprint; empty for the base model."""
     form_progress: object = None
-    """Where its output is in its form, for the code that computes steps."""
+    """The state of its form, kept for the code that computes steps."""
     speculation: object = None
-    """What is known of its drafts, for the code that makes them."""
+    """The state of its drafts, kept for the drafter."""
     pooled: object = None
-    """What is pooled of its states so far, for the code that computes steps."""
+    """The partial result of pooling, kept for the code that computes steps."""
     is_encoder: bool = False
-    """Whether it is what an encoder reads, and its blocks the table of cross attention."""
+    """Whether it is an encoder's input; its blocks are then the table of cross attention."""
     features: bytes = b""
-    """As `NewSequence` has them."""
+    """See `NewSequence`."""
     encoder: "SequenceState | None" = None
-    """What its encoder reads."""
+    """The encoder's input."""
 
     @property
     def reports(self) -> bool:
@@ -69,12 +69,12 @@ class ScheduledChunk(NamedTuple):
     samples: bool
     """Whether a token is sampled after the chunk, which then reaches the sequence's last token."""
     drafts: "array[int]" = array(TOKENS)
-    """Draft tokens behind the sequence's last token, which are the end of the chunk. A token is sampled after each of
-    them as well. As the session returns it these are `PLACEHOLDER`s, for as many as there is room for."""
+    """Draft tokens after the sequence's last token, at the end of the chunk. A token is sampled after each of them as
+    well. The session returns `PLACEHOLDER`s, as many as the step has room for."""
 
     @property
     def chooses(self) -> bool:
-        """Whether a token is chosen after the chunk: a sequence that is pooled gains a placeholder."""
+        """Whether a token is chosen after the chunk; a pooled sequence gains a placeholder."""
         return self.samples and self.sequence.sampling.pooling is None
 
     @property
@@ -82,19 +82,19 @@ class ScheduledChunk(NamedTuple):
         return self.sequence.token_ids[self.start : self.stop] + self.drafts
 
     def with_drafts(self, drafts: "array[int]") -> "ScheduledChunk":
-        """The same with these drafts in place of those that it has, or has room for."""
+        """The same chunk with these drafts in place of its drafts or placeholders."""
         return self._replace(stop=self.stop - len(self.drafts) + len(drafts), drafts=drafts)
 
 
 NO_DRAFTS: "array[int]" = array(TOKENS)
 PLACEHOLDER = 0
-"""In place of a token that is being sampled; stays if the token could not be sampled."""
+"""The value of a token that is being sampled; it stays if the token could not be sampled."""
 
 
 class Session:
-    """The sequences of one epoch. `apply` a step, have it computed, `advance`, and `fill_in` what was sampled.
+    """The sequences of one epoch. `apply` a step, compute it, `advance`, and `fill_in` the sampled tokens.
 
-    The next step may be applied before the tokens of the last one are filled in, if it `follows_unseen`.
+    The next step may be applied before the tokens of the last step are filled in, if it `follows_unseen`.
     """
 
     def __init__(self, epoch: int, limits: Limits) -> None:
@@ -102,13 +102,13 @@ class Session:
         self.sequences: dict[int, SequenceState] = {}
         self._limits = limits
         self._next_step_id = 1
-        self._has_room = False  # whether the last step has any for drafts
+        self._has_room = False  # whether the last step has room for drafts
 
     def apply(self, output: SchedulerOutput) -> list[ScheduledChunk]:
-        """Take over a step's differences and return its work, in the order of `output.sequence_ids`.
+        """Apply a step's differences and return its work, in the order of `output.sequence_ids`.
 
-        Preempted sequences leave before new ones come; finished ones leave last, because they may be parents of forks.
-        Raises FencingError for a step out of turn and InvalidStepError for one that makes no sense.
+        Preempted sequences leave before new sequences are added. Finished sequences leave last, because they may be
+        parents of forks. Raises FencingError for a step out of order and InvalidStepError for an impossible one.
         """
         if output.epoch != self.epoch:
             raise FencingError(f"epoch {output.epoch} in the session of epoch {self.epoch}")
@@ -127,12 +127,12 @@ class Session:
         return self._schedule(output)
 
     def follows_unseen(self, output: SchedulerOutput) -> bool:
-        """Whether a step can be launched before the tokens of the last one are known to the host.
+        """Whether a step can be launched before the host knows the tokens of the last step.
 
-        That is a step without drafts, none of whose sequences needs the values of earlier tokens to sample. One that
-        sampled has one token that is not known, its last; all tokens of a new one, and of a prompt that goes on, are.
-        The step reports nothing but tokens: what else there is is read behind all that was launched, so a step ahead
-        would delay every sequence's token.
+        Such a step has no drafts, and no sequence of it needs the values of earlier tokens to sample. A sequence that
+        sampled has one unknown token, its last. All tokens of new sequences, and of prompts that continue, are known.
+        The step reports nothing but tokens: other reports are read after all launched work, so a step ahead would delay
+        every sequence's token.
         """
         new = {one.sequence_id: one.sampling for one in output.new_sequences}
         if output.forks or output.num_draft_tokens or self._has_room or not new.keys().isdisjoint(self.sequences):
@@ -150,21 +150,22 @@ class Session:
     def advance(chunks: Iterable[ScheduledChunk]) -> None:
         """Note that the chunks have been launched; a sequence that samples grows by a placeholder.
 
-        How much a sequence grows that has drafts is not known yet.
+        The growth of a sequence with drafts is not known yet.
         """
         for sequence, _, stop, samples, drafts in chunks:
             if drafts:
                 continue
             sequence.num_computed_tokens = stop
-            sequence.features = b""  # what an encoder has read is needed no more
+            sequence.features = b""  # an encoder's input is not needed again once computed
             if samples:
                 sequence.token_ids.append(PLACEHOLDER)
 
     @staticmethod
     def fill_in(chunks: Iterable[ScheduledChunk], token_ids: Iterable[int], num_tokens: Iterable[int] = ()) -> None:
-        """Put the tokens of the chunks that sampled, in order, into the places that `advance` left for them.
+        """Replace the placeholders of the chunks that sampled, in order, by their tokens.
 
-        Each of these has one, unless `num_tokens` says how many. One that has none computes its last token again.
+        Each chunk has one token, unless `num_tokens` gives the numbers. A sequence with 0 tokens computes its last
+        token again.
         """
         tokens, numbers = iter(token_ids), iter(num_tokens)
         for sequence, _, stop, samples, drafts in chunks:
@@ -180,7 +181,7 @@ class Session:
 
     def _forget(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
-            # Forgetting twice is no contradiction: a sequence can be preempted, then aborted.
+            # Removing twice is no contradiction: a sequence can be preempted, then aborted.
             self.sequences.pop(sequence_id, None)
 
     def _add(self, new: NewSequence) -> None:
@@ -200,7 +201,7 @@ class Session:
         )
 
     def _encoder(self, new: NewSequence) -> SequenceState | None:
-        """What the encoder of a new sequence reads. Raises InvalidStepError where it has none, and needs one."""
+        """The encoder's input of a new sequence. Raises InvalidStepError if it is needed and missing."""
         if new.is_encoder or not self._limits.max_encoder_len:
             return None
         encoder = self._known(new.encoder_id)
@@ -295,7 +296,7 @@ class Session:
         return chunks
 
     def _check_encoder(self, sequence: SequenceState, stop: int, samples: bool) -> None:
-        """Raises InvalidStepError where what an encoder reads would not be computed whole, or is not there."""
+        """Raises InvalidStepError if an encoder's input would be computed in parts, or is missing."""
         where = f"sequence {sequence.sequence_id} is for an encoder"
         if samples or sequence.num_computed_tokens or stop != len(sequence.token_ids):
             raise InvalidStepError(f"{where} and is not computed whole")
@@ -303,7 +304,7 @@ class Session:
             raise InvalidStepError(f"{where} and came without features")
 
     def _check_encoders(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Raises InvalidStepError where tokens would attend to what no encoder has read."""
+        """Raises InvalidStepError if tokens would attend to an encoder's input that has not been computed."""
         encoded = {chunk.sequence.sequence_id for chunk in chunks if chunk.sequence.is_encoder}
         num_encoder_tokens = sum(chunk.stop for chunk in chunks if chunk.sequence.is_encoder)
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks) - num_encoder_tokens
@@ -325,7 +326,7 @@ class Session:
                 raise InvalidStepError(f"{number} tokens; the limit is {most}, for encoders and for all others")
 
     def _check_pooling(self, sequence: SequenceState, stop: int, drafts: "array[int]") -> None:
-        """Raises InvalidStepError where more or less than the states of a prompt would be pooled."""
+        """Raises InvalidStepError unless exactly the states of a prompt would be pooled."""
         where = f"sequence {sequence.sequence_id}"
         pooling = sequence.sampling.pooling
         if pooling is not None:

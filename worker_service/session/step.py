@@ -1,4 +1,4 @@
-"""The vocabulary of a session: what the scheduler says of a step and what the worker answers, free of protobuf.
+"""The types of a session: the scheduler's steps and the worker's answers, free of protobuf.
 
 `codec` makes these from messages and checks every value that can be checked without the session; `session` checks the
 rest.
@@ -27,23 +27,23 @@ class Limits:
     max_num_batched_tokens: int
     max_num_seqs: int
     num_speculative_tokens: int = 0
-    """Drafts for one sequence in one step."""
+    """Drafts of one sequence in one step."""
     max_loras: int = 0
     """Adapters in one step."""
     max_cpu_loras: int = 0
     """Adapters in host memory."""
     embedding_size: int = 0
-    """Numbers of a vector that is pooled from states; 0 if none is."""
+    """Numbers of a vector that is pooled from states; 0 without pooling."""
     num_labels: int = 0
-    """Numbers that a classifier makes of a text; 0 without one."""
+    """Numbers of a classifier's output; 0 without a classifier."""
     max_encoder_len: int = 0
-    """Tokens of what an encoder reads of one request; 0 without an encoder beside the decoder."""
+    """Tokens of an encoder's input for one request; 0 without an encoder beside the decoder."""
     max_num_encoder_tokens: int = 0
-    """Of all that encoders read in one step."""
+    """Tokens of all encoder inputs of one step."""
     feature_bytes: int = 0
-    """Of a sound's features; 0 where the encoder reads token ids."""
+    """Bytes of a sound's features; 0 if the encoder reads token ids."""
     aligns: bool = False
-    """Whether it finds out when each token of a transcript is said."""
+    """Whether it reports the times of a transcript's tokens."""
 
     @property
     def is_encoder(self) -> bool:
@@ -53,7 +53,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a scheduler must know before it opens a session, beside the limits."""
+    """The worker's properties that a scheduler needs before it opens a session, beside the limits."""
 
     model_id: str
     model_fingerprint: str
@@ -61,34 +61,34 @@ class WorkerInfo:
     device: str
     features: tuple[str, ...]
     sliding_window: int
-    """Blocks more than so many tokens behind are never read again; 0 if all are read."""
+    """Tokens of the sliding window, behind which blocks are never read again; 0 without a window."""
     swap_bytes_per_second: int
     prefill_tokens_per_second: int
     block_bytes: int
     lora_copy_seconds: float = 0.0
-    """That it takes to copy an adapter of the largest rank to the device."""
+    """Seconds to copy an adapter of the largest rank to the device."""
     pooling_type: "PoolingType | None" = None
-    """How it was trained to be pooled; None where it is not pooled at all."""
+    """The pooling type that the model was trained with; None if it is not pooled."""
     normalizes: bool = False
-    """Whether the vectors that it was trained for are 1 long."""
+    """Whether the model was trained for vectors of length 1."""
 
 
 class PoolingType(enum.Enum):
-    """How the states of a text become one vector, or one for each token."""
+    """The rule that turns the states of a text into one vector, or into one for each token."""
 
     CLS = enum.auto()
     MEAN = enum.auto()
     LAST = enum.auto()
     ALL = enum.auto()
     SCORE = enum.auto()
-    """What the network's classifier makes of the text."""
+    """Scores of the text by the network's classifier."""
     ALIGNMENT = enum.auto()
-    """When each of the last tokens of a transcript is said."""
+    """Times of the last tokens of a transcript."""
 
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """What to make of a sequence's states; the meaning of each field is the message's."""
+    """How to pool a sequence's states; the proto message documents the fields."""
 
     type: PoolingType
     dimensions: int
@@ -100,7 +100,7 @@ class PoolingParams:
 
 @dataclass(frozen=True)
 class TranscriptParams:
-    """How tokens of a transcript follow each other; the meaning of each field is the message's."""
+    """The rules of a transcript's tokens; the proto message documents the fields."""
 
     first_timestamp: int = 0
     max_initial: int = 0
@@ -111,7 +111,7 @@ class TranscriptParams:
 
 @dataclass(frozen=True)
 class SamplingParams(SamplerParams):
-    """How to choose a sequence's tokens; the meaning of each field is GroupSampling's or NewSequence's."""
+    """How to choose a sequence's tokens; GroupSampling and NewSequence document the fields."""
 
     seed: int = 0
     index: int = 0
@@ -124,15 +124,15 @@ class SamplingParams(SamplerParams):
     bad_words: tuple[tuple[int, ...], ...] = ()
     form: str = ""
     form_owner: bytes = b""
-    """Whose form it is: how long it takes is remembered for this owner alone."""
+    """The owner of the form; time limits of the form apply to this owner alone."""
     pooling: PoolingParams | None = None
-    """With it nothing is sampled."""
+    """The sequence is pooled, and nothing is sampled; None for generation."""
     transcript: TranscriptParams | None = None
     is_beam: bool = False
 
     @cached_property
     def edits_logits(self) -> bool:
-        """Whether anything but the temperature and its filters changes which token is likeliest."""
+        """Whether any parameter but the temperature and its filters changes which token is likeliest."""
         return bool(
             any(getattr(self, name) != nothing for name, nothing in LOGIT_EDITS.items())
             or (self.min_tokens and self.eos_token_ids) or self.logit_bias
@@ -141,12 +141,12 @@ class SamplingParams(SamplerParams):
 
     @cached_property
     def reports(self) -> bool:
-        """Whether anything but tokens is reported, of a prompt or of what follows."""
+        """Whether log-probabilities of the prompt or of sampled tokens are reported."""
         return self.pooling is not None or self.logprobs is not None or self.prompt_logprobs is not None
 
     @cached_property
     def penalizes(self) -> bool:
-        """Whether earlier tokens count."""
+        """Whether earlier tokens are penalised."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
@@ -161,13 +161,13 @@ class NewSequence:
     block_ids: "array[int]"
     sampling: SamplingParams
     adapter: str = ""
-    """The fingerprint of its adapter; empty for the base model."""
+    """The adapter's fingerprint; empty for the base model."""
     is_encoder: bool = False
-    """Whether it is what an encoder reads. Of a sound its `token_ids` are placeholders."""
+    """Whether it is an encoder's input. The `token_ids` of a sound are placeholders."""
     features: bytes = b""
-    """Of a sound: float32, little-endian, one mel bin's frames after the other's."""
+    """The features of a sound: float32, little-endian, all frames of a mel bin, then the next bin."""
     encoder_id: int = 0
-    """The sequence that its encoder reads; 0 for none."""
+    """The sequence that is its encoder's input; 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class BlockTableUpdate:
 
 @dataclass(frozen=True)
 class Fork:
-    """A new sequence that takes another's first tokens and its parameters, and goes on with tokens of its own."""
+    """A new sequence with its parent's parameters and first tokens, which continues with its own tokens."""
 
     parent_id: int
     child_id: int
@@ -218,12 +218,13 @@ class SchedulerOutput:
     finished: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     num_draft_tokens: tuple[int, ...] = ()
-    """A further column: how many of the tokens are room for drafts; empty if none is."""
+    """Another column: how many of the tokens are room for drafts; empty if no sequence has room."""
 
 
 @dataclass(frozen=True)
 class SampleLogprobs:
-    """Log-probabilities as columns, `width` entries a position: the token that stands there, then the likeliest."""
+    """Log-probabilities as columns, `width` entries a position: the token at the position, then the likeliest
+    tokens."""
 
     sequence_id: int
     width: int
@@ -235,7 +236,7 @@ class SampleLogprobs:
 
 @dataclass(frozen=True)
 class SequenceVectors:
-    """What was pooled of one sequence."""
+    """The pooled vectors of one sequence."""
 
     sequence_id: int
     data: bytes
@@ -253,27 +254,27 @@ class StepTiming:
 
     @property
     def seconds(self) -> float:
-        """Of moves, forward pass and sampling."""
+        """Seconds of moves, forward pass and sampling."""
         return (self.move_us + self.forward_us + self.sample_us) / 1e6
 
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What one step produced."""
+    """The results of one step."""
 
     token_ids: list[int]
-    """What each sequence that samples gained, in the order of the step; 0 for a sequence that failed."""
+    """The tokens of each sequence that samples, in the order of the step; 0 for a sequence that failed."""
     timing: StepTiming
     logprobs: list[SampleLogprobs] = field(default_factory=list)
     prompt_logprobs: list[SampleLogprobs] = field(default_factory=list)
     failed_sequence_ids: list[int] = field(default_factory=list)
     """Sequences for which no token could be chosen, or whose prompt's log-probabilities were not finite."""
     num_tokens: list[int] = field(default_factory=list)
-    """How many tokens each sequence gained that sampled, if not each gained one."""
+    """The number of tokens of each sequence that sampled, unless each gained one."""
     num_draft_tokens: list[int] = field(default_factory=list)
-    """How many drafts were verified of each sequence that sampled, if any were."""
+    """The number of verified drafts of each sequence that sampled; empty if no drafts were verified."""
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
-    """For how many each of them should have room from now on, if that has changed for any."""
+    """The number of drafts that each of these sequences should have room for from now on; empty if unchanged."""
     vectors: list[SequenceVectors] = field(default_factory=list)
     barred_sequence_ids: list[int] = field(default_factory=list)
-    """Those of the failed sequences whose logits were finite: their parameters or their form allow no token."""
+    """Failed sequences with finite logits: their parameters or their form allow no token."""

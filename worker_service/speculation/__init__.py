@@ -1,1 +1,1 @@
-"""Drafts of how outputs go on, which the next step verifies. A draft token that is wrong costs time, never a token."""
+"""Drafts of the next tokens, which the next step verifies. A wrong draft token costs time, never a token."""

@@ -1,4 +1,4 @@
-"""Which draft tokens a step verifies, and what is learnt from the tokens that came instead."""
+"""Decides which draft tokens a step verifies, and learns from the tokens that were sampled instead."""
 
 import time
 from array import array
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """A sequence whose first `num_tokens` tokens are known, behind which a proposer is to draft `number` more."""
+    """A sequence whose first `num_tokens` tokens are known, and for which a proposer is to draft `number` more."""
 
     sequence: SequenceState
     num_tokens: int
@@ -36,46 +36,46 @@ class Beginning:
 
 
 class Proposer(Protocol):
-    """Where drafts come from."""
+    """Proposes drafts."""
 
     @property
     def cost(self) -> StepCost | None:
-        """Of drafting one token for each of some sequences; None where that takes no time worth counting.
+        """The cost of drafting one token for each of several sequences; None if negligible.
 
-        What costs nothing is drafted behind every step, whether or not there is room for it in the next, so that there
-        is always something to learn from.
+        With a negligible cost, drafts are made after every step, whether or not the next step has room for them, so
+        that there is always something to learn from.
         """
 
     def most_behind(self, num_tokens: int) -> int:
-        """How many drafts there can be behind so many tokens of a sequence."""
+        """Limit of drafts after this number of tokens of a sequence."""
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
-        """The device is about to compute this step, with at most the drafts that there is room for."""
+        """Called before the device computes this step, with at most the drafts that the step has room for."""
 
     def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
-        """The drafts for each of them, at most its number."""
+        """The drafts for each beginning, at most its `number`."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """Of one sequence."""
+    """The drafts of one sequence, and their success."""
 
     chance: float
-    """That a draft is right if those before it are."""
+    """Probability that a draft is right if the drafts before it are."""
     share: float
-    """How often there is any draft."""
+    """Share of steps with any draft."""
     drafted: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    """Of the sequence, when that was drafted."""
+    """Tokens of the sequence when `drafted` was made."""
     wanted: int = 0
-    """For how many drafts its steps should have room, as the scheduler knows it."""
+    """Number of drafts that its steps should have room for, as last told to the scheduler."""
 
 
 class Drafter:
     """Drafts tokens for one worker. Only the device thread uses it.
 
-    When a step `begins` that has room for drafts, those that are worth verifying are made; when it `ends`, what came
-    is compared with them, and room is asked for in later steps.
+    When a step with room for drafts `begins`, it makes the drafts that are worth verifying. When the step `ends`, it
+    compares the sampled tokens with the drafts, and requests room in later steps.
     """
 
     def __init__(
@@ -87,21 +87,21 @@ class Drafter:
         *,
         runs_ahead: bool = False,
     ) -> None:
-        """most: drafts for one sequence in one step. runs_ahead: whether steps without drafts are launched before
-        those before them have ended."""
+        """most: limit of drafts of one sequence in one step. runs_ahead: whether steps without drafts are launched
+        before the previous step has ended."""
         self._proposer = proposer
         self._most = most
         self._vocabulary_size = vocabulary_size
         self._cost = StepCost(1 / prefill_tokens_per_second if prefill_tokens_per_second else 0.0)
         self._first_chance = FIRST_CHANCE if proposer.cost is None else HOPE
-        self._chance = self._first_chance  # of sequences that nothing is known of
+        self._chance = self._first_chance  # of a new sequence
         self._runs_ahead = runs_ahead
         self._pause = FIRST_PAUSE if runs_ahead else 0.0
-        self._seconds_before = self._seconds_after = 0.0  # a step, of the drafter itself
+        self._seconds_before = self._seconds_after = 0.0  # the drafter's own seconds in a step
         self._has_failed = False
 
     def begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
-        """The step's chunks with the drafts that it is to verify, in place of the room for them."""
+        """The step's chunks with the drafts to verify, in place of the room for drafts."""
         if self._has_failed:
             return [chunk.with_drafts(NO_DRAFTS) for chunk in chunks]
         self._proposer.step_begins(output, chunks)
@@ -117,14 +117,14 @@ class Drafter:
                 rooms[row] = min(rooms[row], len(record.drafted)) if is_current else 0
             elif rooms[row]:
                 rooms[row] = min(rooms[row], self._proposer.most_behind(num_known))
-        # The pause for this step is paid already.
+        # This step has paid for the pause already.
         numbers = numbers_of_drafts(
             [record.chance for record in records], rooms, self._cost, 0.0, drafting=self._proposer.cost
         )
         if self._proposer.cost is not None and any(numbers):
             proposing = time.perf_counter()
             self._propose_in_step(chunks, numbers)
-            began += time.perf_counter() - proposing  # which has a cost of its own
+            began += time.perf_counter() - proposing  # proposing has a cost of its own
         drafts = [record.drafted[:number] for record, number in zip(records, numbers, strict=True)]
         self._seconds_before = time.perf_counter() - began
         return [
@@ -133,7 +133,7 @@ class Drafter:
         ]
 
     def _propose_in_step(self, chunks: Sequence[ScheduledChunk], numbers: Sequence[int]) -> None:
-        """Draft so many tokens behind each chunk, and have what drafts follow prompts that are under way."""
+        """Draft these numbers of tokens after each chunk, and have the proposer keep up with prompts in progress."""
         beginnings = [
             Beginning(chunk.sequence, chunk.start + 1, number)
             for chunk, number in zip(chunks, numbers, strict=True)
@@ -147,14 +147,15 @@ class Drafter:
         return 0 <= token_id < self._vocabulary_size
 
     def launched(self, output: SchedulerOutput, seconds: float) -> None:
-        """To launch this step took so long; the device waited for that, and for what was decided before it."""
+        """Record the time of launching this step; the device waited for it, and for the drafter's decisions before
+        it."""
         if self._runs_ahead and output.num_draft_tokens:
             waited = self._seconds_after + self._seconds_before + seconds
             self._pause += LEARNING * (waited - self._pause)
 
     def ends(self, chunks: Sequence[ScheduledChunk], seconds: float) -> list[int]:
-        """For how many drafts each sequence that samples should have room from now on, after a step of these chunks
-        that took so long; nothing if that is as it was."""
+        """The number of drafts that each sampling sequence should have room for from now on; empty if unchanged.
+        chunks, seconds: of the step that has ended."""
         began = time.perf_counter()
         numbers = self._wanted(chunks, seconds)
         self._seconds_after = time.perf_counter() - began
@@ -186,7 +187,7 @@ class Drafter:
                 shares=[record.share for record in records],
                 drafting=self._proposer.cost,
             )
-            # How many are worth verifying is found when it is known what is drafted.
+            # The next step decides how many are verified, when the drafts are known.
             wanted = [most if number else 0 for most, number in zip(mosts, numbers, strict=True)]
         sampling = [
             (record, number) for record, number, chunk in zip(records, wanted, chunks, strict=True) if chunk.samples
@@ -198,7 +199,7 @@ class Drafter:
         return [number for _, number in sampling]
 
     def _look_up(self, ends: Sequence[tuple[SequenceState, int]]) -> None:
-        """Draft how these sequences go on behind so many tokens, whether or not it will be verified."""
+        """Draft for these sequences after their known tokens, whether or not the drafts will be verified."""
         found = self._propose([Beginning(sequence, num_tokens, self._most) for sequence, num_tokens in ends])
         for (sequence, num_tokens), drafted in zip(ends, found, strict=True):
             record = self._record(sequence)
@@ -214,7 +215,7 @@ class Drafter:
             return [[] for _ in beginnings]
 
     def _learn(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Compare what came with what was drafted. num_tokens: those that are known."""
+        """Compare the sampled tokens with the drafts. num_tokens: the number of known tokens."""
         record = self._record(sequence)
         came = sequence.token_ids[record.num_tokens : num_tokens] if record.drafted else ()
         for drafted, token_id in zip(record.drafted, came, strict=False):
@@ -235,21 +236,21 @@ class Drafter:
 
 
 def _observed(share: float, is_so: bool, rate: float) -> float:
-    """A moving average of how often something is so, after one more observation."""
+    """A moving average of a frequency, after one more observation."""
     return share + rate * ((1.0 if is_so else 0.0) - share)
 
 
 def _num_known(chunk: ScheduledChunk) -> int:
-    """The tokens of its sequence that are known after it: where the next step runs ahead, a place for that step's token
-    is there already."""
+    """The number of the sequence's tokens known after the chunk. If the next step runs ahead, the sequence already has
+    a placeholder for that step's token."""
     if chunk.drafts:
         return len(chunk.sequence.token_ids)
     num_known = chunk.stop + 1 if chunk.samples else chunk.stop
-    return min(num_known, len(chunk.sequence.token_ids))  # one that was late has no token
+    return min(num_known, len(chunk.sequence.token_ids))  # a late sequence has no token
 
 
 def may_be_drafted_for(sequence: SequenceState) -> bool:
-    """What is pooled has no next token, and a beam goes on with several."""
+    """Whether drafts are possible: a pooled sequence has no next token, and a beam has several next tokens."""
     sampling = sequence.sampling
     return (
         sampling.pooling is None

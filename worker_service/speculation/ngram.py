@@ -1,4 +1,4 @@
-"""Drafts what came after the last tokens when they came before (prompt lookup decoding, Saxena 2023)."""
+"""Drafts the continuation of an earlier occurrence of the last tokens (prompt lookup decoding, Saxena 2023)."""
 
 import sys
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from worker_service.speculative_config import FEWEST, MOST
 
 
 def draft(token_ids: npt.NDArray[np.int64], most: int, fewest: int = FEWEST, longest: int = MOST) -> list[int]:
-    """How the tokens go on: as they did after the latest of the longest earlier occurrences of their end.
+    """The draft of the next tokens: the continuation of the latest of the longest earlier occurrences.
 
-    token_ids: [tokens]. Returns `most` tokens, or none if the last `fewest` have not come before. Ends of at most
-    `longest` tokens are compared. What repeats is drafted to repeat on and on. 20 µs for 1,000 tokens, 70 µs for
+    token_ids: [tokens]. Returns `most` tokens, or none if the last `fewest` have not occurred before. Matches of at
+    most `longest` tokens are compared. A repetition is drafted to continue. 20 µs for 1,000 tokens, 70 µs for
     100,000.
     """
     num_tokens = len(token_ids)
@@ -38,7 +38,7 @@ def draft(token_ids: npt.NDArray[np.int64], most: int, fewest: int = FEWEST, lon
             break
     start = int(ends[-1]) + 1
     known: list[int] = token_ids[start : start + most].tolist()
-    while len(known) < most:  # it has come to the end of what there is, and goes on with itself
+    while len(known) < most:  # continues with the draft itself
         known.append(known[len(known) - (num_tokens - start)])
     return known
 

@@ -1,36 +1,36 @@
-"""How many drafts a step is worth: as many as make tokens come faster, by what such steps have taken so far.
+"""The number of drafts that gives the most tokens a second, by the measured costs of recent steps.
 
-A step of n sequences that verifies k drafts computes n + k tokens, and is expected to gain n + e of them. Where memory
-is what limits a step, k more tokens cost next to nothing; where computing does, as much as others, and no draft is
-worth it. On a worker that launches steps ahead drafts also cost a pause: what is drafted depends on the last step's
-tokens, so the device waits until a step with drafts is launched.
+A step of n sequences that verifies k drafts computes n + k tokens, and is expected to gain n + e tokens. If memory
+bandwidth limits a step, k more tokens are nearly free. If computing does, they cost as much as others, and no draft is
+worth it. On a worker that launches steps ahead, drafts also cost a pause: they depend on the last step's tokens, so the
+device waits until a step with drafts is launched.
 """
 
 from collections.abc import Sequence
 from itertools import repeat
 
 DECAY = 0.95
-"""Of what a step has taught about costs, with each later one."""
+"""Factor of a step's weight in the cost estimate, with each later step."""
 CERTAINTY = 8.0
-"""Of the first slope: as much as of steps whose numbers of tokens have this sum of squared differences."""
+"""Weight of the first slope, in squared differences of numbers of tokens."""
 FIRST_PAUSE = 0.001
-"""Of a worker that launches steps ahead."""
+"""First estimate of the pause in seconds, on a worker that launches steps ahead."""
 FIRST_CHANCE = 0.5
 FIRST_SHARE = 0.5
 HOPE = 0.8
-"""In place of it where drafting takes time, and drafts that are not worth it are not made: what is never tried would
-never be known to be right more often."""
+"""First chance if drafting has a cost. It is high because drafts that seem not worth it are not made, so their success
+would never be observed."""
 LEARNING = 0.1
 FORGETTING = 0.002
-"""Of what is known of a sequence whose next tokens are not drafted, with each of its steps, so that drafting is tried
+"""Rate at which a sequence's chance returns to the first chance while nothing is drafted. It makes the drafter try
 again."""
 
 
 class StepCost:
-    """Seconds of a step by its number of tokens: the line that fits the last steps best (decayed least squares)."""
+    """Seconds of a step as a linear function of its tokens, fitted to the last steps (decayed least squares)."""
 
     def __init__(self, seconds_per_token: float) -> None:
-        """The slope until there are steps of different sizes: that of prompts, which compute many at once."""
+        """seconds_per_token: of a prompt's tokens; the slope until there are steps of different sizes."""
         self._first_slope = seconds_per_token
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
 
@@ -66,12 +66,11 @@ def numbers_of_drafts(
     shares: Sequence[float] | None = None,
     drafting: StepCost | None = None,
 ) -> list[int]:
-    """How many drafts to verify of each sequence, of which each next one is right with its chance.
+    """The number of drafts of each sequence to verify; each next draft of a sequence is right with its chance.
 
-    mosts: the most of each. shares: how often there is any draft for it, always unless they are given. drafting: the
-    cost of drafting one token for each of some sequences, which is paid as often as the longest draft has tokens; None
-    where it costs nothing. Zero for all where that is fastest. For each longest draft, the best numbers are found by
-    taking the likeliest draft next, as long as tokens a second rise.
+    mosts: limits. shares: probability that a sequence has any draft; 1 if not given. drafting: the cost of drafting one
+    token for each of several sequences, paid once for each token of the longest draft; None if negligible. Zero for all
+    if no draft is worth it. For each longest draft, the likeliest next draft is added as long as tokens a second rise.
     """
     num_sequences = len(chances)
     numbers = [0] * num_sequences
@@ -81,7 +80,8 @@ def numbers_of_drafts(
     slope = cost.slope + (0.0 if drafting is None else drafting.slope)
     alone = cost.of(num_sequences)
     best, chosen = num_sequences / alone, list[int]()  # rows, one for each draft
-    likely = list[tuple[float, int, int]]()  # gain, row, and which of its drafts: those that are worth their own time
+    # Gain, row, and index of the row's draft: only drafts that are worth their own time.
+    likely = list[tuple[float, int, int]]()
     for row, (chance, most, share) in enumerate(zip(chances, mosts, shares or repeat(1.0), strict=False)):
         gain = share
         for number in range(1, most + 1):

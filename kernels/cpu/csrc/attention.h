@@ -1,23 +1,23 @@
 // Paged attention that reads the blocks in place: no key or value is gathered first.
 //
-// The work is cut into items: some consecutive query tokens of a sequence with all heads of one key head, which make
-// the rows of the item, and the keys that they see. An item walks its keys 64 at a time, keeping for each row the
-// largest score, the sum of exponentials and the weighted values so far (the online softmax of Milakov and
-// Gimelshein, 2018, as FlashAttention tiles it; Dao et al., 2022). A single query token over a long context is split
-// over its keys, and the parts are merged afterwards (flash-decoding; Dao et al., 2023). A few query tokens, such as
-// verified drafts, are split too if the threads have little other work. On two threads, those of one sequence take a
-// fifth less time so, and those of eight sequences would take up to an eighth more.
+// The work is cut into items. An item is a few consecutive query tokens of a sequence and the keys that they see. Its
+// rows are the tokens' query heads of one key head. An item walks its keys 64 at a time. For each row it keeps the
+// largest score, the sum of exponentials and the weighted values so far (the online softmax of Milakov and Gimelshein,
+// 2018, as FlashAttention tiles it; Dao et al., 2022). A single query token with a long context is split over its keys,
+// and the parts are merged afterwards (flash-decoding; Dao et al., 2023). A few query tokens (verified drafts) are
+// split too if the threads have little other work. On two threads, 1 sequence takes 20% less time; 8 sequences would
+// take up to an eighth more.
 //
-// Sequences that begin with the same blocks, as those behind one prompt do, see the parts that these fill together: an
-// item has one query token of each of several sequences, and finds and turns round every tile once for all (as cascade
-// attention does, Ye et al., 2024, and Hydragen; Juravsky et al., 2024).
+// Sequences with a common prompt begin with the same blocks, and compute their shared parts together. An item then has
+// one query token of each of several sequences. It finds and transposes every tile once for all (cascade attention, Ye
+// et al., 2024, and Hydragen; Juravsky et al., 2024).
 //
-// What a row comes to depends on its query and its keys alone: not on the batch, the number of threads, or the tokens
-// that are computed with it. So a token that is computed in a prompt, in a decode or behind a draft token has the same
-// bits. Tiles and parts therefore begin at multiples of their sizes, wherever items do; all rows are summed part by
-// part, also where the parts are not split; and a key that a row does not see adds zero to it, which changes nothing.
+// Attention is batch-invariant: a row depends on its query and its keys alone, not on the batch, the number of threads,
+// or the tokens computed with it. So a token has the same bits in a prompt, in a decode and after a draft token. Tiles
+// and parts therefore begin at multiples of their sizes, wherever items begin. All rows are summed part by part, even
+// if the parts are not split. A key that a row does not see adds zero, which changes nothing.
 //
-// attention_items.h cuts the work. How a tile of keys is multiplied is left to an engine: see attention_tiles.h.
+// attention_items.h cuts the work. An engine multiplies the tiles: see attention_tiles.h.
 #pragma once
 
 #include <algorithm>
@@ -37,11 +37,11 @@ namespace pagewire {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Adds a part of a row to what parts before it came to: the largest score, the sum of exponentials, weighted values. A
-// part without keys adds nothing, and the first is taken as it is.
+// Merges a part of a row with the parts before it: largest score, sum of exponentials, weighted values. A part without
+// keys adds nothing, and the first part is copied.
 inline void merge_part(float* merged, float maximum, float total, const float* sums, int64_t head_dim) {
   if (maximum == -kInfinity) return;
-  const float top = merged[0] > maximum ? merged[0] : maximum;  // NaN where the part's is
+  const float top = merged[0] > maximum ? merged[0] : maximum;  // NaN if the part's is
   const float before = std::exp(merged[0] - top), now = std::exp(maximum - top);
   merged[0] = top;
   merged[1] = merged[1] * before + total * now;
@@ -53,13 +53,13 @@ inline void merge_part(float* merged, float maximum, float total, const float* s
 template <typename T, typename Tiles>
 class Attender {
  public:
-  // Names the item that `attend` is called with next, so that its first tile is on its way from memory.
+  // Announces the item of the next `attend` call, so that its first tile is fetched from memory.
   void expect(const Attention<T>& a, const Item& item) {
     if (item.keys_begin < item.keys_end) locate(a, item, first_tile(item), *coming_);
   }
 
-  // The item must have been expected; then is the one after it, if any. partials: where parts leave their rows:
-  // largest score, sum of exponentials, weighted values.
+  // The item must have been announced by `expect`; `then` is the next item, if any. partials: results of parts for each
+  // row: largest score, sum of exponentials, weighted values.
   void attend(const Attention<T>& a, const Work& work, const Item& item, const Item* then, float* partials) {
     const int64_t group = a.num_heads / a.num_kv_heads, rows = item.tokens * group;
     tiles_.start(a, rows);
@@ -114,14 +114,14 @@ class Attender {
     for (int64_t row = 0; row < rows; ++row) merged_[row * (a.head_dim + 2)] = -kInfinity;
   }
 
-  // Merges a row of the part that has been summed with those before it.
+  // Merges a row's sums of this part with the sums of the parts before.
   void merge_row(const Attention<T>& a, int64_t row) {
     merge_part(
         &merged_[row * (a.head_dim + 2)], maxima_[row] * Tiles::kLogBase, sum(Vec::loadu(&totals_[row * kLanes])), &sums_[row * a.head_dim],
         a.head_dim);
   }
 
-  // Finds a tile and asks memory for it.
+  // Finds a tile and prefetches it.
   void locate(const Attention<T>& a, const Item& item, int64_t first, Tile<T>& tile) {
     tile.count = std::min(kTileKeys, item.keys_end - first);
     const int64_t begin = std::max<int64_t>(0, item.keys_begin - first);
@@ -145,7 +145,8 @@ class Attender {
     }
   }
 
-  // Writes down where a tile's keys and values lie, from its first key in the sequence on. pool: the cache's, of E.
+  // Stores the addresses of a tile's keys and values, beginning with the sequence's key `first`. pool: the cache's
+  // memory, of type E.
   template <typename E>
   static void find(
       const Attention<T>& a, const Item& item, int64_t first, const E* pool, const E** keys, const E** values,
@@ -166,7 +167,7 @@ class Attender {
     }
   }
 
-  // Makes keys and values of T of the current tile's narrow ones.
+  // Widens the current tile's narrow keys and values to T.
   void widen_tile(const Attention<T>& a) {
     widened_.resize(2 * kTileKeys * a.head_dim);
     T* target = widened_.data();
@@ -185,10 +186,10 @@ class Attender {
       ((Vec::loadu(&scores_[i]) * Vec(a.scale / a.soft_cap)).tanh() * Vec(a.soft_cap)).store(&scores_[i]);
   }
 
-  // Scales the scores and adds to each the bias of its key's distance; what is added for keys behind the row's token
-  // may be anything. distance: as `hide` has it. Neighbouring keys have neighbouring entries, in the opposite order:
-  // one load for a vector, but where it reaches past an end of the table it takes them one by one. Inlined it would take
-  // registers from `attend`, and a prompt in float32 without a bias a tenth more time.
+  // Scales the scores, and adds to each the bias of its key's distance. Scores of keys after the row's token may become
+  // anything. distance: see `hide`. Neighbouring keys have neighbouring entries in reverse order, so a vector takes one
+  // load. Past an end of the table it takes one load for each key. Inlined, it would take registers from `attend`, and
+  // a prompt in float32 without a bias would take a tenth more time.
   [[gnu::noinline]] void add_bias(
       const Attention<T>& a, const Item& item, int64_t distance, int64_t rows, int64_t group) {
     const int64_t last = a.num_distances - 1;
@@ -225,16 +226,16 @@ class Attender {
     }
   }
 
-  // Turns scores, still to be scaled, into weights. One pass over the rows for each stage, since the stages of one row
-  // wait on each other.
+  // Turns unscaled scores into weights. Each stage is a pass over all rows, because the stages of one row depend on
+  // each other.
   void weigh(int64_t rows, float scale) {
     for (int64_t row = 0; row < rows; ++row) {
       Vec best = Vec::loadu(&scores_[row * kTileKeys]);
       for (int64_t i = kLanes; i < kTileKeys; i += kLanes)
         best = at::vec::maximum(best, Vec::loadu(&scores_[row * kTileKeys + i]));
       const float found = largest(best) * scale, before = maxima_[row];  // as powers of the base
-      maxima_[row] = before > found ? before : found;  // NaN where it is found, and then corrections are NaN for good
-      // Before any key is seen, 0 instead of -inf: the number that is subtracted from -inf must be finite.
+      maxima_[row] = before > found ? before : found;  // NaN if `found` is NaN; corrections then stay NaN
+      // Before any key is seen, 0 instead of -inf: the number subtracted from -inf must be finite.
       offsets_[row] = maxima_[row] == -kInfinity ? 0.0f : maxima_[row];
       corrections_[row] = before - offsets_[row];
     }
@@ -280,7 +281,7 @@ class Attender {
   Buffer<float> merged_;  // [rows]: the largest score, the sum of exponentials, the weighted values
 };
 
-// The parts of one row lie `stride` floats apart.
+// part: the first of `count` parts of one row, `stride` floats apart.
 template <typename T>
 void merge_parts(const float* part, int64_t count, int64_t stride, int64_t head_dim, T* out) {
   std::vector<float> merged(head_dim + 2, 0.0f);
@@ -297,8 +298,8 @@ void paged_attention(const Attention<T>& a) {
   const std::vector<Item>& items = work.items;
   const int64_t group = a.num_heads / a.num_kv_heads, stride = group * (a.head_dim + 2);
   std::vector<float> partials(work.num_partials * stride);
-  // Items differ in length, so each thread takes the next when it is done with its own; while there are plenty it does
-  // so one ahead, so that the next keys are on their way from memory.
+  // Items differ in length, so each thread takes the next item when it is done with its own. While there are plenty, it
+  // reserves one item ahead, so that the item's keys are prefetched.
   const size_t plenty = 2 * static_cast<size_t>(at::get_num_threads());
   std::atomic<size_t> next{0};
   Team::run(at::get_num_threads(), [&](int64_t) {

@@ -1,5 +1,5 @@
-// Cuts attention into items, which threads compute one at a time: which query tokens, which keys, and which parts are
-// merged afterwards. attention.h says why items are as they are.
+// Cuts attention into items, which threads compute one at a time: query tokens, keys, and parts to merge afterwards.
+// attention.h gives the reasons.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -12,24 +12,24 @@
 
 namespace pagewire {
 
-constexpr int64_t kItemRows = 32;   // enough that turning a tile of keys round costs a tenth of multiplying it
-constexpr int64_t kPartKeys = 512;  // summed by themselves; a multiple of a tile
+constexpr int64_t kItemRows = 32;   // so many that transposing a tile of keys costs a tenth of multiplying it
+constexpr int64_t kPartKeys = 512;  // keys of a part; a multiple of a tile
 
 struct Item {
-  int64_t sequence, kv_head;  // of several sequences the first, whose blocks are those of all
-  int64_t first_row, tokens;  // of the query
-  int64_t first_position;     // of the first token in its sequence; of the last key if attention is not causal
+  int64_t sequence, kv_head;  // of several sequences the first; all have its blocks
+  int64_t first_row, tokens;  // rows of the query
+  int64_t first_position;     // place of the first token in its sequence; of the last key if attention is not causal
   int64_t keys_begin, keys_end;
-  int64_t partial;      // where a part's results go, one for each token, or -1: straight to the output
-  int64_t shared = -1;  // the first of its tokens in `Work::shared`, if they are of several sequences
+  int64_t partial;      // place of a part's results, one for each token; -1: write to the output
+  int64_t shared = -1;  // first token in `Work::shared` if the tokens belong to several sequences
 };
 
-// A query token whose sequence shares its keys with others: its row, and where its results of this part go.
+// A query token whose sequence shares keys with others: its row, and the place of its results of this part.
 struct SharedToken {
   int64_t row, partial;
 };
 
-// Tokens whose results are in parts, the parts of each one `tokens` apart.
+// Tokens with results in parts; the parts of each token are `tokens` apart.
 struct Merge {
   int64_t kv_head, first_row, tokens, partial, count;
 };
@@ -48,14 +48,14 @@ struct Work {
   }
 };
 
-// A decode of several parts.
+// A decode with several parts.
 struct Decode {
   int64_t sequence, row, end;
-  int64_t num_shared = 0;  // parts that it sees with others
+  int64_t num_shared = 0;  // parts shared with other decodes
 };
 
-// Finds decodes whose contexts begin with the same blocks, part by part: those that share a part are among those that
-// share the part before it. Without any, that is one look-up for each.
+// Groups decodes by the first block of their contexts. `alike_in_part` then splits the groups part by part: decodes
+// that share a part also share the part before it. Without shared blocks this costs one look-up for each decode.
 template <typename T>
 std::vector<std::vector<size_t>> alike(const Attention<T>& a, const std::vector<Decode>& decodes) {
   std::vector<std::vector<size_t>> groups;
@@ -68,7 +68,8 @@ std::vector<std::vector<size_t>> alike(const Attention<T>& a, const std::vector<
   return groups;
 }
 
-// Of a group, those that have a whole part behind this many and the same blocks in it, by these.
+// Splits a group by the blocks of part number `part`. Leaves out decodes whose context ends within this part or with
+// it.
 template <typename T>
 std::vector<std::vector<size_t>> alike_in_part(
     const Attention<T>& a, const std::vector<Decode>& decodes, const std::vector<size_t>& group, int64_t part) {
@@ -94,7 +95,7 @@ Work cut_into_items(const Attention<T>& a) {
   const bool is_little = a.num_sequences * a.num_kv_heads < 2 * at::get_num_threads();
   const bool can_share = a.window == 0 && a.bias == nullptr;
   const auto add_parts = [&](Item item, int64_t begin, int64_t end, int64_t num_shared) {
-    // Those of the parts that it sees with others come first.
+    // Shared parts come first.
     work.merges.push_back({item.kv_head, item.first_row, item.tokens, work.num_partials, num_shared});
     work.num_partials += num_shared * item.tokens;
     for (int64_t key = std::max(begin, num_shared * kPartKeys); key < end; key = item.keys_end) {
@@ -111,7 +112,7 @@ Work cut_into_items(const Attention<T>& a) {
     const int64_t computed = a.context_lens[sequence] - queries;
     for (int64_t token = 0; token < queries; token += tokens_an_item) {
       const int64_t tokens = std::min(tokens_an_item, queries - token);
-      // Tokens that see all keys have the last key's place or follow it.
+      // Not causal: tokens see all keys, as if at the last key's place or after it.
       const int64_t position = a.causal ? computed + token : a.context_lens[sequence] - 1;
       const int64_t begin = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
       const int64_t end = a.causal ? position + tokens : a.context_lens[sequence];
@@ -132,7 +133,7 @@ Work cut_into_items(const Attention<T>& a) {
     }
   }
   auto groups = alike(a, decodes);
-  std::vector<std::pair<int64_t, std::vector<size_t>>> shared;  // parts, and the decodes that see each together
+  std::vector<std::pair<int64_t, std::vector<size_t>>> shared;  // number of a part, and the decodes that share it
   for (int64_t part = 0; !groups.empty(); ++part) {
     std::vector<std::vector<size_t>> longer;
     for (const auto& group : groups) {
@@ -156,7 +157,7 @@ Work cut_into_items(const Attention<T>& a) {
       for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
         const int64_t begin = part * kPartKeys, end = begin + kPartKeys;
         const auto tokens = std::min<int64_t>(tokens_an_item, group.size() - first);
-        // All keys are behind all tokens, wherever these are.
+        // All keys precede all tokens, wherever the tokens are.
         work.items.push_back(
             {decodes[group[first]].sequence, kv_head, 0, tokens, end, begin, end, 0,
              static_cast<int64_t>(work.shared.size())});
@@ -166,7 +167,7 @@ Work cut_into_items(const Attention<T>& a) {
               {decodes[decode].row, work.merges[first_merge + decode * a.num_kv_heads + kv_head].partial + part});
         }
       }
-  std::rotate(work.items.begin(), work.items.begin() + num_own, work.items.end());  // the longest first
+  std::rotate(work.items.begin(), work.items.begin() + num_own, work.items.end());  // longest items first
   return work;
 }
 

@@ -1,7 +1,7 @@
-// How attention multiplies a tile of keys and values. `FloatTiles`, here, is for every type; attention_tiles_bf16.h has
-// `Bf16Tiles`, attention_tiles_int8.h has `Int8Tiles` for numbers that are stored in 8 bits, which the others widen
-// first. All take keys as [dim][key] and values as [key][dim], so that no sum ever runs across a vector's lanes. A value
-// that is not finite reaches all rows of its item, also earlier ones, and no other sequence.
+// Engines that multiply a tile of keys and values. `FloatTiles`, here, is for every type. `Bf16Tiles` is in
+// attention_tiles_bf16.h. `Int8Tiles`, in attention_tiles_int8.h, multiplies numbers stored in 8 bits; the other
+// engines widen them first. All take keys as [dim][key] and values as [key][dim], so that no sum runs across a vector's
+// lanes. A value that is not finite reaches all rows of its item, even earlier rows, and no other sequence.
 #pragma once
 
 #include "kv_pool.h"
@@ -28,14 +28,15 @@ struct Attention {
   bool causal;
 };
 
-// Where the keys and values of a tile lie, as the engine takes them. Zeros are before the first that the item has, and
-// follow the last of `count`, so that no code has to check how many there are.
+// Addresses of a tile's keys and values. Entries before the item's first key and from `count` on point to zeros, so
+// that no code has to check the number of keys.
 template <typename T>
 struct Tile {
   int64_t count = 0;
   const T* keys[kTileKeys];
   const T* values[kTileKeys];
-  // Of a narrow pool; from `begin` to `count` where the engine takes T, which `widen_tile` makes of them.
+  // Keys and values of a narrow pool. If the engine takes T, only entries from `begin` to `count` are set, and
+  // `widen_tile` converts them.
   int64_t begin = 0;
   const int8_t* narrow_keys[kTileKeys];
   const int8_t* narrow_values[kTileKeys];
@@ -66,7 +67,7 @@ class FloatTiles {
     });
   }
 
-  // scores: [rows, 64]; scores of keys that do not exist may be anything.
+  // scores: [rows, 64]; scores of missing keys may be anything.
   void score(int64_t rows, const Tile<T>& tile, float* scores) {
     fill_tile(tile.keys);
     transpose(tile_.data(), head_dim_, turned_.data(), kTileKeys, head_dim_);
@@ -82,7 +83,7 @@ class FloatTiles {
     }
   }
 
-  // Weights are powers of this number's exponential.
+  // Weights are powers of e ** kLogBase.
   static constexpr float kLogBase = 1.0f;
   static Vec power(const Vec& x) { return x.exp(); }
 

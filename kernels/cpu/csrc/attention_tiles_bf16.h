@@ -1,4 +1,4 @@
-// Tiles of attention with the bf16 dot product of AVX-512.
+// Attention tiles with the bf16 dot product of AVX-512.
 #pragma once
 
 #if defined(__AVX512BF16__)
@@ -40,11 +40,13 @@ class Bf16Tiles {
     for_columns(tile.count, [&](auto vectors) { score_columns<vectors()>(rows, scores); });
   }
 
-  // 2 ** x to one part in 9,000, where rounding weights to bf16 loses one in 500; 0 for -inf, and NaN stays NaN.
-  // Coefficients: least squares of the relative error at Chebyshev's points of [-1/2, 1/2], the first held at 1.
+  // 2 ** x with a relative error of 1 in 9,000; rounding weights to bf16 loses 1 in 500. 0 for -inf, and NaN stays NaN.
+  // Coefficients: least squares of the relative error at Chebyshev's points of [-1/2, 1/2], the constant term held at
+  // 1.
   static constexpr float kLogBase = 0.6931471806f;
   static Vec power(const Vec& x) {
-    const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-160.0f), x);  // of NaN and a number it is the second
+    // Of NaN and a number it returns the second argument.
+    const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-160.0f), x);
     const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT);
     const __m512 part = _mm512_sub_ps(bounded, whole);
     __m512 value = _mm512_fmadd_ps(part, _mm512_set1_ps(0.0545928247f), _mm512_set1_ps(0.242217838f));

@@ -1,4 +1,4 @@
-// Tiles of attention with the dot product of bytes of AVX-512, for numbers that are stored in 8 bits.
+// Attention tiles with the byte dot product of AVX-512, for numbers stored in 8 bits.
 #pragma once
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
@@ -12,17 +12,17 @@
 
 namespace pagewire {
 
-// Multiplies the numbers of a narrow pool as they are stored, and sums exactly. Queries, and weights times the scales
-// of their values, are rounded to 16 bits in steps of the row's own, weights for each tile: a step for all tiles would
-// lose small weights beside a large one whose value is small. The two bytes of each are multiplied as two rows. So
-// there are as many products as in bf16, but nothing is widened, and half as much turned round. head_dim is a multiple
-// of 64.
+// Multiplies the numbers of a narrow pool as they are stored, and sums exactly. Queries, and weights times their
+// values' scales, are rounded to 16 bits with a step for each row. Weights have a step for each tile as well: with one
+// step for all tiles, a large weight with a small value would round smaller weights away. The two bytes of each number
+// are multiplied as two rows. So there are as many products as in bf16, but nothing is widened, and half as much is
+// transposed. head_dim is a multiple of 64.
 class Int8Tiles {
  public:
   using T = at::BFloat16;
   static constexpr bool kMultipliesNarrow = true;
 
-  // Larger heads could exceed the 32 bits of a sum.
+  // Larger heads could overflow the 32 bits of a sum.
   static bool can(const Attention<T>& a) {
     return a.cache.narrow != nullptr && a.head_dim % 64 == 0 && a.head_dim <= 512;
   }
@@ -40,7 +40,7 @@ class Int8Tiles {
     weight_steps_.resize(rows);
   }
 
-  // A query that is not finite has a step that is NaN, and numbers that do not matter.
+  // A query that is not finite gets the step NaN; its numbers do not matter.
   void load_query(int64_t row, const T* query) {
     Vec magnitudes(0);
     for (int64_t i = 0; i < head_dim_; i += 16) magnitudes = at::vec::maximum(magnitudes, widen(query + i).abs());
@@ -65,7 +65,7 @@ class Int8Tiles {
     for (int64_t group = 0; group < tile.count; group += 16) {
       for (int64_t word = 0; word < words_; word += 16) {
         __m512i r[16];
-        for (int i = 0; i < 16; ++i)  // as unsigned bytes, which are 128 more
+        for (int i = 0; i < 16; ++i)  // as unsigned bytes, which are 128 larger
           r[i] = _mm512_xor_si512(
               _mm512_loadu_si512(tile.narrow_keys[group + i] + 4 * word), _mm512_set1_epi8(-128));
         transpose_words(r);
@@ -105,14 +105,14 @@ class Int8Tiles {
   }
 
  private:
-  // GCC keeps sums in registers if they are of the type that its dot product has, and __m512i is another.
+  // GCC keeps sums in registers only if they have the dot product's own type, which is not __m512i.
   using Sums = int32_t __attribute__((vector_size(64)));
 
   static constexpr float kMostOfQuery = 127 * 256 + 127, kMostOfWeight = 65535;
-  static constexpr float kLeast = 1e-33f;  // what is divided by less is infinite
+  static constexpr float kLeast = 1e-33f;  // dividing by less gives infinity
 
-  // Makes numbers of 16 bits of a row's weights, unsigned. As a float that is not negative grows, so do its bits as an
-  // integer, and NaN is above all.
+  // Rounds a row's weights to unsigned 16-bit numbers. Floats that are not negative have the order of their bits as
+  // integers, and NaN is above all.
   void round_weights(int64_t row) {
     const float* products = &products_[row * kTileKeys];
     __m512i most = _mm512_setzero_si512();
@@ -134,7 +134,7 @@ class Int8Tiles {
       _mm512_storeu_si512(&weights_[(2 * row + i) * 16], exchanged(halves[i]));
   }
 
-  // Word i of lane j becomes word j of lane i: packing and unpacking go lane by lane.
+  // Word i of lane j becomes word j of lane i: pack and unpack instructions work lane by lane.
   [[gnu::always_inline]] static __m512i exchanged(__m512i words) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, words);
@@ -153,7 +153,7 @@ class Int8Tiles {
     words[3] = _mm512_unpackhi_epi16(high, high2);
   }
 
-  // Sums of a row's upper and of its lower bytes.
+  // Combines the sums of a row's upper and lower bytes.
   static __m512 joined(Sums upper, Sums lower) { return _mm512_cvtepi32_ps((__m512i)((upper << 8) + lower)); }
 
   template <int kVectors>

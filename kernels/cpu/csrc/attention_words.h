@@ -1,4 +1,4 @@
-// Products of 32-bit words, pairs of bf16 or four bytes, in vectors of 16: what `Bf16Tiles` and `Int8Tiles` share.
+// Products of 32-bit words (pairs of bf16 or four bytes) in vectors of 16: shared by `Bf16Tiles` and `Int8Tiles`.
 #pragma once
 
 #if defined(__AVX512BF16__)
@@ -10,7 +10,7 @@
 
 namespace pagewire {
 
-// 16 vectors of 16 words: afterwards vector i holds word i of each.
+// Transposes 16 vectors of 16 words: afterwards vector i holds word i of each.
 [[gnu::always_inline]] inline void transpose_words(__m512i (&r)[16]) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2) {
@@ -37,8 +37,8 @@ namespace pagewire {
   }
 }
 
-// Adds rows x (kVectors * 16) dot products of words, pairs of bf16 or four bytes, to sums. left: rows of `words` words
-// each, `left_stride` words apart; columns(word, right): makes the words of the columns; multiply(sum, left, right).
+// Adds rows x (kVectors * 16) dot products of words (pairs of bf16 or four bytes) to sums. left: rows of `words` words,
+// `left_stride` words apart; columns(word, right): loads the words of the columns; multiply(sum, left, right).
 template <int kVectors, int kRows, typename Sum, typename Columns, typename Multiply>
 [[gnu::always_inline]] inline void add_products(
     const uint32_t* left, int64_t left_stride, int64_t words, const Columns& columns, const Multiply& multiply,
@@ -53,14 +53,15 @@ template <int kVectors, int kRows, typename Sum, typename Columns, typename Mult
   }
 }
 
-// For `add_products`: the columns of words that lie in rows of so many.
+// The `columns` of `add_products` for words in memory, rows `stride` words apart.
 inline auto columns_of(const uint32_t* words, int64_t stride) {
   return [=](int64_t word, auto& right) {
     for (auto& vector : right) vector = _mm512_loadu_si512(words + word * stride + (&vector - right) * 16);
   };
 }
 
-constexpr int64_t kSumRows = 6;  // by 64 columns of sums fit into registers; even, since `Int8Tiles` has two for a row
+// 6 rows of 64 sums fit into registers. Even, because `Int8Tiles` has two rows for each of its own.
+constexpr int64_t kSumRows = 6;
 
 // Calls apply(first_row, integral_constant<rows>) for stretches of at most kSumRows rows.
 template <typename F>
@@ -77,7 +78,7 @@ inline void for_row_stretches(int64_t rows, const F& apply) {
   }
 }
 
-// Calls apply(integral_constant<vectors>) for as many vectors of 16 columns as so many keys need.
+// Calls apply(integral_constant<vectors>) with the number of 16-column vectors that hold this many keys.
 template <typename F>
 inline void for_columns(int64_t keys, const F& apply) {
   if (keys > 32) return apply(std::integral_constant<int, 4>());

@@ -1,4 +1,4 @@
-// What Python sees: tensors in, tensors out. Shapes are checked here, because the code behind trusts its pointers.
+// The Python module: tensors in, tensors out. Shapes are checked here, because the kernels trust their pointers.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -26,7 +26,7 @@ void for_type(const Tensor& tensor, const F& apply) {
   }
 }
 
-// apply(tensor's type, other's type), of which the first must be float32 or the second.
+// apply(tensor's type, other's type); the first type must be float32 or equal the second.
 template <typename F>
 void for_types(const Tensor& tensor, const Tensor& other, const F& apply) {
   TORCH_CHECK(tensor.scalar_type() == at::kFloat || tensor.scalar_type() == other.scalar_type(),
@@ -36,13 +36,13 @@ void for_types(const Tensor& tensor, const Tensor& other, const F& apply) {
   });
 }
 
-// [tokens, heads, head_dim] with everything but the tokens packed.
+// Checks for [tokens, heads, head_dim], contiguous except for the stride between tokens.
 void check_heads(const Tensor& x, const char* name) {
   TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && (x.size(1) == 1 || x.stride(1) == x.size(2)), name,
               " must be [tokens, heads, head_dim] with packed heads");
 }
 
-// That a cache fits keys like these, as they are or in 8 bits.
+// Checks that a cache fits keys of this type, or their 8-bit form.
 void check_layer_cache(const Tensor& cache, const Tensor& like) {
   TORCH_CHECK(cache.dim() == 5 && cache.size(1) == 2 && cache.stride(4) == 1 && cache.stride(3) == cache.size(4) &&
                   cache.stride(2) == cache.size(3) * cache.size(4),
@@ -214,7 +214,7 @@ void keep_op(const Tensor& logits, const Tensor& rows, const Tensor& bits) {
 }
 
 // logits: [rows, vocabulary_size]; largest: [rows] float32; rows, keys, top_k: [draws] int64; the others float32.
-// log_min_p: torch's own logarithms, since the C library's differ from them in the last bit.
+// log_min_p: computed by torch, because the C library's logarithms differ in the last bit.
 Tensor draw_op(
     const Tensor& logits, const Tensor& largest, const Tensor& rows, const Tensor& keys, const Tensor& temperature,
     const Tensor& log_min_p, const Tensor& top_k, const Tensor& top_p) {

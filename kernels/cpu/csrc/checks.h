@@ -1,4 +1,4 @@
-// Checks of what Python gives.
+// Checks of arguments from Python.
 #pragma once
 
 #include <ATen/core/Tensor.h>

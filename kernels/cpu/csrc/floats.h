@@ -1,10 +1,10 @@
 // x @ weightᵀ + bias for weights in float32 or float16 that were packed once; sums are float32.
 //
-// Packed weights are panels of 32 outputs: [outputs / 32][inputs][32]. A tile of a few rows by one panel lives in vector
-// registers and streams the panel once. Each sum takes its inputs in their order, in one register, so that a row's
-// results have the same bits whatever the rows beside it: a library's products do not, as they choose tiles by the
-// number of rows. Stretches of 256 inputs are summed up apart, and then added: with 4,864 inputs the largest error of
-// float32 was a ninth of that of a single sum.
+// Packed weights are panels of 32 outputs: [outputs / 32][inputs][32]. A tile of a few rows by one panel stays in
+// vector registers and reads the panel once. Each sum takes its inputs in their order, in one register, so products are
+// batch-invariant. A library's products are not, because it chooses tiles by the number of rows. Stretches of 256
+// inputs are summed up separately, and then added: with 4,864 inputs the largest error of float32 was a ninth of a
+// single sum's.
 #pragma once
 
 #include "matmul.h"
@@ -13,7 +13,7 @@ namespace pagewire {
 
 constexpr int64_t kSummedApart = 256;
 constexpr int64_t kFloatVectors = kPanel / kLanes;
-// So that the sums, a row's number and a panel's vectors stay in registers: 32 with AVX-512, 16 with AVX2.
+// The sums, a row's number and a panel's vectors must stay in registers: 32 with AVX-512, 16 with AVX2.
 constexpr int kFloatTileRows = kFloatVectors == 2 ? 12 : kFloatVectors == 4 ? 3 : 2;
 
 // The results are [rows, outputs], of the weights' type or in float32.

@@ -1,8 +1,9 @@
-// Integers of 32 bits, as many as a vector has of float32, and bytes, four for each; products of these, four at a time.
+// Vectors of 32-bit integers with the lanes of a float32 vector; each lane may hold four bytes. Products of four bytes
+// at a time.
 //
-// x86 multiplies unsigned by signed bytes, as the numbers of weights and of inputs are. NEON multiplies signed ones:
-// 128 is taken off a weight of 8 bits, and the caller adds 128 times the sum of the inputs again, which is exact. Newer
-// ARM processors also have x86's product (i8mm); it would save one instruction for four weights and all rows of a tile.
+// x86 multiplies unsigned by signed bytes, the types of weights and inputs. NEON multiplies signed bytes: 128 is
+// subtracted from 8-bit weights, and the caller adds 128 times the sum of the inputs again, which is exact. Newer ARM
+// processors also have x86's product (i8mm); it would save one instruction for four weights and all rows of a tile.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +17,7 @@ namespace pagewire {
 using Ints = __m512i;
 inline Ints same_in_all(int32_t word) { return _mm512_set1_epi32(word); }
 inline Ints load_bytes(const void* bytes) { return _mm512_loadu_si512(bytes); }
-// The bytes with those bits of `others` set that the mask has too.
+// bytes | (others & mask), where the mask is repeated in each byte.
 inline Ints with_bits(Ints bytes, Ints others, int8_t mask) {
   return _mm512_ternarylogic_epi32(bytes, others, _mm512_set1_epi8(mask), 0xF8);
 }
@@ -27,7 +28,7 @@ inline Ints turned_right(Ints words) {
 inline Ints half_of(Ints bytes, bool upper) {
   return _mm512_and_si512(upper ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15));
 }
-// Weights of 7 bits at most, of which no pair of products exceeds 16 bits.
+// Weights have at most 7 bits, so that no pair of products exceeds 16 bits.
 inline Ints add_small_dots(Ints sums, Ints weights, Ints x, int16_t factor = 1) {
 #if defined(__AVX512VNNI__)
   if (factor == 1) return _mm512_dpbusd_epi32(sums, weights, x);
@@ -72,7 +73,7 @@ inline Ints half_of(Ints bytes, bool upper) {
   const uint8x16_t all = vreinterpretq_u8_s32(bytes);
   return vreinterpretq_s32_u8(upper ? vshrq_n_u8(all, 4) : vandq_u8(all, vdupq_n_u8(15)));
 }
-// Signed weights, of which no pair of products exceeds 16 bits: -128 times 127, twice, is the most.
+// Weights are signed, and no pair of products exceeds 16 bits: the largest is -128 times 127, twice.
 inline Ints add_signed_dots(Ints sums, Ints weights, Ints x) {
   const int8x16_t own = vreinterpretq_s8_s32(weights), other = vreinterpretq_s8_s32(x);
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -131,14 +132,14 @@ inline Vec to_float(Ints sums) {
 }
 #endif
 
-// `add_dots` adds to each sum four products of an unsigned byte of so many bits less kTakenOff, and a signed one.
+// sums[i] += sum of 4 products (u8 weight - kTakenOff) * s8 input; weights have kBits bits.
 #if defined(__aarch64__)
 template <int kBits>
 constexpr int32_t kTakenOff = kBits == 8 ? 128 : 0;
 
 template <int kBits>
 inline Ints add_dots(Ints sums, Ints weights, Ints x) {
-  if constexpr (kTakenOff<kBits> != 0)  // 128 less is another highest bit
+  if constexpr (kTakenOff<kBits> != 0)  // flips the highest bit, which subtracts 128
     weights = veorq_s32(weights, vreinterpretq_s32_u8(vdupq_n_u8(kTakenOff<kBits>)));
   return add_signed_dots(sums, weights, x);
 }

@@ -1,5 +1,5 @@
-// Where keys and values lie: [blocks, 2, block_size, num_kv_heads, head], blocks and parts (keys and values) some strides
-// apart. A head is its numbers, or in a narrow pool its numbers in 8 bits, and behind them the scale that they share.
+// A pool of keys and values: [blocks, 2, block_size, num_kv_heads, head], any stride between blocks and between keys
+// and values. A head is its numbers. In a narrow pool it is its numbers in 8 bits, followed by their common scale.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@ constexpr int64_t kScaleBytes = sizeof(float);
 
 template <typename T>
 struct KvPool {
-  T* wide;  // one of the two
+  T* wide;  // either this or `narrow` is set
   int8_t* narrow;
   int64_t block_stride, part_stride;  // in elements
 
-  // Where the keys of a slot begin.
+  // Offset of a slot's keys.
   int64_t place(int64_t slot, int64_t block_size, int64_t num_kv_heads, int64_t head_dim) const {
     return slot / block_size * block_stride + slot % block_size * num_kv_heads * head_size(head_dim);
   }

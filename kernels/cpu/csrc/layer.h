@@ -1,4 +1,4 @@
-// The small operations of a decoder layer, each one pass over its rows. kernels/reference.py says what they compute.
+// The small operations of a decoder layer, each one pass over its rows. kernels/reference.py defines them.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@
 
 namespace pagewire {
 
-// squares: the sum of x's, lane by lane. out may be x.
+// squares: the sum of x's squares, lane by lane. out may be x.
 template <typename Out, typename X, typename W>
 inline void scale_to_rms(
     Out* out, const X* x, const W* weight, int64_t length, const Vec& squares, float eps, float offset) {
@@ -32,7 +32,7 @@ inline Vec sum_of_squares(const T* x, int64_t length) {
 }
 
 // x: [outer, inner, length] with the given strides; out: contiguous. With a residual, [outer * inner, length], x is
-// added to it first and the sum is what is normalised.
+// added to the residual first, and the sum is normalised.
 template <typename Out, typename X, typename W>
 void rms_norm(
     Out* out, const X* x, float* residual, const W* weight, int64_t outer, int64_t inner, int64_t length,
@@ -57,7 +57,7 @@ void rms_norm(
   });
 }
 
-// The first 2 * pairs elements of a head. cos, sin: [pairs] of its token; out may be head.
+// Rotates the first 2 * pairs elements of a head. cos, sin: [pairs] of its token; out may be head.
 template <typename Out, typename X>
 void rotate(Out* out, const X* head, const float* cos, const float* sin, int64_t pairs) {
   for_each_vector(pairs, [&](int64_t i, int64_t n) {
@@ -105,8 +105,8 @@ void store_kv(
   });
 }
 
-// Prepares a fused projection for attention: query and key heads are normalised (if there are weights) and rotated (if
-// there are angles), in float32; then queries are rounded into a tensor of their own, and keys and values into their
+// A fused projection, which `prepare` turns into attention's inputs. Query and key heads are normalised (with norms)
+// and rotated (with angles) in float32. Then queries are rounded into a separate tensor, and keys and values into their
 // slots.
 template <typename T>
 struct Projection {
@@ -135,7 +135,7 @@ void prepare(const Projection<T>& p) {
       const int64_t place = p.cache.place(slot, p.block_size, p.num_kv_heads, p.head_dim);
       for (int64_t number = 0; number < (slot < 0 ? p.num_heads : all_heads); ++number) {
         const T* head = p.qkv + (token * all_heads + number) * p.head_dim;
-        const int64_t stored = number - p.num_heads;  // of the keys and then the values
+        const int64_t stored = number - p.num_heads;  // number among the key heads, then the value heads
         const bool is_value = stored >= p.num_kv_heads;
         const int64_t kept = place + stored % p.num_kv_heads * p.cache.head_size(p.head_dim) +
                              (is_value ? p.cache.part_stride : 0);
@@ -187,7 +187,7 @@ void gated_activation(T* out, const T* x, int64_t rows, int64_t length) {
   });
 }
 
-// The largest of x, NaN if there is one; -inf where there is nothing.
+// The largest of x; NaN if any is NaN; -inf if x is empty.
 template <typename T>
 inline float row_max(const T* x, int64_t length) {
   const int64_t whole = length / kLanes * kLanes;
@@ -201,10 +201,10 @@ inline float row_max(const T* x, int64_t length) {
   return value;
 }
 
-// The largest of each row, NaN if there is one, and the first place where it stands. x: [rows, length].
+// The largest of each row (NaN if any is NaN), and its first place. x: [rows, length].
 template <typename T>
 void greedy(const T* x, T* values, int64_t* indices, int64_t rows, int64_t length) {
-  constexpr int64_t kScanned = 1024;  // only the part with the largest is looked at element by element
+  constexpr int64_t kScanned = 1024;  // only the chunk with the largest is searched element by element
   parallel_for(rows, rows_a_thread(length), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const T* source = x + row * length;

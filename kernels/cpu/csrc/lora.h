@@ -1,4 +1,4 @@
-// What low-rank adapters add to a product, each row by its own adapter. kernels/reference.py says what it computes.
+// The outputs of LoRA adapters added to a product, each row with its own adapter. kernels/reference.py defines it.
 #pragma once
 
 #include "team.h"
@@ -11,13 +11,13 @@ struct Lora {
   const T* a;             // [slots, parts, max_rank, inputs]
   const T* b;             // [slots, max_rank, outputs]
   const int32_t* ranks;   // [slots]
-  const int64_t* starts;  // [parts + 1]: the first output of each part, and behind the last one `outputs`
+  const int64_t* starts;  // [parts + 1]: the first output of each part, then `outputs`
   int64_t parts, max_rank, inputs, outputs;
 };
 
-constexpr int64_t kSums = 8;  // that are summed side by side, because each addition of one waits for the one before
+constexpr int64_t kSums = 8;  // sums computed side by side, because each addition to a sum waits for the one before
 
-// The products of x with kCount neighbouring vectors, `length` apart, each summed as it would be alone.
+// The products of x with kCount neighbouring vectors, `length` apart; each sum has the same bits as alone.
 template <int kCount, typename T>
 inline void dots(const T* x, const T* y, int64_t length, float* products) {
   Vec sums[kCount];
@@ -29,7 +29,7 @@ inline void dots(const T* x, const T* y, int64_t length, float* products) {
   for (int k = 0; k < kCount; ++k) products[k] = sum(sums[k]);
 }
 
-// Adds to kCount neighbouring vectors of y the rows of b times these factors, each summed as it would be alone.
+// Adds the rows of b times these factors to kCount neighbouring vectors of y; each sum has the same bits as alone.
 template <int kCount, typename Y, typename T>
 inline void add_rows(Y* y, const T* b, int64_t stride, const float* factors, int64_t count) {
   Vec sums[kCount];
@@ -42,7 +42,7 @@ inline void add_rows(Y* y, const T* b, int64_t stride, const float* factors, int
   for (int k = 0; k < kCount; ++k) store(y + k * kLanes, widen(y + k * kLanes, kLanes) + sums[k], kLanes);
 }
 
-// A row's sums are over its own inputs and ranks, in their order, so that they do not depend on other rows.
+// Batch-invariant: a row's sums are over its own inputs and ranks, in their order.
 template <typename Y, typename T>
 void add_lora(Y* y, const T* x, int64_t x_stride, const int32_t* slots, int64_t rows, const Lora<T>& lora) {
   parallel_for(rows, 1, [&](int64_t begin, int64_t end) {

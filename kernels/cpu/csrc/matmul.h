@@ -1,20 +1,19 @@
-// x @ weightᵀ + bias for bf16 x, and weights in bf16 or int8 that were packed once; sums are float32, and are rounded to
-// bf16 or not, as asked.
+// x @ weightᵀ + bias for bf16 x, and weights in bf16 or int8 that were packed once. Sums are float32; results are
+// float32 or rounded to bf16.
 //
-// Packed weights are panels of 32 outputs: [outputs / 32][inputs / 2][32][2], so that one vector holds 16 outputs of
-// two neighbouring inputs, which is what dot products of pairs take. A tile of at most 12 rows by one panel lives in 24
-// vector registers and streams the panel once; 12 rows are what keeps two dot products a cycle fed with one broadcast
-// each. Rows are taken 192 at a time, so that they stay in a core's second cache while panels pass by.
+// Packed weights are panels of 32 outputs: [outputs / 32][inputs / 2][32][2]. So one vector holds 16 outputs of two
+// neighbouring inputs, the operand of a dot product of pairs. A tile of at most 12 rows by one panel stays in 24 vector
+// registers and reads the panel once. With 12 rows, one broadcast each feeds two dot products a cycle. Rows are taken
+// 192 at a time, so that they stay in a core's L2 cache while panels pass by.
 //
-// Machines without dot products of bf16 read the same panels: a pair of neighbouring inputs is a 32-bit number whose
-// halves, each shifted to the upper one, are two numbers in float32. Tiles are of fewer rows there, as there are fewer
-// or narrower registers; a row's sums are made in the same order whatever the rows beside it. torch's own products of
-// bf16 took 2 to 7 times as long there, on an EPYC with AVX2.
+// Machines without dot products of bf16 read the same panels: a pair of neighbouring inputs is a 32-bit number, and
+// each half shifted to the upper half is a float32. Tiles have fewer rows there, because registers are fewer or
+// narrower. Products are batch-invariant as well. torch's own products of bf16 took 2 to 7 times as long there, on an
+// EPYC with AVX2.
 //
-// int8 weights have a scale for every 32 inputs of an output. The factor is the number times its scale, rounded to
-// bf16, whatever the number of rows, so that a row's sums are the same alone and among others. For one or two tiles
-// these products are made while reading, which dot products of 8 rows or more hide; for more tiles a panel is widened
-// once.
+// int8 weights have a scale for every 32 inputs of an output. A factor is number times scale, rounded to bf16 for any
+// number of rows, so that products are batch-invariant. For one or two tiles the factors are computed while reading,
+// which the dot products of 8 rows or more hide; for more tiles a panel is widened once.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,7 +31,7 @@ namespace pagewire {
 constexpr int64_t kPanel = 32;
 constexpr int64_t kGroup = 32;
 
-// int8 weights of 32 neighbouring inputs and the outputs of a panel, with the scales that make them weights again.
+// int8 weights of 32 neighbouring inputs and a panel's outputs, with their scales.
 struct Int8Group {
   at::BFloat16 scales[kPanel];
   int8_t weights[kGroup / 2][kPanel][2];
@@ -48,13 +47,13 @@ struct Sizes {
   int64_t rows, inputs, outputs, x_stride;
 };
 
-// Where results go, [rows, outputs]: one of the two.
+// The destination of results, [rows, outputs]: one of the two is set.
 struct Results {
   at::BFloat16* rounded;
   float* wide;
 
-  // Begins to fetch the lines of a panel, which are next to nothing that was written lately. With 32 rows and 4,864
-  // outputs products are up to a tenth faster so.
+  // Prefetches a panel's part of a row of results, which is far from recently written memory. With 32 rows and 4,864
+  // outputs products are up to a tenth faster.
   void fetch(int64_t place) const {
     const char* first = wide != nullptr ? reinterpret_cast<const char*>(wide + place)
                                         : reinterpret_cast<const char*>(rounded + place);
@@ -70,16 +69,16 @@ struct Results {
   }
 };
 
-// For what tiles call while they sum: around a call 24 registers of sums would be saved.
+// For functions that tiles call while they sum: a real call would spill 24 registers of sums.
 #define PAGEWIRE_INLINE __attribute__((always_inline)) inline
 
-// The panel behind the one that is multiplied with, for weights in 8 bits or less. Each of several tiles fetches a part
-// of it, a few lines before each stretch of its inputs, so that it comes from memory while they multiply. With all lines
-// of a tile at once, 8 to 12 rows took 1.5 times as long. A single tile waits for memory anyway, and processors fetch
-// ahead of it by themselves, as they do for bf16, whose tiles take longer.
+// Prefetches the panel after the current one, for weights in 8 bits or less. Each of several tiles fetches a part of
+// it, a few lines before each stretch of its inputs, so that memory works while tiles multiply. When a tile fetched all
+// its lines at once, 8 to 12 rows took 1.5 times as long. A single tile waits for memory anyway, and the processor
+// prefetches by itself. bf16, whose tiles take longer, needs only the processor's prefetching.
 class Ahead {
  public:
-  // next: so many blocks. For a tile that is `part` of `parts`, and has so many stretches.
+  // next: `blocks` blocks. For tile number `part` of `parts`, which has this many stretches.
   template <typename Block>
   Ahead(const Block* next, int64_t blocks, int64_t part, int64_t parts, int64_t stretches) {
     const int64_t bytes = blocks * static_cast<int64_t>(sizeof(Block));
@@ -97,7 +96,7 @@ class Ahead {
   int64_t bytes_a_stretch_;
 };
 
-// For a single tile. Beside an `Ahead` that fetches nothing, 1 to 4 rows of Q4_K took 1.01 to 1.06 times as long.
+// For a single tile. With an `Ahead` that fetches nothing, 1 to 4 rows of Q4_K took 1.01 to 1.06 times as long.
 struct NothingAhead {
   PAGEWIRE_INLINE void fetch() {}
 };
@@ -107,8 +106,8 @@ struct NothingAhead {
 constexpr int64_t kTileRows = 12;
 constexpr int64_t kMaxNarrowTiles = 2;
 
-// Reads the weights of a panel, two neighbouring inputs at a time: outputs 0 to 15 and 16 to 31. Inputs come in
-// stretches, and `enter` is called with the first of each.
+// Reads the weights of a panel, two neighbouring inputs at a time: outputs 0 to 15 and 16 to 31. `enter` is called with
+// the first input of each stretch.
 struct Bf16Panel {
   static constexpr int64_t kStretch = std::numeric_limits<int64_t>::max();
 
@@ -127,7 +126,7 @@ struct Int8Panel {
   const Int8Group* groups;
   Ahead ahead;
   const int8_t* weights = nullptr;  // of the group, [16][32][2]
-  int64_t first = 0;                // input of the group
+  int64_t first = 0;                // first input of the group
   __m512 scales[4] = {};            // of eight outputs each, for both inputs of a pair
 
   PAGEWIRE_INLINE void enter(int64_t input) {
@@ -235,15 +234,14 @@ inline void multiply_tile(
 #else
 
 constexpr int64_t kVectors = kPanel / kLanes;
-// So that the sums, and a vector of each factor, stay in registers: 16 of them with AVX2, 32 with AVX-512. With NEON's
-// 32, which are smaller, GCC 12 makes 3.6 instructions for each that multiplies and adds with tiles of 1 row, 3.0 with 2
-// and 3.2 with 3.
+// Rows for which the sums, and a vector of each factor, stay in registers: 16 of them with AVX2, 32 with AVX-512. NEON
+// has 32, but narrower. GCC 12, instructions per multiply-add by tile rows: 1: 3.6, 2: 3.0, 3: 3.2.
 constexpr int64_t kTileRows = kVectors == 2 ? 6 : kVectors == 4 ? 3 : 2;
 
 using Pairs = at::vec::Vectorized<int32_t>;
 static_assert(Pairs::size() == kLanes);
 
-// The numbers of a pair's first input, and of its second.
+// The numbers of a pair's first input, and of its second input.
 inline Vec first_of(const Pairs& pairs) { return at::vec::cast<float, int32_t>(pairs << Pairs(16)); }
 inline Vec second_of(const Pairs& pairs) {
   return at::vec::cast<float, int32_t>(pairs & Pairs(static_cast<int32_t>(0xFFFF0000)));
@@ -294,14 +292,14 @@ inline void multiply_tile(
 
 #endif
 
-// Rows that are multiplied with one panel after the other, in tiles of even height: 32 rows are 11, 11 and 10.
+// Rows multiplied with one panel after the other, in tiles of even height: 32 rows are 11, 11 and 10.
 template <int kMostRows>
 struct Chunk {
   int64_t first, rows;
 
   int64_t tiles() const { return (rows + kMostRows - 1) / kMostRows; }
 
-  // Calls multiply(number of rows as a constant, the first of them).
+  // Calls multiply(number of rows as a constant, first row).
   template <typename F>
   void for_rows(int64_t tile, const F& multiply) const {
     const int64_t start = rows * tile / tiles();

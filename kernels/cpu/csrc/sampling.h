@@ -1,9 +1,9 @@
-// What a sampler does for each row of logits: kernels/sampling/eager.py says what, and kernels/sampling/noise.py which
-// noise is drawn.
+// A sampler's operations on a row of logits. kernels/sampling/eager.py defines them, kernels/sampling/noise.py the
+// noise.
 //
 // Noise takes two logarithms a token, and hardly any token can win. The noise is at most 16.64, and above g with a
-// probability of about exp(-g). So the part of the row with the largest logit comes first, and further tokens get as far
-// as their logits and the hash of their noise leave them a chance against the best so far.
+// probability of about exp(-g). So the part of the row with the largest logit comes first. Other tokens are skipped
+// early if their logits, or the hash of their noise, rule out a win against the best so far.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ inline void keep(float* logits, const uint8_t* bits, int64_t length) {
   }
 }
 
-// Uniform numbers in (0, 1) of the tokens first, first + 1 ...
+// Uniform numbers in (0, 1) of kPart tokens from `first` on.
 inline void uniform_noise(uint64_t key, int64_t first, float* out) {
   const auto low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
   for (int64_t i = 0; i < kPart; ++i) {
@@ -48,7 +48,7 @@ struct Draw {
   uint64_t key;
 };
 
-// What a thread computes with.
+// A thread's buffers.
 struct Scratch {
   std::vector<float> tops, scaled, candidates;
 };
@@ -59,13 +59,13 @@ inline void collect(const std::vector<float>& values, float least, std::vector<f
     if (value >= least) out.push_back(value);
 }
 
-// The least scaled logit that the filters leave; kernels/sampling/filters.py says what they mean. scratch.scaled: the
-// row, with 0 as its largest; scratch.tops: the largest of each part.
+// The least scaled logit that passes the filters, which kernels/sampling/filters.py defines. scratch.scaled: the row,
+// with 0 as its largest; scratch.tops: the largest of each part.
 inline float threshold_of(const Draw& draw, Scratch& scratch) {
   const auto length = static_cast<int64_t>(scratch.scaled.size()), parts = static_cast<int64_t>(scratch.tops.size());
   auto& candidates = scratch.candidates;
   float floor = draw.log_min_p;
-  // At least `count` values reach this one, and not many more. Puts the tops in another order.
+  // A value that at least `count` values reach, and not many more. Reorders the tops.
   const auto reached_by = [&](int64_t count) {
     if (count > parts) return -std::numeric_limits<float>::infinity();
     const auto place = scratch.tops.begin() + count - 1;
@@ -100,12 +100,12 @@ inline float threshold_of(const Draw& draw, Scratch& scratch) {
       last = candidate;
       before += weight;
     }
-    if (count > parts) return last;  // there are no others
+    if (count > parts) return last;  // all candidates have been searched
   }
 }
 
-// The token with the largest (logit - largest) / temperature + noise, of those whose first summand reaches the
-// threshold; the lowest id among equals. 0 where draw.largest is not finite or not the row's largest.
+// The token with the largest (logit - largest) / temperature + noise, among tokens whose scaled logit reaches the
+// threshold; the lowest id among equals. 0 if draw.largest is not finite or not the row's largest.
 template <typename T>
 int64_t draw_one(const T* x, int64_t length, const Draw& draw, Scratch& scratch) {
   if (!std::isfinite(draw.largest)) return 0;
@@ -131,7 +131,7 @@ int64_t draw_one(const T* x, int64_t length, const Draw& draw, Scratch& scratch)
   const auto look_into = [&](int64_t part) {
     const float gap = best - tops[part];
     if (tops[part] < threshold || gap > kMostNoise) return;
-    const float most_below_1 = std::exp(-gap) * 1.001f;  // of a number whose noise may reach the gap: 1 - u < -log(u)
+    const float most_below_1 = std::exp(-gap) * 1.001f;  // for noise that reaches the gap: 1 - u < -log(u)
     alignas(64) float uniform[kPart], scores[kLanes];
     const int64_t start = part * kPart, end = std::min(start + kPart, length);
     uniform_noise(draw.key, start, uniform);

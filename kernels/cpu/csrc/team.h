@@ -1,17 +1,17 @@
 // Threads that help with a loop when they can, and are not waited for when they cannot.
 //
-// A barrier waits for every thread to arrive. A thread that has lost its core to another process, here the scheduler or
-// a client, stalls all threads until the kernel runs it again; on two cores a step of 6 ms then took 150. Here the
-// caller hands out pieces of a loop and works on them itself. A helper takes pieces when it gets to run. The caller
-// only waits for a helper that works on a piece or is looking for one. If that takes long, the helper has lost its core,
-// and the caller sleeps, so that the kernel can give the helper the caller's: with a client and a scheduler on the same
-// two cores 8 and 32 streams were 1 to 6% faster so than with a caller that yields.
+// A barrier waits for every thread. A thread that has lost its core to another process (here the scheduler or a client)
+// stalls all threads until the kernel runs it again; on two cores a step of 6 ms then took 150. Here the caller splits
+// a loop into pieces and works on them itself. A helper takes pieces when it gets to run. The caller waits only for
+// helpers that work on a piece or look for one. If that takes long, the helper has lost its core. The caller then
+// sleeps, so that the kernel can give its core to the helper. 8 and 32 streams, with client and scheduler on the same
+// two cores, were 1 to 6% faster than with a caller that yields.
 //
-// Each thread has a stretch of the loop for itself, whose pieces it takes in order, so that memory is read in order;
-// then it takes pieces that are left of other threads' stretches.
+// Each thread takes the pieces of its own stretch of the loop in order, so that memory is read in order. Then it takes
+// pieces left in other threads' stretches.
 //
-// Idle helpers spin for as long as the pause between two operations of a step lasts, then yield, then sleep, which
-// leaves their cores to others between steps.
+// Idle helpers spin for the length of the pause between two operations of a step, then yield, then sleep. Between steps
+// their cores are free for others.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -27,7 +27,7 @@ namespace pagewire {
 
 class Team {
  public:
-  // Calls piece(i) for each i below `pieces`, on as many threads as torch is told to use. A piece calls no run().
+  // Calls piece(i) for each i below `pieces`, on torch's number of threads. A piece must not call run().
   template <typename F>
   static void run(int64_t pieces, const F& piece) {
     Team& team = only();
@@ -48,13 +48,13 @@ class Team {
     team.round_.fetch_add(1);  // odd: open
     if (team.asleep_.load() > 0) team.round_.notify_all();
     team.work(0, threads);
-    team.round_.fetch_add(1);  // even: closed; a helper that comes now leaves again
+    team.round_.fetch_add(1);  // even: closed; a helper that arrives now leaves again
     team.wait_for_helpers();
   }
 
  private:
   static constexpr int kMaxThreads = 256;
-  static constexpr int kSpins = 2000;  // of some 15 ns
+  static constexpr int kSpins = 2000;  // of some 15 ns each
   static constexpr int kYields = 100;
 
   static Team& only() {
@@ -66,7 +66,7 @@ class Team {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
-    asm volatile("isb" ::: "memory");  // most of these processors take no time for `yield`
+    asm volatile("isb" ::: "memory");  // on most of these processors `yield` takes no time
 #else
     std::this_thread::yield();
 #endif
@@ -76,11 +76,11 @@ class Team {
     try {
       for (; num_helpers_ < helpers; ++num_helpers_) std::thread(&Team::help, this, num_helpers_ + 1).detach();
     } catch (const std::system_error&) {
-      // The system allows no more threads: fewer help.
+      // The system allows no more threads: fewer helpers.
     }
   }
 
-  // A piece that throws ends the process: other threads may still use objects of its caller.
+  // A piece that throws ends the process: other threads may still use its caller's objects.
   void work(int number, int threads) noexcept {
     for (int i = 0; i < threads; ++i) {
       Stretch& stretch = stretches_[(number + i) % threads];
@@ -93,7 +93,7 @@ class Team {
     for (;;) {
       seen = wait_for_another(seen);
       if (seen % 2 == 0) continue;
-      // Either this helper sees that the round is closed, or the caller sees that a helper is inside, and waits.
+      // Either this helper sees that the round is closed, or the caller sees the helper inside, and waits.
       ++inside_;
       if (const int threads = threads_.load(); round_.load() == seen && number < threads) work(number, threads);
       --inside_;
@@ -143,15 +143,15 @@ class Team {
   std::atomic<int> threads_{0};
 };
 
-// Elements that are worth a second thread: waking one costs as much as 16,384 elements, 2 to 5 µs.
+// Rows for which another thread pays: waking a thread costs as much as 16,384 elements, 2 to 5 µs.
 inline int64_t rows_a_thread(int64_t row_length) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, row_length));
 }
 
-// Calls piece(begin, end) for consecutive stretches of [0, count) that are at least `grain` long, but for the last.
+// Calls piece(begin, end) for consecutive stretches of [0, count) that are at least `grain` long, except the last.
 template <typename F>
 void parallel_for(int64_t count, int64_t grain, const F& piece) {
-  // Several pieces a thread, so that a thread that is slow or not running leaves some of its share to others.
+  // Several pieces a thread: other threads take pieces of a thread that is slow or not running.
   const int64_t length = std::max(grain, count / (16 * at::get_num_threads()));
   Team::run((count + length - 1) / length, [&](int64_t i) { piece(i * length, std::min(count, (i + 1) * length)); });
 }

@@ -1,4 +1,4 @@
-// Loads and stores that compute in float32 whatever the tensor's type, in vectors of the instruction set built for.
+// Loads and stores that compute in float32 for any tensor type, in vectors of the library's instruction set.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -27,7 +27,7 @@ struct CacheLines {
   bool operator==(const CacheLines&) const { return true; }
 };
 
-// A std::vector none of whose 64-byte vectors straddles two cache lines: attention is a twentieth faster so.
+// A std::vector none of whose 64-byte vectors straddles two cache lines, which makes attention a twentieth faster.
 template <typename T>
 using Buffer = std::vector<T, CacheLines<T>>;
 
@@ -35,7 +35,7 @@ using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
 
 #if defined(__aarch64__)
-// at::vec takes these one by one.
+// at::vec converts these types one number at a time.
 inline Vec widen_four(const int8_t* source) {
   int32_t four;
   __builtin_memcpy(&four, source, sizeof(four));
@@ -54,7 +54,7 @@ inline Vec widen_four(const at::Half* source) {
 }
 #endif
 
-// Lanes behind `count` are 0.
+// Widens `count` numbers to float32; lanes from `count` on are 0.
 template <typename T>
 inline Vec widen(const T* source, int64_t count = kLanes) {
   if constexpr (std::is_same_v<T, float>) {
@@ -133,7 +133,7 @@ inline float sum(const Vec& x) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, x);
 }
 
-// NaN where any lane is NaN.
+// NaN if any lane is NaN.
 inline float largest(const Vec& x) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, x);
 }
@@ -146,7 +146,7 @@ inline void for_each_vector(int64_t count, const F& apply) {
   if (index < count) apply(index, count - index);
 }
 
-// Writes the nearest whole numbers, which fit into 8 bits.
+// Stores the nearest integers, which must fit into 8 bits.
 inline void store_8_bits(const Vec& x, int64_t count, int8_t* numbers) {
   const auto whole = to_integers(x);
 #if defined(__AVX512F__)
@@ -162,7 +162,7 @@ inline void store_8_bits(const Vec& x, int64_t count, int8_t* numbers) {
   for (int64_t i = 0; i < count; ++i) numbers[i] = static_cast<int8_t>(each[i]);
 }
 
-// Of all numbers; not finite where one is not.
+// The largest magnitude; not finite if any number is not.
 template <typename T>
 inline float largest_magnitude(const T* x, int64_t count) {
   Vec magnitudes(0);
@@ -171,15 +171,15 @@ inline float largest_magnitude(const T* x, int64_t count) {
   });
   return largest(magnitudes);
 }
-// Without their signs these are in the order of their bits, twice as many to a vector.
+// bf16 magnitudes have the order of their bits; comparing bits doubles the numbers in a vector.
 inline float largest_magnitude(const at::BFloat16* x, int64_t count) {
   uint16_t most = 0;
   for (int64_t i = 0; i < count; ++i) most = std::max(most, static_cast<uint16_t>(x[i].x & 0x7FFF));
   return at::BFloat16(most, at::BFloat16::from_bits());
 }
 
-// Writes the numbers of 8 bits that are nearest to x in steps of a scale, which is returned: the largest of them has the
-// magnitude 127. Where x is not finite the scale is NaN, and the numbers are 0, as those of less than 1e-36 are.
+// Quantises x to 8 bits: stores the nearest numbers in steps of the returned scale, with which the largest magnitude is
+// 127. If x is not finite, the scale is NaN and the numbers are 0. Magnitudes all below 1e-36 become 0, too.
 template <typename T>
 inline float round_to_8_bits(const T* x, int64_t count, int8_t* numbers) {
   const float most = largest_magnitude(x, count);

@@ -1,10 +1,10 @@
 // x @ weightᵀ + bias for weights in 8 bits that were packed once, and x rounded to 8 bits; sums are float32.
 //
-// 64 neighbouring inputs of an output share a scale, and so do 64 of a row of x. Integers are multiplied four at a time
-// (see integers.h), and scaled once for 64 inputs: five of six instructions on vectors multiply, where with the 32 of
-// grouped.h, and their numbers to unpack, it is half of them. A thread that has its weights in its caches reaches 0.72 to
-// 0.79 of what a core can multiply. With 128 inputs it is 7% faster, but further from exact. A row's sums are the same
-// to the bit alone, among others, and with every instruction set.
+// 64 neighbouring inputs of an output share a scale, and so do 64 neighbouring inputs of a row of x. Integers are
+// multiplied four at a time (see integers.h), and scaled once for 64 inputs. Five of six vector instructions multiply.
+// With groups of 32 and numbers to unpack, as in grouped.h, half of them do. A thread with its weights in cache reaches
+// 0.72 to 0.79 of a core's peak. With groups of 128 inputs it is 7% faster, but less exact. Products are
+// batch-invariant, and bit-identical with every instruction set.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,10 +24,10 @@ constexpr int64_t kLongGroup = 64;
 
 inline int64_t long_groups_of(int64_t inputs) { return (inputs + kLongGroup - 1) / kLongGroup; }
 
-// Weights of 64 neighbouring inputs and the outputs of a panel; what is missing of the last inputs is not read.
+// Weights of 64 neighbouring inputs and a panel's outputs; numbers past the last input are not read.
 struct LongBlock {
   float scales[kPanel];
-  uint8_t numbers[kLongGroup / 4][kPanel][4];  // 128 more than they are, of four inputs each
+  uint8_t numbers[kLongGroup / 4][kPanel][4];  // each plus 128, of four inputs each
 
   float weight(int64_t input, int64_t output) const {
     return static_cast<float>(numbers[input / 4][output][input % 4] - 128) * scales[output];
@@ -35,17 +35,17 @@ struct LongBlock {
 };
 static_assert(sizeof(LongBlock) % 64 == 0);
 
-// Inputs in 8 bits. What is missing of the last four is 0.
+// Inputs in 8 bits. The last four inputs are padded with 0.
 struct LongInt8Rows {
   struct Group {
     float scale;
-    int32_t correction;  // for the 128 that weights have too much
+    int32_t correction;  // for the 128 that is added to weights
   };
   int64_t groups;  // of a row
   Buffer<int8_t> numbers;
   Buffer<Group> of_groups;
 
-  // A row with a number that is not finite has scales that are not.
+  // A row with a number that is not finite has scales that are not finite.
   LongInt8Rows(const at::BFloat16* x, const Sizes& sizes)
       : groups(long_groups_of(sizes.inputs)), numbers(sizes.rows * groups * kLongGroup), of_groups(sizes.rows * groups) {
     parallel_for(sizes.rows, rows_a_thread(sizes.inputs), [&](int64_t begin, int64_t end) {
@@ -70,8 +70,8 @@ struct LongInt8Rows {
   }
 };
 
-// The sums of integers are in registers, with AVX-512 12 of its 32. GCC 12 keeps those of floats, which are added to once
-// for 64 inputs, in memory.
+// Rows for which the sums of integers stay in registers, 12 of 32 with AVX-512. GCC 12 keeps the sums of floats,
+// updated once for 64 inputs, in memory.
 constexpr int kLongTileRows = kPanelVectors == 2 ? 6 : 2;
 
 template <int kRows>

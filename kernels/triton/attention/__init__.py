@@ -1,1 +1,1 @@
-"""Attention over the blocks of a KV cache, and what writes and moves them."""
+"""Attention over the blocks of a KV cache, and kernels that write and move blocks."""

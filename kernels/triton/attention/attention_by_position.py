@@ -1,23 +1,23 @@
-"""Paged attention whose sums depend on places alone: a token has the same bits in any batch, chunk or captured graph.
+"""Batch-invariant paged attention: a token has the same bits in any batch, chunk or captured graph.
 
     part      512 keys that begin at a multiple of 512
-    program   one tile of query rows, one key head, and all parts of their keys or some of them
+    program   one tile of query rows, one key head, and some or all parts of their keys
 
-Each part is attended to on its own, key tile after key tile from its beginning, and parts are merged in their order:
-largest score, sum of weights and weighted sum, by `merge_part`. Where programs are few, each takes some of the parts
-and leaves its results to `merge_parts`, which does the same arithmetic; elsewhere one program takes all parts of a
-tile. So how many programs there are changes no bit.
+Each part is computed separately, one key tile after the other from its beginning. `merge_part` merges parts in their
+order: largest score, sum of weights and weighted sum. If tiles are few, each program takes some of the parts, and
+`merge_parts` merges their results with the same arithmetic; otherwise one program takes all parts of a tile. So the
+number of programs changes no bit.
 
-There is one size of tiles for decodes and chunks, and every tile of keys is masked, so that one compiled kernel
-computes them all: nothing of a row's arithmetic depends on the rows beside it, which is also why rows of several
-sequences may share a tile. That is what `metadata.shared` asks for: parts of a prefix that several decodes have are
-attended to once for all of them, in a launch of its own, and each row begins with what that launch has left for it.
+Decodes and chunks have the same tile size, and every tile of keys is masked, so that one compiled kernel computes both.
+A row's arithmetic does not depend on the other rows of its tile, so rows of several sequences may share a tile.
+`metadata.shared` makes use of it: a launch of its own computes the shared parts of a prefix once for several decodes,
+and each row then starts from that launch's results.
 
-Two assumptions are made: that an instruction of tensor cores sums up a row the same wherever it lies in a tile, and
-that a compiler turns `merge_part`, whose roundings are spelled out, into the same operations in both kernels. This has
-not run on a GPU yet, so neither its tiles nor the size of a part are measured choices; 512 is what CPUs have.
+Two assumptions are made. A tensor core instruction sums up a row the same way wherever the row lies in a tile. The
+compiler turns `merge_part`, whose roundings are explicit, into the same operations in both kernels. The kernel has not
+run on a GPU yet, so neither its tiles nor the size of a part are measured choices; CPUs use 512, too.
 
-Oracle: `kernels.reference.paged_attention`, and its own bits in other batches. Sizes that hurt: those of
+Oracle: `kernels.reference.paged_attention`, and its own bits in other batches. Sizes that hurt: all of
 `paged_attention`, contexts of 511 to 513, windows that begin within a part, prefixes that end with a context.
 """
 
@@ -41,9 +41,11 @@ from kernels.triton.launch import OPTIONS
 _NUM_WARPS = 4
 _NUM_STAGES = 3
 _MOST_TILE_KEYS = 32
-"""With 64 and heads of 128 a thread would keep 200 bytes of its registers in memory, by ptxas for 9.0; so 48."""
+"""Largest number of keys of a tile. With 64 keys and heads of 128 a thread spills 200 bytes of registers, by ptxas for
+9.0; with 32 keys, 48 bytes."""
 _MOST_PARTIAL_BYTES = 2**28
-"""What may be left to `merge_parts`. Beyond it one program takes all parts of a tile, which changes no bit."""
+"""Largest size of the results for `merge_parts`. Beyond it one program takes all parts of a tile, which changes no
+bit."""
 
 
 def attention_by_position(
@@ -56,7 +58,7 @@ def attention_by_position(
     bias: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """As `kernels.triton.attention.paged_attention`."""
+    """See `kernels.triton.attention.paged_attention`."""
     check_attention_options(query, window, soft_cap, bias, causal)
     num_tokens, num_heads, head_dim = query.shape
     num_sequences, num_kv_heads = len(metadata.context_lens), layer_cache.shape[3]
@@ -69,13 +71,13 @@ def attention_by_position(
     only_decodes = metadata.max_query_len == 1
     num_tiles = num_sequences if only_decodes else num_tokens // tile_tokens + num_sequences
     num_parts = triton.cdiv(metadata.max_context_len, PART_KEYS)
-    if window is not None:  # which may begin within a part
+    if window is not None:  # a window may begin within a part
         num_parts = min(num_parts, triton.cdiv(window + tile_tokens - 1, PART_KEYS) + 1)
     num_programs = min(num_parts, 2 * num_processors(query.device) // (num_tiles * num_kv_heads))
     apart = num_programs > 1 and num_parts * num_tokens * num_heads * head_dim * 4 <= _MOST_PARTIAL_BYTES
     shared = metadata.shared if only_decodes and window is None and bias is None and causal else None
 
-    # What parts leave: in the order of a row's parts, of which there may be fewer.
+    # Results are in the order of a row's parts; some rows have fewer parts.
     room = num_parts if apart else 0 if shared is None else min(num_parts, shared.most_parts)
     partial = torch.empty((num_tokens, num_heads, room, head_dim), device=query.device)
     sums = torch.empty((num_tokens, num_heads, room, 2), device=query.device)
@@ -93,7 +95,7 @@ def attention_by_position(
             metadata.context_lens,
             metadata.block_tables,
             torch.empty(0, device=query.device) if bias is None else bias,
-            # Not touched where nothing is shared.
+            # Not read if nothing is shared.
             *((metadata.query_start,) * 3 if shared is None else (shared.items, shared.rows, shared.num_parts)),
             num_sequences,
             room,
@@ -133,13 +135,16 @@ def attention_by_position(
 
 
 def shared_tokens(groups: int, head_dim: int, dtype: torch.dtype) -> int:
-    """As `kernels.ops.Ops`."""
+    """See `kernels.ops.Ops`."""
     return _tile_rows(groups, head_dim, dtype) // groups
 
 
 def _tile_rows(groups: int, head_dim: int, dtype: torch.dtype) -> int:
-    """64 is the least that a Hopper GPU's instruction for warpgroups multiplies. The weighted sums of a part and of all
-    parts before it lie in registers, which bounds the rows of larger heads, and more so in float32."""
+    """Rows of a tile.
+
+    64 is the least that a Hopper GPU's warpgroup instruction multiplies. The weighted sums of a part and of all parts
+    before it lie in registers. That limits the rows of larger heads, even more in float32.
+    """
     most = 2**13 // columns_of(head_dim) // (16 if dtype is torch.float32 else 1)
     return max(16, min(64, most), int(triton.next_power_of_2(groups)))
 
@@ -188,10 +193,10 @@ def _attention_by_position_kernel(
     head_columns: tl.constexpr,
     part_keys: tl.constexpr,
 ):
-    """What differs between launches is no constant, since a kernel compiled for each might round each differently.
+    """Properties of a launch are no constants, because a kernel compiled for each might round each differently.
 
-    together: whether tiles are shared parts with rows of several sequences; apart: whether what a part makes is left in
-    `partial` and `sums`; shares: whether rows begin with parts that such a launch has left.
+    together: whether tiles are shared parts with rows of several sequences; apart: whether the results of parts are
+    stored in `partial` and `sums`; shares: whether rows start from the results of a launch with `together`.
     """
     tile_tokens: tl.constexpr = tile_rows // groups
     row = tl.arange(0, tile_rows)
@@ -205,12 +210,12 @@ def _attention_by_position_kernel(
         first_part, first_member, num_members = tl.load(item), tl.load(item + 1), tl.load(item + 2)
         sequence = tl.load(item_rows + first_member, mask=num_members > 0, other=0)
         token = tl.load(item_rows + first_member + member, mask=member < num_members, other=0)
-        # All keys are behind all tokens, wherever these are.
+        # All keys precede all tokens, wherever the tokens are.
         last_part = first_part + tl.minimum(num_members, 1)
         low = first_part * part_keys
         high = last_part * part_keys
         position = high + member
-        first_place = tl.full([], 0, tl.int32)  # no window is shared: a row's first part is the first
+        first_place = tl.full([], 0, tl.int32)  # no window is shared: a row's first part is part 0
     else:
         tile = tl.program_id(0) // num_kv_heads
         first_token = tl.full([], 0, tl.int32)
@@ -223,7 +228,7 @@ def _attention_by_position_kernel(
         first_row = tl.load(query_start + sequence)
         num_members = tl.minimum(tl.load(query_start + sequence + 1) - first_row - first_token, tile_tokens)
         context_len = tl.load(context_lens + sequence)
-        # Tokens that see all keys have the last key's place or follow it.
+        # Not causal: tokens see all keys, as if at the last key's place or after it.
         first_position = context_len - 1
         if causal:
             first_position = context_len - (tl.load(query_start + sequence + 1) - first_row) + first_token
@@ -249,7 +254,8 @@ def _attention_by_position_kernel(
     largest = tl.full([tile_rows], float("-inf"), tl.float32)
     total = tl.zeros([tile_rows], tl.float32)
     weighted = tl.zeros([tile_rows, head_columns], tl.float32)
-    # What a part needs once is computed in it: held in registers beside its tiles, it took 190 bytes more of memory.
+    # Values that a part needs once are computed inside the loop: in registers beside its tiles, they spilled 190 bytes
+    # more.
     for part in tl.range(first_part + tl.program_id(1), last_part, tl.num_programs(1), disable_licm=True):
         begin = tl.maximum(low, part * part_keys) // tile_keys
         end = tl.cdiv(tl.minimum(high, (part + 1) * part_keys), tile_keys)
@@ -264,7 +270,7 @@ def _attention_by_position_kernel(
             )  # fmt: skip
         left = place * room + part - first_place
         if apart != 0:
-            if part >= num_shared:  # others are there already
+            if part >= num_shared:  # earlier parts are there already
                 tl.store(sums + left * 2, part_largest, mask=is_row)
                 tl.store(sums + left * 2 + 1, part_total, mask=is_row)
                 tl.store(partial + left[:, None] * head_dim + column, part_weighted, mask=inside)

@@ -1,6 +1,5 @@
-"""What kernels of attention share: sizes of tiles, which sequence a tile is of, and the online softmax over one tile of
-keys (Milakov and Gimelshein, 2018; Dao et al., 2022).
-"""
+"""Shared code of attention kernels: sizes of tiles, the sequence of a tile, and the online softmax over one tile of
+keys (Milakov and Gimelshein, 2018; Dao et al., 2022)."""
 
 from functools import cache
 
@@ -12,11 +11,11 @@ from kernels.triton.attention.narrow_cache import scale_place
 
 _INTERPRETED_PROCESSORS = 8
 HOPPER_SHARED_MEMORY = 227 * 1024
-"""Bytes that a program may take."""
+"""Bytes of shared memory that a program may use."""
 
 
 def columns_of(head_dim: int) -> int:
-    """Columns of a tile: a power of two, and a tensor core multiplies no less than 16."""
+    """Columns of a tile: a power of two, and at least 16, the smallest size that a tensor core multiplies."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
@@ -27,7 +26,7 @@ def tile_keys_of(head_dim: int, dtype: torch.dtype) -> int:
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Programs that the device runs at the same time, one on each."""
+    """The device's multiprocessors, each of which runs one program at a time."""
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -35,7 +34,7 @@ def num_processors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may take."""
+    """Bytes of shared memory that a program may use."""
     if device.type != "cuda":
         return HOPPER_SHARED_MEMORY
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
@@ -43,10 +42,10 @@ def shared_memory(device: torch.device) -> int:
 
 @triton.jit
 def sequence_of_tile(tile, query_start, num_sequences, tile_tokens: tl.constexpr):
-    """The sequence that a tile belongs to, when sequence i has its tiles from `query_start[i] // tile_tokens + i` on.
+    """The sequence of a tile; sequence i has its tiles from `query_start[i] // tile_tokens + i` on.
 
-    Rounding down loses at most one tile a sequence, and i adds one, so these ranges never overlap; the gaps that they
-    leave are tiles behind the end of a sequence.
+    Rounding down loses at most one tile a sequence, and i adds one, so these ranges never overlap. The gaps between
+    them are tiles after the end of a sequence.
     """
     low = tl.full([], 0, tl.int32)
     high = num_sequences - 1
@@ -87,11 +86,12 @@ def attend_tile(
     tile_keys: tl.constexpr,
     head_columns: tl.constexpr,
 ):
-    """Go on with the online softmax over keys [start, start + tile_keys), of which the keys in [low, high) exist.
+    """Continue the online softmax over keys [start, start + tile_keys); keys in [low, high) exist.
 
-    head_bias: where the entries of each row's head start, if the scores are biased. A tile reads one for each score,
-    through shared memory: 256 rows of 128 columns take 193 KiB of it on an H200, 129 KiB without. Not measured.
-    Returns the new largest score in powers of two, the sum of the weights, and the weighted sum of the values.
+    head_bias: start of the bias entries of each row's head, if scores are biased. A tile reads one entry for each
+    score, through shared memory: 256 rows of 128 columns take 193 KiB of it on an H200, 129 KiB without bias. Not
+    measured. Returns the new largest score in powers of two, the sum of the weights, and the weighted sum of the
+    values.
     """
     log2_e: tl.constexpr = 1.4426950408889634
     key = start + tl.arange(0, tile_keys)
@@ -102,7 +102,7 @@ def attend_tile(
     slot = block.to(tl.int64) * block_stride + key % block_size * (num_kv_heads * (head_dim + scale_bytes))
     key_place = head_cache + slot[None, :] + column[:, None]
     value_place = head_cache + part_stride + slot[:, None] + column[None, :]
-    # Zeros stand for values that do not exist, too: a weight of 0 does not silence NaN.
+    # Missing values are zeros as well: a weight of 0 does not cancel NaN.
     if masked:
         keys = tl.load(key_place, mask=exists[None, :] & (column < head_dim)[:, None], other=0.0)
         values = tl.load(value_place, mask=exists[:, None] & (column < head_dim)[None, :], other=0.0)
@@ -137,7 +137,7 @@ def attend_tile(
 
     # The factor is positive, and a product and a difference are one instruction.
     new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
-    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen no key yet
+    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # no key seen yet
     weights = tl.exp2(scores * factor - base[:, None])
     shrink = tl.exp2(largest - base)
     total = total * shrink + tl.sum(weights, axis=1)

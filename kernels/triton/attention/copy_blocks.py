@@ -1,13 +1,13 @@
-"""Whole blocks copied within a pool, in one pass, although a destination may be another pair's source.
+"""Copies whole blocks within a pool, in one pass, although a destination may be another pair's source.
 
     cache                   [num_blocks, ...], contiguous
     sources, destinations   [n] int64
     program                 the same few columns of all n pairs: [n padded, columns]
 
-No column depends on another, so programs do not wait for each other; within a program a barrier stands between the last
-load and the first store. Eager torch gathers into a temporary pool instead, and so moves every byte twice. Oracle:
-`kernels.reference.copy_blocks`, which is also used where there are more pairs than a program holds. Sizes that hurt:
-three pairs, chains, 123 elements a block.
+Columns are independent, so programs do not wait for each other; a barrier in each program separates the last load from
+the first store. Eager torch gathers into a temporary pool instead, and so moves every byte twice. Oracle:
+`kernels.reference.copy_blocks`, which also serves more pairs than a program holds. Sizes that hurt: three pairs,
+chains, 123 elements a block.
 """
 
 import torch
@@ -21,11 +21,11 @@ from kernels.triton.launch import OPTIONS
 _TILE = 8192
 """Elements that a program holds, 64 a thread."""
 _MOST_PAIRS = 256
-"""Above this, less than 64 bytes of a half-precision block would be contiguous in a tile."""
+"""Most pairs of a program: with more, less than 64 bytes of a half-precision block would be contiguous in a tile."""
 
 
 def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """As `kernels.reference.copy_blocks`."""
+    """See `kernels.reference.copy_blocks`."""
     num_pairs = len(sources)
     if num_pairs > _MOST_PAIRS:
         reference.copy_blocks(cache, sources, destinations)

@@ -1,14 +1,14 @@
-"""Merges what parts of the keys make of a query row, one part after the other: an online softmax over parts.
+"""Merges a query row's results over parts of the keys, one part after the other: an online softmax over parts.
 
     partial   [num_tokens, num_heads, room, head_dim] float32: sums of values, weighted by `2^(score - largest)`
     sums      [num_tokens, num_heads, room, 2] float32: the largest score of a part, in powers of two, and the weights
-    counts    [num_tokens, num_heads] int32: how many parts a row has, the first of its `room`
+    counts    [num_tokens, num_heads] int32: number of parts of a row; they are the first of its `room`
     output    [num_tokens, num_heads, head_dim]
     program   one head of one token
 
-A part without keys changes no bit. `merge_part` is also what programs do that take all parts of a row, and gives the
-same bits there: each of its roundings is spelled out, because a compiler may fuse a product with a sum, or not. A row
-without parts becomes zero. Sizes that hurt: heads of 80, rows with more parts than others.
+A part without keys changes no bit. Programs that take all parts of a row also use `merge_part`, and get the same bits.
+Its roundings are explicit, because a compiler may or may not fuse a product with a sum. A row without parts becomes
+zero. Sizes that hurt: heads of 80, rows with more parts than others.
 """
 
 import triton
@@ -30,9 +30,9 @@ def merge_parts(partial: Tensor, sums: Tensor, counts: Tensor, output: Tensor) -
 
 @triton.jit
 def merge_part(largest, total, weighted, part_largest, part_total, part_weighted):
-    """largest, total: [rows]; weighted: [rows, columns]; returns these of both."""
+    """Merge a part. largest, total: [rows]; weighted: [rows, columns]; returns the merged three."""
     new_largest = tl.maximum(largest, part_largest)
-    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen no key yet
+    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # no key seen yet
     shrink, grow = tl.exp2(largest - base), tl.exp2(part_largest - base)
     total = tl.fma(total, shrink, part_total * grow)
     weighted = tl.fma(weighted, shrink[:, None] + tl.zeros_like(weighted), part_weighted * grow[:, None])

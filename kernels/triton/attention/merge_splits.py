@@ -1,12 +1,12 @@
-"""Weighs together what several programs made of parts of the keys: `sum(2^(s - max s) * o) / sum(2^(s - max s))`.
+"""Merges the results of several programs over parts of the keys: `sum(2^(s - max s) * o) / sum(2^(s - max s))`.
 
     partial    [num_tokens, num_heads, splits, head_dim] float32, each a finished attention over its part of the keys
     log_sums   [num_tokens, num_heads, splits] float32, s: log2 of the sum of its weights; -inf for a part without keys
     output     [num_tokens, num_heads, head_dim]
     program    one head of one token
 
-A row of which every part is empty becomes zero. This is the second half of flash-decoding (Dao et al., 2023). Sizes
-that hurt: heads of 80, all parts but the first empty.
+A row whose parts are all empty becomes zero. This is the second half of flash-decoding (Dao et al., 2023). Sizes that
+hurt: heads of 80, all parts but the first empty.
 """
 
 import triton

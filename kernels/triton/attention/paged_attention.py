@@ -1,4 +1,4 @@
-"""Paged attention: `softmax(q kᵀ * scale) v` over blocks read where they lie, prefill chunks and decodes in one call.
+"""Paged attention: `softmax(q kᵀ * scale) v` over blocks read in place, prefill chunks and decodes in one call.
 
     query         [num_tokens, num_heads, head_dim], tokens any distance apart
     layer_cache   [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits
@@ -6,14 +6,14 @@
 
 A tile's rows are the `groups` query heads of a key head for each of several tokens, so that they share every load. The
 softmax runs online over tiles of keys: a running maximum, a running sum, and a weighted sum that is scaled down
-whenever the maximum grows (Milakov and Gimelshein, 2018; Dao et al., 2022). Where tiles are too few to occupy the
-device, their keys are dealt out to several programs, whose results `merge_splits` weighs together (Dao et al., 2023).
+whenever the maximum grows (Milakov and Gimelshein, 2018; Dao et al., 2022). If tiles are too few to occupy the device,
+their keys are split over several programs, whose results `merge_splits` merges (Dao et al., 2023).
 
-There are two launches at most: decodes take tiles of one token, chunks take tiles of many. The host knows the sizes of
-both grids from shapes and from the maxima in the metadata, so nothing is read back, and a batch of decodes can be
-captured in a CUDA graph. A captured grid serves any contexts up to the captured maximum. A padding row is a sequence of
-one query token and context 0; its result is zero. Decodes that share parts of their contexts are attended to by
-position (`kernels.triton.attention.attention_by_position`).
+There are two launches at most: decodes take tiles of one token, chunks take tiles of many. Both grid sizes follow from
+shapes and from the maxima in the metadata, so nothing is read back. A batch of decodes can therefore be captured in a
+CUDA graph. A captured grid serves any contexts up to the captured maximum. A padding row is a sequence of one query
+token and context 0; its result is zero. Decodes with shared parts use the batch-invariant kernel
+(`kernels.triton.attention.attention_by_position`).
 
 Oracle: `kernels.reference.paged_attention`. Sizes that hurt: one token; one past a block; 7 query heads a key head;
 heads of 10 or 80; a block size of 3; a window that ends within a tile; NaN in every unused slot; a bias of one
@@ -56,7 +56,7 @@ def paged_attention(
     bias: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """As `kernels.reference.paged_attention`; every row of query must belong to a sequence."""
+    """See `kernels.reference.paged_attention`; every row of query must belong to a sequence."""
     if metadata.shared is not None and window is None and bias is None and causal:
         return attention_by_position(query, layer_cache, metadata, scale, soft_cap=soft_cap)
     check_attention_options(query, window, soft_cap, bias, causal)
@@ -89,7 +89,7 @@ def paged_attention(
             metadata.query_start,
             metadata.context_lens,
             metadata.block_tables,
-            query if bias is None else bias,  # not touched where there is none
+            query if bias is None else bias,  # not read without a bias
             num_sequences,
             num_splits,
             0 if bias is None else bias.shape[1],
@@ -127,26 +127,27 @@ def paged_attention(
 
 
 class _Tile(NamedTuple):
-    """The shape of a program's work, and how it is compiled."""
+    """The shape of a program's tile, and its compile options."""
 
     rows: int
     num_warps: int
     num_stages: int
-    """Of the pipeline; the table's entries take stages of their own, ahead of the keys that they lead to."""
+    """Stages of the pipeline; table entries have stages of their own, ahead of their keys."""
 
 
 def _decode_tile(groups: int, head_columns: int) -> _Tile:
-    """Few warps, of which several programs fit on a processor: one waits for its first keys while another computes."""
+    """A tile with few warps, so that several programs fit on a multiprocessor: one waits for its first keys while
+    another computes."""
     rows = max(16, triton.next_power_of_2(groups))
     num_warps = 2 if rows == 16 else 4 if rows * head_columns < 2**13 else 8
     return _Tile(rows, num_warps, 5)
 
 
 def _chunk_tile(max_query_len: int, groups: int, head_columns: int, dtype: torch.dtype, device: torch.device) -> _Tile:
-    """Few different ones, since each is compiled on its own.
+    """A tile of one of few sizes, because each size is compiled separately.
 
-    On an H200 256 rows of 128 columns reach 56% of the rate of large products, 128 rows 51%. With more ptxas spills the
-    accumulator; float32, which no tensor core multiplies exactly, needs the most registers.
+    On an H200 256 rows of 128 columns reach 56% of the rate of large products, 128 rows 51%. With more rows ptxas
+    spills the accumulator. float32, which no tensor core multiplies exactly, needs the most registers.
     """
     most = 2**15 if shared_memory(device) >= HOPPER_SHARED_MEMORY else 2**14
     largest = max(16, min(most // 128, most // head_columns // (16 if dtype is torch.float32 else 1)))
@@ -156,7 +157,8 @@ def _chunk_tile(max_query_len: int, groups: int, head_columns: int, dtype: torch
 
 
 def _num_splits(num_programs: int, num_key_tiles: int, device: torch.device) -> int:
-    """Programs that share the keys of a tile: a power of two that does not overfill the device two programs deep."""
+    """Programs that share the keys of a tile: a power of two, so that at most two programs run on each
+    multiprocessor."""
     most = min(2 * num_processors(device) // num_programs, num_key_tiles, _MOST_SPLITS)
     return 1 << max(most, 1).bit_length() - 1
 
@@ -196,14 +198,14 @@ def _paged_attention_kernel(
 ):
     """output: [num_tokens, num_heads, head_dim], or float32 [num_tokens, num_heads, num_splits, head_dim] if split."""
     tile_tokens: tl.constexpr = tile_rows // groups
-    # Heads of a token lie side by side in memory: the programs that read them run side by side.
+    # Heads of a token are neighbours in memory, so programs that read them are neighbours as well.
     kv_head = tl.program_id(0) % num_kv_heads
     part = tl.program_id(1)
     if decodes:
         sequence = tl.program_id(0) // num_kv_heads
         first_token = 0
     else:
-        # A prompt's last tile has the most keys: it starts first.
+        # A prompt's last tile has the most keys, so it starts first.
         tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_kv_heads
         sequence = sequence_of_tile(tile, query_start, num_sequences, tile_tokens)
         first_token = (tile - tl.load(query_start + sequence) // tile_tokens - sequence) * tile_tokens
@@ -216,7 +218,7 @@ def _paged_attention_kernel(
         if (query_len == 1) | (first_token >= query_len):
             return
     context_len = tl.load(context_lens + sequence)
-    # Tokens that see all keys have the last key's place or follow it.
+    # Not causal: tokens see all keys, as if at the last key's place or after it.
     first_position = context_len - query_len + first_token if causal else context_len - 1
 
     row = tl.arange(0, tile_rows)
@@ -235,7 +237,7 @@ def _paged_attention_kernel(
     share = tl.cdiv(tl.cdiv(high, tile_keys) - first_tile, num_splits)
     begin = first_tile + part * share
     end = tl.minimum(begin + share, tl.cdiv(high, tile_keys))
-    # Up to here every row sees every key, and no mask is needed; with a window it always is.
+    # Up to this key every row sees every key, and no mask is needed, unless there is a window.
     seen_by_all = begin if window > 0 else tl.maximum(tl.minimum((first_position + 1) // tile_keys, end), begin)
 
     largest = tl.full([tile_rows], float("-inf"), tl.float32)
@@ -256,7 +258,7 @@ def _paged_attention_kernel(
             num_kv_heads, head_dim, scale_bytes, block_size, window, soft_cap, biased, tile_keys, head_columns,
         )  # fmt: skip
 
-    empty = total == 0  # no key: a padding row, or a part behind the last tile
+    empty = total == 0  # no key: a padding row, or a part after the last tile
     divisor = tl.where(empty, 1.0, total)
     result = weighted * (1.0 / divisor)[:, None]
     place = wide_row * (num_kv_heads * groups) + head

@@ -2,11 +2,11 @@
 
     keys, values   [num_tokens, num_kv_heads, head_dim], tokens any distance apart
     layer_cache    [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits
-    program        one token, whose heads lie side by side on both ends
+    program        one token, whose heads are contiguous in source and cache
 
-A negative slot stores nothing: a batch padded to the size of a captured graph has such rows, and eager torch would have
-to read the slots on the host to leave them out. Oracle: `kernels.reference.store_kv` of the other rows.
-Sizes that hurt: three heads of 10 elements, a block size of 3, no token.
+A negative slot stores nothing. Padding rows of a captured graph have negative slots, and eager torch would have to read
+the slots on the host to skip them. Oracle: `kernels.reference.store_kv` of the other rows. Sizes that hurt: three heads
+of 10 elements, a block size of 3, no token.
 """
 
 import triton
@@ -18,7 +18,7 @@ from kernels.triton.launch import OPTIONS, num_warps
 
 
 def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -> None:
-    """As `kernels.reference.store_kv`, and tokens with a negative slot are skipped."""
+    """See `kernels.reference.store_kv`; tokens with a negative slot are skipped."""
     num_tokens, num_kv_heads, head_dim = keys.shape
     if num_tokens == 0:
         return

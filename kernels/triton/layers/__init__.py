@@ -1,1 +1,1 @@
-"""What a layer computes between attention and products."""
+"""The operations of a layer between attention and products."""

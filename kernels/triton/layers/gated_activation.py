@@ -5,7 +5,7 @@
 
     silu       g / (1 + exp(-g))
     gelu       g / 2 * (1 + erf(g / sqrt(2)))
-    gelu_tanh  g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 g³)), which is the tanh form of it
+    gelu_tanh  g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 g³)), equal to the usual tanh form
 
 Oracle: `kernels.reference.gated_activation`. Sizes that hurt: n = 123, n = 1,025, one row, gates of ±1,000.
 """
@@ -21,7 +21,7 @@ _COLUMNS = 1024
 
 
 def gated_activation(x: Tensor, activation: str) -> Tensor:
-    """As `kernels.reference.gated_activation`."""
+    """See `kernels.reference.gated_activation`."""
     width = x.shape[-1] // 2
     output = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     rows = x.reshape(-1, 2 * width)

@@ -1,10 +1,10 @@
-"""RMS norm, alone or behind an addition: `x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension.
+"""RMS norm, alone or after an addition: `x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension.
 
-    x       [..., width], any strides but one element apart in a row: heads of a fused projection are read in place
+    x       [..., width], contiguous rows, otherwise any strides: heads of a fused projection are read in place
     tile    [rows, width padded to a power of two]: one program holds whole rows in registers and reads them once
 
-The residual and all that is computed are float32. Oracle: `kernels.reference.rms_norm` and `add_rms_norm`. Sizes that
-hurt: 123 columns, one row, heads of 10.
+The residual and all computations are float32. Oracle: `kernels.reference.rms_norm` and `add_rms_norm`. Sizes that hurt:
+123 columns, one row, heads of 10.
 """
 
 import torch
@@ -15,22 +15,22 @@ from torch import Tensor
 from kernels.triton.launch import OPTIONS, num_warps
 
 _TILE = 2048
-"""Elements that a program takes at least, so that the norm of heads of 64 does not launch a warp for each."""
+"""Least number of elements of a program, so that the norm of heads of 64 does not launch a warp for each."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
-    """As `kernels.reference.rms_norm`."""
+    """See `kernels.reference.rms_norm`."""
     output = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() != 3:
-        x = x.reshape(1, -1, x.shape[-1])  # a view, unless the rows of four dimensions lie unevenly
+        x = x.reshape(1, -1, x.shape[-1])  # a view, unless the strides of four dimensions cannot be merged
     _normalise(x, None, weight, output, eps, offset)
     return output
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """As `kernels.reference.add_rms_norm`."""
+    """See `kernels.reference.add_rms_norm`."""
     output = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     _normalise(x[None], residual, weight, output, eps, offset)
     return output

@@ -1,7 +1,7 @@
-"""Rotary embedding in place: the pair (x[i], x[i + half]) of every head turns by the angle of its token.
+"""Rotary embedding in place: the pair (x[i], x[i + half]) of every head is rotated by the angle of its token.
 
     x          [num_tokens, num_heads, head_dim], tokens any distance apart
-    cos, sin   [num_tokens, half] float32, contiguous; 2 * half may be less than head_dim, whose rest stays as it is
+    cos, sin   [num_tokens, half] float32, contiguous; 2 * half may be less than head_dim; the rest is unchanged
     tile       [heads, half padded to a power of two] of one token, both halves loaded before either is stored
 
 Oracle: `kernels.reference.rotary_embedding`. Sizes that hurt: half = 5, three heads, one token.
@@ -14,11 +14,11 @@ from torch import Tensor
 from kernels.triton.launch import OPTIONS, num_warps
 
 _TILE = 2048
-"""Pairs that a program turns at most: 32 heads of 128."""
+"""Largest number of pairs of a program: 32 heads of 128."""
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """As `kernels.reference.rotary_embedding`."""
+    """See `kernels.reference.rotary_embedding`."""
     num_tokens, num_heads, _ = x.shape
     half = cos.shape[1]
     if num_tokens == 0:

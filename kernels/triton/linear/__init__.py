@@ -1,1 +1,1 @@
-"""Products with weights, those of experts and adapters among them."""
+"""Products with weights, including weights of experts and adapters."""

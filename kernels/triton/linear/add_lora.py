@@ -1,13 +1,14 @@
-"""What low-rank adapters add to a product, each row by its own adapter: a row into its inner units, and out of them.
+"""Adds the outputs of LoRA adapters to a product, each row with its own adapter: one kernel to the inner units, one
+back.
 
     x      [rows, inputs]                         any row stride
     a, b   [slots, parts, max_rank, inputs], [slots, max_rank, outputs]
     inner  [rows, parts, max_rank] float32        between the two kernels
     y      [rows, outputs]                        in place
 
-Both loop over a row's own numbers in their order, so that no sum depends on other rows, and a captured graph may replay
-them with other adapters in the slots. Rows of one adapter read its weights again, from the cache of the GPU: nothing is
-gained from a prompt's many rows yet.
+Both kernels loop over a row's own numbers in their order, so no sum depends on other rows. A captured graph may be
+replayed with other adapters in the slots. Each row reads its adapter's weights again, from the GPU's cache: a prompt's
+many rows save nothing yet.
 
 Oracle: `kernels.reference.add_lora`. Sizes that hurt: rank 1 and 3, no adapter in a slot, parts that end within a tile.
 """
@@ -26,7 +27,7 @@ _MOST_PARTS = 3
 
 
 def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
-    """As `kernels.reference.add_lora`, for up to three fused projections."""
+    """See `kernels.reference.add_lora`; up to three fused projections."""
     _, parts, max_rank, inputs = weights.a.shape
     if parts > _MOST_PARTS:
         raise ValueError(f"there are {parts} fused projections; at most {_MOST_PARTS} are supported")

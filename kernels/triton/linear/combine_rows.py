@@ -1,7 +1,7 @@
-"""The sum of what each token's experts return, times their weights, in the order in which they were chosen.
+"""The weighted sum of each token's expert outputs, in the order in which the experts were chosen.
 
     rows      [tokens * chosen, size]       of any type
-    places    [tokens, chosen] int64        the row of each
+    places    [tokens, chosen] int64        the row of each expert
     weights   [tokens, chosen] float32
     result    [tokens, size] float32
     program   one token and 1,024 columns of the result
@@ -20,7 +20,7 @@ _COLUMNS = 1024
 
 
 def combine_rows(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """As `kernels.linear.experts.combine_rows`."""
+    """See `kernels.linear.experts.combine_rows`."""
     size = rows.shape[1]
     result = torch.empty((len(places), size), dtype=torch.float32, device=rows.device)
     if len(places):

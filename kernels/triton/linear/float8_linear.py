@@ -1,12 +1,12 @@
-"""Products of e4m3 numbers on a GPU: torch's own, where the GPU has them, with the rows rounded by a kernel of ours.
+"""Products of e4m3 numbers on a GPU. torch multiplies if the GPU has e4m3; a kernel of ours rounds the rows.
 
-`torch._scaled_mm` takes rows of a multiple of 16 inputs, weights of a multiple of 16 outputs, and compute capability
-8.9 or later. With a scale for each row and each output it returns bfloat16 only; other types are scaled afterwards.
-use_fast_accum stays off: it adds up in fewer bits than float32 has. Where several groups of inputs have scales, a
-kernel of ours multiplies, as if the weight were that of an only expert.
+`torch._scaled_mm` requires a multiple of 16 inputs and of 16 outputs, and compute capability 8.9 or later. With a scale
+for each row and each output it returns bfloat16 only; other types are scaled afterwards. use_fast_accum stays off: it
+adds up in fewer bits than float32 has. If several groups of inputs have scales, a kernel of ours multiplies, as for a
+mixture with one expert.
 
-Everywhere else the numbers are multiplied in bfloat16, in which they are exact. They then take 16 bits of memory.
-Oracle: `kernels.reference.pack_float8`.
+Everywhere else the numbers are multiplied in bfloat16, which represents them exactly in 16 bits of memory. Oracle:
+`kernels.reference.pack_float8`.
 """
 
 from functools import cache, partial
@@ -28,7 +28,7 @@ def multiplies_float8(device: torch.device) -> bool:
 
 
 def pack_float8(weight: Float8Weight, wide: bool = False) -> Product:
-    """As `kernels.reference.pack_float8`."""
+    """See `kernels.reference.pack_float8`."""
     (outputs, inputs), groups = weight.numbers.shape, weight.scales.shape[1]
     if not multiplies_float8(weight.numbers.device) or (groups == 1 and (outputs % 16 or inputs % 16)):
         return product_in_16_bits(weight, pack, wide)

@@ -4,14 +4,14 @@
     weights     [experts, outputs, inputs] e4m3, contiguous, and scales, [experts, outputs, groups] float32
     ends        [experts] int64: where the rows of each expert end
     result      [rows, outputs], of x's type or float32
-    program     16 rows of one expert and 64 outputs, over the inputs of one group after the other; of an only expert
-                up to 128 rows and outputs
+    program     16 rows of one expert and 64 outputs, over the inputs of one group after the other;
+                for a single expert up to 128 rows and outputs
 
-Tiles of several experts are the same for any number of rows, because larger ones are multiplied by other instructions,
-which may sum up a row in another order. A step with few rows waits for weights, which are half of what they are in 16
-bits. They are multiplied as float16, in which e4m3 is exact: products of e4m3 itself are summed in fewer bits than
-float32 has. The sums of a group are scaled and added to those before. It was not run on a GPU yet, so its tiles are no
-measured choice. It needs compute capability 8.9, whose instruction turns e4m3 into float16.
+Tiles of several experts have one size for any number of rows: larger tiles use other instructions, which may sum up a
+row in another order. A step with few rows waits for weights, whose size is half of that in 16 bits. Numbers are
+multiplied as float16, which represents e4m3 exactly: products of e4m3 itself are summed in fewer bits than float32 has.
+The sums of a group are scaled and added to the earlier groups' sums. The kernel has not run on a GPU yet, so its tiles
+are no measured choice. It needs compute capability 8.9, whose instruction converts e4m3 to float16.
 
 Oracle: `kernels.linear.experts.grouped_float8`. Sizes that hurt: experts without rows, one row, 129 rows with one,
 groups of 16 and of 48 inputs, 123 inputs in one group, one output.
@@ -42,7 +42,7 @@ _TILES = (_Tile(16, 64, 4), _Tile(64, 64, 4), _Tile(128, 128, 8))
 
 
 def grouped_float8(x: Tensor, weight: Float8Weight, ends: Tensor, wide: bool = False) -> Tensor:
-    """As `kernels.linear.experts.grouped_float8`."""
+    """See `kernels.linear.experts.grouped_float8`."""
     num_experts, outputs, inputs = weight.numbers.shape
     groups = weight.scales.shape[2]
     result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)

@@ -1,19 +1,18 @@
-"""`x @ weight.T` for rows that lie together by expert, each expert with a weight of its own, in one launch.
+"""`x @ weight.T` for rows grouped by expert, each expert with its own weight, in one launch.
 
-    x         [rows, inputs], contiguous; those of an expert end where `ends` says
+    x         [rows, inputs], contiguous, grouped by expert
     weights   [experts, outputs, inputs], contiguous
-    ends      [experts] int64, read by the programs alone
+    ends      [experts] int64: end of each expert's rows; read on the device only
     result    [rows, outputs], of x's type or float32
-    program   up to 16 rows of one expert and 64 outputs, over 64 inputs after the other
+    program   up to 16 rows of one expert and 64 outputs, over the inputs, 64 at a time
 
-How many programs have rows depends on the routing; how many are launched depends on shapes alone, so that a captured
-graph may be replayed for other routes and nothing waits for the device. Those behind the last block of rows return at
-once: fewer than there are experts. Tiles are the same for any number of rows, because larger ones are multiplied by
-other instructions, which may sum up a row in another order. It was not run on a GPU yet, so its tiles are no measured
-choice.
+The number of programs depends on shapes alone, so that a captured graph may be replayed for other routes and nothing
+waits for the device. Programs after the last block of rows return at once; there are fewer of them than experts. Tiles
+have one size for any number of rows: larger tiles use other instructions, which may sum up a row in another order. The
+kernel has not run on a GPU yet, so its tiles are no measured choice.
 
 Oracle: `kernels.linear.experts.grouped_linear`. Sizes that hurt: experts without rows, one row, all rows with one
-expert, 17 rows with one, 123 inputs, one output, a number of experts that is no power of two.
+expert, 17 rows with one, 123 inputs, one output, a number of experts that is not a power of two.
 """
 
 from functools import partial
@@ -32,7 +31,7 @@ _INPUTS = 64
 
 
 def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False) -> Tensor:
-    """As `kernels.linear.experts.grouped_linear`."""
+    """See `kernels.linear.experts.grouped_linear`."""
     num_experts, outputs, inputs = weights.shape
     result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
     if blocks := most_blocks(len(x), num_experts, _ROWS):
@@ -45,12 +44,12 @@ def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False)
 
 
 def most_blocks(num_rows: int, num_experts: int, size: int) -> int:
-    """How many blocks of so many rows there may be: an expert has one for each `size`, and one that is not full."""
+    """Upper limit of the number of blocks: an expert's full blocks of `size` rows, and one partial block."""
     return (num_rows + min(num_experts, num_rows) * (size - 1)) // size
 
 
 def pack_alike(weight: Tensor, wide: bool = False) -> Product:
-    """As `kernels.linear.experts.pack_alike`: the product of a mixture that has one expert."""
+    """See `kernels.linear.experts.pack_alike`: the product of a mixture with one expert."""
     return partial(_linear, weight[None], wide)
 
 
@@ -62,9 +61,9 @@ def _linear(weights: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tens
 
 @triton.jit
 def place_of_block(block, ends, num_experts, experts: tl.constexpr, rows: tl.constexpr):
-    """The expert that a block of so many rows belongs to, its first row, and the end of its expert's rows.
+    """The expert of a block, the block's first row, and the end of the expert's rows.
 
-    It is the first expert whose blocks, with those of all before it, are more than the block's number; behind the last
+    The expert is the first whose blocks, with those of all earlier experts, exceed the block's number. After the last
     block it is `num_experts` or more.
     """
     expert = tl.arange(0, experts)

@@ -1,18 +1,17 @@
-"""`x @ weight.T + bias` whose sums of a row over the inputs have one order, however many rows there are.
+"""Batch-invariant `x @ weight.T + bias`: a row is summed over the inputs in one order, for any number of rows.
 
     x        [rows, inputs], contiguous
     result   [rows, outputs], of x's type or float32
     weight   [outputs, inputs], contiguous
-    program  some rows and some outputs, over 64 inputs after the other
+    program  some rows and some outputs, over the inputs, 64 at a time
 
 Libraries choose another kernel for another number of rows: another tile, or parts of the inputs that are added up
-afterwards. Here all inputs are summed up in float32 by one program, in their order, 64 at a time. There are a few sizes
-of tiles, because few rows want many programs that read weights, and many rows want large tiles. For this to change no
-bit, tiles must be multiplied by the same kind of instruction, which takes the inputs in the same steps: 16 at a time,
-by `mma` on GPUs of compute capability 8 and by `wgmma` on those of 9.0, which needs 64 rows; so no tile of 16-bit types
-has fewer. `tests/kernels/compile_for_gpus.py` reads the instructions of every tile. That an instruction sums up a row
-the same whatever its other rows and outputs is assumed. It has not run on a GPU yet, so its tiles are no measured
-choice.
+afterwards. Here one program sums up all inputs in float32, in their order, 64 at a time. There are a few tile sizes:
+few rows need many programs that read weights, and many rows need large tiles. Bits are equal only if all tiles use the
+same kind of instruction, which takes the inputs in the same steps of 16. That is `mma` for compute capability 8 and
+`wgmma` for 9.0. `wgmma` needs 64 rows, so no tile of 16-bit types has fewer. `tests/kernels/compile_for_gpus.py` reads
+the instructions of every tile. An instruction is assumed to sum up a row the same way for any other rows and outputs.
+The kernel has not run on a GPU yet, so its tiles are no measured choice.
 
 Oracle: torch's product, and its own bits with other rows. Sizes that hurt: 123 inputs, one output, no row, 65 rows.
 """
@@ -33,7 +32,7 @@ _DEPTH = 64
 
 
 class _Tile(NamedTuple):
-    """What a program computes, and how it is compiled."""
+    """The size of a program's tile, and its compile options."""
 
     rows: int
     outputs: int
@@ -42,16 +41,16 @@ class _Tile(NamedTuple):
 
 
 _FEW_ROWS = _Tile(64, 32, 4, 6)
-"""Up to 64. Few outputs make many programs: 128 for a weight of 4,096, of 12 KiB a stage each."""
+"""Tile for up to 64 rows. Few outputs make many programs: 128 for a weight of 4,096, with stages of 12 KiB."""
 _SOME_ROWS = _Tile(128, 128, 8, 3)
-"""Up to 512, as decodes of a large batch; for more only where memory is little."""
+"""Tile for up to 512 rows, as in decodes of a large batch; for more rows only if shared memory is small."""
 _MANY_ROWS = _Tile(128, 256, 8, 3)
 _FLOAT32 = _Tile(32, 64, 4, 2)
-"""In float32 no tensor core multiplies exactly, and registers are few: there is one tile."""
+"""The one tile for float32: no tensor core multiplies float32 exactly, and registers are few."""
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product:
-    """As `kernels.ops.Ops`: the product with a weight, [outputs, inputs], which stays as it is."""
+    """See `kernels.ops.Ops`: the product with a weight, [outputs, inputs], which is not copied."""
     return partial(invariant_linear, weight, wide)
 
 
@@ -61,11 +60,11 @@ def invariant_linear(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None)
     result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
     tile = _tile(len(x), x.dtype, x.device)
     if len(x):
-        # Programs of the same outputs run side by side, and share what they read of the weights.
+        # Programs of the same outputs are neighbours, and share their reads of the weights.
         _invariant_linear_kernel[(triton.cdiv(len(x), tile.rows), triton.cdiv(outputs, tile.outputs))](
             x,
             weight,
-            weight if bias is None else bias,  # not touched where there is none
+            weight if bias is None else bias,  # not read without a bias
             result,
             len(x),
             outputs,

@@ -1,9 +1,9 @@
-"""`x @ weight.T + bias` for one row of x: a product that only reads the weights, once, as fast as memory gives them.
+"""`x @ weight.T + bias` for one row of x: reads the weights once, at the rate of memory.
 
     x        [rows, inputs], contiguous; with more than one row torch's own product is used
     result   [rows, outputs], of x's type or float32
     weight   [outputs, inputs], contiguous
-    program  one output, over a tile of inputs after the other
+    program  one output, over the inputs, one tile at a time
 
 Libraries multiply as if there were 8 rows; for small weights they also add up parts of the inputs in a second pass. On
 an H200, one row times 4,096 x 4,096 in bf16 takes cuBLAS 12.7 µs and this kernel 9.5, of which memory needs 7.9. Sums
@@ -26,7 +26,7 @@ _TILE = 2048
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product:
-    """As `kernels.ops.Ops`: the product with a weight, [outputs, inputs], which stays as it is."""
+    """See `kernels.ops.Ops`: the product with a weight, [outputs, inputs], which is not copied."""
     return partial(linear, weight, wide)
 
 
@@ -40,7 +40,7 @@ def linear(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tensor
     _row_times_matrix_kernel[(outputs,)](
         x,
         weight,
-        weight if bias is None else bias,  # not touched where there is none
+        weight if bias is None else bias,  # not read without a bias
         result,
         biased=bias is not None,
         width=inputs,

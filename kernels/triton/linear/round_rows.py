@@ -1,12 +1,12 @@
-"""Rows rounded to e4m3, each with a scale of its own: `scale = max |x| / 448`, `numbers = x / scale`.
+"""Rounds rows to e4m3, each row with its own scale: `scale = max |x| / 448`, `numbers = x / scale`.
 
     x         [rows, n], contiguous
     numbers   [rows, n] e4m3
     scales    [rows, 1] float32
     program   one row
 
-Eager torch launches seven kernels for it, before each of the four products of a layer. It needs compute capability 8.9.
-Oracle: `kernels.float8.round_rows`. Sizes that hurt: 123 columns, a row of zeros, no row.
+Eager torch launches seven kernels instead, before each of the four products of a layer. This kernel needs compute
+capability 8.9. Oracle: `kernels.float8.round_rows`. Sizes that hurt: 123 columns, a row of zeros, no row.
 """
 
 import torch
@@ -19,7 +19,7 @@ from kernels.triton.launch import OPTIONS, num_warps
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `kernels.float8.round_rows`, of [rows, n]."""
+    """See `kernels.float8.round_rows`. x: [rows, n]."""
     rows, width = x.shape
     numbers = torch.empty(x.shape, dtype=FLOAT8, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
@@ -53,7 +53,7 @@ def _round_rows_kernel(
     column = tl.arange(0, columns)
     inside = column < width
     wide = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    # Divisions are rounded as torch rounds them: a scale that is off by one bit would move numbers in the middle.
+    # Divisions are rounded as in torch: a scale that is off by one bit would move numbers that lie halfway.
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), axis=0), largest), least_scale)
     found = tl.clamp(tl.div_rn(wide, scale), -largest, largest, propagate_nan=tl.PropagateNan.ALL)
     tl.store(numbers + row * width + column, found.to(numbers.dtype.element_ty), mask=inside)

@@ -24,7 +24,7 @@ _COLUMNS = 4096
 
 
 def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    """As `kernels.sampling.eager.draw`."""
+    """See `kernels.sampling.eager.draw`."""
     num_draws, vocabulary_size = len(draws.rows), logits.shape[1]
     columns = min(_COLUMNS, triton.next_power_of_2(vocabulary_size))
     parts = triton.cdiv(vocabulary_size, columns)

@@ -1,4 +1,4 @@
-"""The least scaled logit that min_p, top_k and top_p leave to be drawn, without sorting and without asking the host.
+"""The least scaled logit that passes min_p, top_k and top_p, found without sorting and without waiting for the host.
 
     logits       [rows, vocabulary_size], any float type, rows any distance apart
     distance     (largest - logit) / temperature, never negative: so its bits, as an integer, rise with it
@@ -10,9 +10,9 @@
 K is found between 0 and infinity in at most 16 passes that cut the interval into quarters; a row without top_k and
 top_p takes none. One program holds one row and reads its logits as they are, from cache after the first pass.
 
-Oracle: `kernels.sampling.filters.filter_thresholds`. Sums are rounded differently from a sort's, so a token whose
-predecessors make up top_p to the last bit may fall on either side. Sizes that hurt: vocabularies of 1, 123 and 4,097
-tokens, equal logits, fewer finite logits than top_k.
+Oracle: `kernels.sampling.filters.filter_thresholds`. Sums are rounded in another order than after a sort. A token whose
+predecessors reach top_p to the last bit may therefore be kept or dropped. Sizes that hurt: vocabularies of 1, 123 and
+4,097 tokens, equal logits, fewer finite logits than top_k.
 """
 
 import torch
@@ -71,7 +71,7 @@ def _filter_thresholds_kernel(
     start = logits + row * row_stride
 
     least = tl.load(min_p + number)
-    # The absolute value, since -log(1) is -0, whose bits are no small integer.
+    # The absolute value, because -log(1) is -0, whose bits are no small integer.
     floor = tl.where(least > 0, tl.abs(tl.log(tl.where(least > 0, least, 1.0))), float("inf"))
     limit = floor.to(tl.int32, bitcast=True)
     rank = tl.load(top_k + number)

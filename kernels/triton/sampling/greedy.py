@@ -1,11 +1,11 @@
 """The token with the largest logit of each row, in one pass: the lowest id among equals, NaN counting as +inf.
 
     logits    [rows, vocabulary_size], rows any distance apart
-    program   one row and 8,192 columns of it: a row alone shall occupy more than one processor
+    program   one row and 8,192 columns of it: a single row occupies several multiprocessors
     partial   largest and its column, [rows, parts] float32 and int32, from which `pick` takes the largest
 
-Oracle: `kernels.sampling.eager.greedy`. A row with a NaN, with +inf, or with -inf alone gets a largest logit that is
-not finite. Sizes that hurt: one row, vocabularies of 1, 8,193 and 123 tokens, all logits alike.
+Oracle: `kernels.sampling.eager.greedy`. The largest logit is not finite if the row has NaN or +inf, or only -inf. Sizes
+that hurt: one row, vocabularies of 1, 8,193 and 123 tokens, all logits equal.
 """
 
 import torch
@@ -20,7 +20,7 @@ _COLUMNS = 8192
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """As `kernels.sampling.eager.greedy`."""
+    """See `kernels.sampling.eager.greedy`."""
     rows, vocabulary_size = logits.shape
     columns = min(_COLUMNS, triton.next_power_of_2(vocabulary_size))
     parts = triton.cdiv(vocabulary_size, columns)
@@ -47,7 +47,7 @@ def _greedy_kernel(logits, values, ids, vocabulary_size, row_stride, columns: tl
     column = part * columns + tl.arange(0, columns)
     logit = tl.load(logits + row * row_stride + column, mask=column < vocabulary_size, other=float("-inf"))
     logit = logit.to(tl.float32)
-    logit = tl.where(logit != logit, float("inf"), logit)  # NaN alone differs from itself
+    logit = tl.where(logit != logit, float("inf"), logit)  # only NaN differs from itself
     largest = tl.max(logit, axis=0)
     tl.store(values + row * tl.num_programs(1) + part, largest)
     tl.store(ids + row * tl.num_programs(1) + part, tl.min(tl.where(logit == largest, column, 0x7FFFFFFF), axis=0))

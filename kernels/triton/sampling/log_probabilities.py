@@ -4,11 +4,11 @@
     program   one row and 4,096 columns of it
     partial   the maximum, the sum of exponentials below it, and how many logits exceed the token's: [rows, parts, 3]
 
-A second kernel joins the parts of a row (Milakov and Gimelshein, 2018). Nothing as wide as the vocabulary is written;
-eager torch writes that much in float32 twice. The likeliest are torch's own topk of the logits themselves.
+A second kernel joins the parts of a row (Milakov and Gimelshein, 2018). No result is as wide as the vocabulary; eager
+torch writes two such float32 matrices. torch's own topk of the logits finds the likeliest tokens.
 
-Oracle: `kernels.sampling.log_probabilities`. It ranks by log-probabilities, and rounding may make those of different
-logits equal. Sizes that hurt: vocabularies of 1, 123 and 4,097 tokens, one row, logits of ±1e4 and -inf.
+Oracle: `kernels.sampling.log_probabilities`. The oracle ranks by log-probabilities, which rounding may make equal for
+different logits. Sizes that hurt: vocabularies of 1, 123 and 4,097 tokens, one row, logits of ±1e4 and -inf.
 """
 
 import torch
@@ -23,7 +23,7 @@ _COLUMNS = 4096
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kernels.sampling.log_probabilities.log_probabilities`."""
+    """See `kernels.sampling.log_probabilities.log_probabilities`."""
     rows, vocabulary_size = logits.shape
     largest, log_sums = torch.empty((2, rows, 1), device=logits.device)
     ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -58,7 +58,7 @@ def _part_kernel(logits, token_ids, partial, vocabulary_size, row_stride, column
     logit = tl.load(start + column, mask=column < vocabulary_size, other=float("-inf")).to(tl.float32)
     chosen = tl.load(start + tl.load(token_ids + row)).to(tl.float32)
     largest = tl.max(logit, axis=0)
-    base = tl.where(largest == float("-inf"), 0.0, largest)  # a part of bans alone adds nothing
+    base = tl.where(largest == float("-inf"), 0.0, largest)  # a chunk with only -inf adds nothing
     place = partial + (row * tl.num_programs(1) + tl.program_id(1)) * 3
     tl.store(place, largest)
     tl.store(place + 1, tl.sum(tl.exp(logit - base), axis=0))

@@ -1,6 +1,6 @@
 """The counter-based random numbers of `kernels.sampling.noise` inside a kernel: the same key and token, the same bits.
 
-Nothing is stored: 32-bit integer arithmetic makes each number where it is used.
+Numbers are not stored: each is computed where it is used, in 32-bit integer arithmetic.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""The largest of a few candidates in each row, the first among equals: the last pass after each part has named its own.
+"""The largest of a few candidates in each row, the first among equals: the last pass, over the candidates of all parts.
 
     values, ids   [rows, parts] float32 and int32, the parts in the order of their ids
     program       one row

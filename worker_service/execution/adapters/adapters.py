@@ -1,7 +1,7 @@
-"""Low-rank adapters of one worker: those in host memory, and those that lie in a slot on the device.
+"""LoRA adapters of one worker: in host memory, and in slots on the device.
 
-A step's rows know their adapter by its slot. An adapter that a step needs and that has no slot takes that of the one
-that was used least recently, which costs a copy before the forward pass; nothing waits for a file or the network.
+The rows of a step refer to an adapter by its slot. If a step needs an adapter without a slot, it replaces the least
+recently used adapter, which costs a copy before the forward pass. No step waits for a file or the network.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from worker_service.session.session import ScheduledChunk
 
 @dataclass(frozen=True)
 class AdapterRoom:
-    """How many adapters there may be on the device and in host memory, and of which rank."""
+    """The number of adapters on the device and in host memory, and their largest rank."""
 
     num_slots: int = 0
     max_rank: int = 1
@@ -32,26 +32,27 @@ class AdapterRoom:
 
 
 class Adapters:
-    """Of one rank. `add`, `remove` and `slots` are called on the device's thread, between steps and at their start."""
+    """The adapters of one rank. `add`, `remove` and `slots` run on the device thread, between steps or at a step's
+    start."""
 
     def __init__(self, model: Loadable, room: AdapterRoom, cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Allocates the slots. It is called before the model's weights are packed. cuts: as `Shard` has them."""
+        """Allocates the slots. Call it before the model's weights are packed. cuts: the same as in `Shard`."""
         self.room = room
         self.cuts = cuts
         self.fingerprints: list[str] = []
-        """Of those that a step may name that the device's thread is handed from now on: kept where that thread is given
-        `add` and `remove`."""
+        """Adapters that the next step handed to the device thread may name. Updated where `add` and `remove` are handed
+        to that thread."""
         self._places: Mapping[str, LoraPlace] = (
             model.allocate_lora(room.num_slots, room.max_rank) if room.num_slots else {}
         )
-        self._loaded: dict[str, tuple[int, Adapter]] = {}  # with the number of its loading
-        self._slots = OrderedDict[str, tuple[int, int]]()  # with that number; the one that was used last is the last
+        self._loaded: dict[str, tuple[int, Adapter]] = {}  # with a number for each load
+        self._slots = OrderedDict[str, tuple[int, int]]()  # with the load's number; least recently used first
         self._numbers = itertools.count()
         self._free = list(range(room.num_slots))
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Outputs and inputs, in all ranks together, of each projection that can have an adapter."""
+        """Outputs and inputs, over all ranks, of each projection that can have an adapter."""
         found = {}
         for name, place in self._places.items():
             cut = self.cuts.get(f"{name}.weight")
@@ -67,7 +68,7 @@ class Adapters:
 
     @property
     def most_bytes(self) -> int:
-        """Of one adapter's file: every projection at the largest rank in float64, and a header."""
+        """Upper limit of an adapter file's bytes: every projection at the largest rank in float64, and a header."""
         return 8 * self.room.max_rank * sum(map(sum, self.shapes.values())) + (16 << 20)
 
     @property
@@ -75,7 +76,7 @@ class Adapters:
         return next(iter(self._places.values())).weights.a.dtype
 
     def measure_copy(self) -> float:
-        """Seconds until an adapter of the largest rank, or this rank's part of it, lies in a slot; 0 without slots."""
+        """Seconds to copy an adapter of the largest rank (this rank's part) to a slot; 0 without slots."""
         if not self.room.num_slots:
             return 0.0
         rank, device = self.room.max_rank, next(iter(self._places.values())).weights.a.device
@@ -87,7 +88,7 @@ class Adapters:
             for name, place in self._places.items()
         }
         seconds = 0.0
-        for _ in range(2):  # the first pays for what is allocated lazily
+        for _ in range(2):  # the first copy also pays for lazy allocation
             began = time.perf_counter()
             self._fill(0, Adapter(halves))
             if device.type == "cuda":
@@ -96,16 +97,16 @@ class Adapters:
         return seconds
 
     def add(self, fingerprint: str, adapter: Adapter) -> None:
-        """adapter: this rank's part."""
+        """adapter: this rank's part of it."""
         self._loaded[fingerprint] = next(self._numbers), adapter
 
     def remove(self, fingerprint: str) -> None:
         self._loaded.pop(fingerprint, None)
 
     def slots(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
-        """The slot of each row's adapter, [rows] int32 and negative for none; None where no row has one.
+        """The slot of each row's adapter, [rows] int32, negative for no adapter; None if no row has an adapter.
 
-        Raises InvalidStepError where an adapter is not loaded, or there are more of them than slots.
+        Raises InvalidStepError if an adapter is not loaded, or the step needs more adapters than there are slots.
         """
         names = dict.fromkeys(chunk.sequence.adapter for chunk in chunks if chunk.sequence.adapter)
         if not names:
@@ -119,7 +120,7 @@ class Adapters:
         return upload(rows, torch.int32, device)
 
     def _place(self, name: str, needed: Mapping[str, None]) -> int:
-        """The slot of an adapter, which it is copied to if it is in none."""
+        """The slot of an adapter; copies the adapter to a slot if it has none."""
         loaded = self._loaded.get(name)
         if loaded is None:
             raise InvalidStepError(f"the adapter {name[:64]} is not loaded")
@@ -128,7 +129,7 @@ class Adapters:
         if held is not None and held[1] == number:
             self._slots[name] = held
             return held[0]
-        if held is not None:  # it has been loaded anew
+        if held is not None:  # the adapter has been loaded again since
             self._free.append(held[0])
         if not self._free:
             oldest = next(other for other in self._slots if other not in needed)
@@ -139,7 +140,7 @@ class Adapters:
         return slot
 
     def _fill(self, slot: int, adapter: Adapter) -> None:
-        ranks: dict[int, int] = {}  # of each product, by its identity
+        ranks: dict[int, int] = {}  # of each product, by the product's id
         for name, (a, _) in adapter.halves.items():
             weights = self._places[name].weights
             ranks[id(weights)] = max(ranks.get(id(weights), 0), len(a))
@@ -150,7 +151,7 @@ class Adapters:
             if not rank:
                 continue
             columns = slice(weights.starts[part], weights.starts[part + 1])
-            # Other projections of the product may have more inner units.
+            # A product's other projections may have larger ranks.
             weights.a[slot, part, :rank] = 0
             weights.b[slot, :rank, columns] = 0
             if name in adapter.halves:

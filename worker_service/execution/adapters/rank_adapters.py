@@ -1,10 +1,9 @@
-"""Adapters in several ranks: each holds its part of every one, and all begin and cease to hold it between the same
-steps.
+"""Adapters in several ranks: each rank holds its part of every adapter, and all load or drop it between the same steps.
 
-The first rank reads and checks an adapter beside the steps. It then hands it over in pieces, each between two steps,
-and says when it has come whole. All this goes the way that steps go, on the thread that sends them. So a rank holds an
-adapter before it is sent a step that names it; and slots, which follow from what is held and from the steps, are the
-same in all ranks. Where they were not, ranks would apply different adapters, or wait for a sum that never comes.
+The first rank reads and checks an adapter while steps run. It then broadcasts the adapter in pieces, each between two
+steps, and a last message when the adapter is complete. These messages use the same thread and order as steps. So every
+rank holds an adapter before it receives a step that names it. Slots depend only on adapters and steps, so they are
+equal in all ranks. With different slots, ranks would apply different adapters, or wait for a sum that never comes.
 """
 
 import json
@@ -19,29 +18,30 @@ from worker_service.loading.adapter import Adapter
 from worker_service.parallel.ranks import BETWEEN_STEPS, Ranks
 
 PIECE_BYTES = 2 << 20
-"""Of a piece, if it has several projections. It delays a step by 5 to 9 ms on two cores that other programs use too."""
+"""Bytes of a piece with several projections. A piece delays a step by 5 to 9 ms on two cores shared with other
+programs."""
 
 
 def hand_over(ranks: Ranks, piece: Adapter) -> None:
-    """Give the other ranks the next piece, which is of the whole adapter."""
+    """Broadcast the next piece (of the whole adapter) to the other ranks."""
     with ranks.alike():
         _send(ranks, piece=[(name, len(a)) for name, (a, _) in piece.halves.items()])
         ranks.broadcast(torch.cat([half.flatten() for half in chain(*piece.halves.values())]))
 
 
 def abandon(ranks: Ranks) -> None:
-    """Have the other ranks forget the pieces that have come so far."""
+    """Have the other ranks drop the pieces of an incomplete adapter."""
     _send(ranks, abandon=True)
 
 
 def hold(ranks: Ranks, adapters: Adapters, fingerprint: str, own: Adapter) -> None:
-    """Hold an adapter, whose pieces the other ranks have all been given. own: this rank's part."""
+    """Add an adapter whose pieces the other ranks all have. own: this rank's part."""
     _send(ranks, hold=fingerprint)
     adapters.add(fingerprint, own)
 
 
 def drop(ranks: Ranks, adapters: Adapters, fingerprint: str) -> None:
-    """Cease to hold an adapter."""
+    """Drop an adapter."""
     _send(ranks, drop=fingerprint)
     adapters.remove(fingerprint)
 
@@ -52,15 +52,15 @@ def _send(ranks: Ranks, **order: object) -> None:
 
 
 class AdapterFollower:
-    """The adapters of a rank that is not the first."""
+    """The adapters of a rank other than the first."""
 
     def __init__(self, ranks: Ranks, adapters: Adapters) -> None:
         self._ranks = ranks
         self._adapters = adapters
-        self._coming: dict[str, tuple[Tensor, Tensor]] = {}  # own parts of the one adapter that is under way
+        self._coming: dict[str, tuple[Tensor, Tensor]] = {}  # this rank's parts of the incomplete adapter
 
     def follow(self, message: bytes) -> None:
-        """Do what the first rank did when it sent this."""
+        """Repeat the first rank's operation, which `message` names."""
         with self._ranks.alike():
             match json.loads(message):
                 case {"piece": projections}:
@@ -74,7 +74,7 @@ class AdapterFollower:
                     self._coming = {}
 
     def _receive(self, projections: Sequence[tuple[str, int]]) -> Adapter:
-        """This rank's part of a piece. projections: their names, and their numbers of inner units."""
+        """This rank's part of a piece. projections: names and ranks (inner units)."""
         shapes = self._adapters.shapes
         sizes = [(name, rank, *shapes[name]) for name, rank in projections]
         lengths = [length for _, rank, outputs, inputs in sizes for length in (rank * inputs, outputs * rank)]

@@ -1,7 +1,7 @@
-"""The worker's KV memory: a pool of blocks on the device, a pool on the host, and the copies between and within them.
+"""The worker's KV memory: a block pool on the device, a block pool on the host, and copies between and within them.
 
-Blocks are only numbers here; the scheduler knows what each holds. The pools are not initialised, so that a CPU's memory
-is committed only when a block is first written.
+Blocks are only numbers here; the scheduler knows the contents of each. The pools are not initialised: a CPU commits
+memory only when a block is first written.
 """
 
 import time
@@ -20,8 +20,8 @@ _MEASURED_BLOCKS = 8
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one block holds: keys and values of `block_size` tokens in all layers, as `kernels.ops` has them, or in 8
-    bits as `kernels.attention.narrow_cache` does."""
+    """The contents of one block: keys and values of `block_size` tokens in all layers. The layout is that of
+    `kernels.ops`, or of `kernels.attention.narrow_cache` for 8 bits."""
 
     num_layers: int
     block_size: int
@@ -52,7 +52,7 @@ class CacheEngine:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def move(self, output: SchedulerOutput) -> None:
-        """Do a step's moves: out, in, copy. A block swapped out may be the destination of one swapped in.
+        """Do a step's moves in this order: swap out, swap in, copy. A swapped-out block may be a swap-in's destination.
 
         On a GPU the moves run on their own stream, after all work queued so far and before all work queued later.
         """
@@ -79,7 +79,7 @@ class CacheEngine:
             )
 
     def measure_swap_bandwidth(self) -> int:
-        """Bytes a second between the pools, out and in together; 0 when there is no host pool."""
+        """Bytes a second between the pools, both directions added; 0 without a host pool."""
         blocks = tuple(range(min(_MEASURED_BLOCKS, len(self.device_blocks), len(self.host_blocks))))
         if not blocks:
             return 0
@@ -103,8 +103,10 @@ class CacheEngine:
 
 
 def _move_blocks(source_pool: Tensor, destination_pool: Tensor, mapping: BlockMapping) -> None:
-    """One contiguous transfer a block, by the copy engine of a GPU: a kernel that read pinned memory would take
-    processors from the kernels that compute, and has nothing to gain from transfers of megabytes.
+    """Copies block by block, one contiguous transfer each, by the copy engine of a GPU.
+
+    A kernel that reads pinned memory would occupy multiprocessors that other kernels need; transfers of megabytes gain
+    nothing from it.
     """
     for source, destination in zip(mapping.sources, mapping.destinations, strict=True):
         destination_pool[destination].copy_(source_pool[source], non_blocking=True)

@@ -1,8 +1,8 @@
 """Finds the rows of a decode step whose contexts begin with the same blocks, so that attention reads these blocks once.
 
-Such rows belong to requests with one long common prompt, to the outputs of one request, or to drafts for one sequence.
-A shared prefix is cut into parts of `PART_KEYS` keys. An item is one part, for as many rows as a kernel takes together.
-Rows that share a part also share the part before it.
+Such rows belong to requests with one long common prompt, to several outputs of one request, or to drafts of one
+sequence. A shared prefix is cut into parts of `PART_KEYS` keys. An item is one part and as many rows as a kernel
+computes together. Rows that share a part also share the part before it.
 """
 
 from array import array
@@ -18,8 +18,8 @@ from kernels.attention.metadata import PART_KEYS, SharedParts
 from kernels.upload import upload
 
 _ITEMS_A_ROW = 2
-"""Room for items, for each row of a step. 256 rows behind one prompt need an item for every 16 rows and 512 tokens, so
-2 a row are enough for 16,384 tokens. Further tokens are not shared."""
+"""Items to allocate for each row of a step. An item is needed for every 16 rows and 512 tokens of 256 rows with one
+prompt, so 2 a row suffice for 16,384 tokens. Further tokens are not shared."""
 
 
 class SharedRows(NamedTuple):
@@ -29,7 +29,7 @@ class SharedRows(NamedTuple):
     rows: list[int]
     num_parts: list[int]
     num_saved: int
-    """Keys that attention does not read again, because it reads them for another row."""
+    """Keys that attention need not read again, because it reads them for another row of the item."""
 
 
 def find_shared(
@@ -41,12 +41,13 @@ def find_shared(
     most_items: int,
     most_parts: int,
 ) -> SharedRows:
-    """tables, contexts: the blocks and the number of tokens of each row; most_rows: the most rows of an item."""
+    """Find parts that rows share. tables, contexts: the blocks and the number of tokens of each row; most_rows: limit
+    of rows of an item."""
     items: list[tuple[int, int, int]] = []
     rows: list[int] = []
     num_parts = [0] * len(tables)
     num_saved = 0
-    # Behind a part that is shared there is always a key of the row's own.
+    # At least one key of the row's own must follow a shared part.
     groups = _alike(tables, (row for row, context in enumerate(contexts) if context > PART_KEYS), 0, 1)
     for part in range(most_parts):
         first, last = part * PART_KEYS // block_size, ((part + 1) * PART_KEYS - 1) // block_size + 1
@@ -70,7 +71,7 @@ def find_shared(
 
 
 def _alike(tables: "Sequence[array[int]]", rows: Iterable[int], first: int, last: int) -> list[list[int]]:
-    """Groups of at least two rows with equal blocks from `first` to `last`."""
+    """Groups of at least two rows whose blocks from `first` to `last` are equal."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
     for row in rows:
         groups[tables[row][first:last].tobytes()].append(row)
@@ -78,7 +79,7 @@ def _alike(tables: "Sequence[array[int]]", rows: Iterable[int], first: int, last
 
 
 class SharedInputs:
-    """Shared parts in memory at fixed addresses, for CUDA graphs that are replayed over it."""
+    """Shared parts in memory at fixed addresses, for CUDA graphs that are replayed with them."""
 
     def __init__(
         self,
@@ -90,8 +91,8 @@ class SharedInputs:
         block_size: int,
         device: torch.device,
     ) -> None:
-        """most_rows: the most rows of an item; most_parts: the most parts of a row; room: parts of all rows of a step,
-        shared or not; least_saved: the least number of keys that sharing must save in a step."""
+        """most_rows: limit of rows of an item; most_parts: limit of parts of a row; room: limit of parts, shared or
+        not, over all rows of a step; least_saved: fewest keys that sharing must save in a step."""
         self._most_rows, self._longest, self._room, self._least_saved = most_rows, most_parts, room, least_saved
         self._block_size = block_size
         most_items = _ITEMS_A_ROW * max_num_rows
@@ -117,7 +118,7 @@ class SharedInputs:
         found = self.find(tables, contexts, size)
         if found is None:
             return False
-        if (found, size) != self._known:  # most steps are as the one before
+        if (found, size) != self._known:  # most steps share the same parts as the step before
             items = np.zeros((_ITEMS_A_ROW * size, 3), dtype=np.int32)
             items[: len(found.items)] = found.items
             num_parts = np.zeros(size, dtype=np.int32)
@@ -135,5 +136,5 @@ class SharedInputs:
         return SharedParts(items, self._rows, self._num_parts[:size], self.most_parts(size))
 
     def most_parts(self, size: int) -> int:
-        """The most parts of a row in a step of `size` rows. The last bound is where the items run out."""
+        """The most parts of a row in a step of `size` rows. The last bound is the number of items."""
         return min(self._longest, self._room // size, _ITEMS_A_ROW * self._most_rows)

@@ -1,12 +1,12 @@
-"""Drafts by a smaller model with the same vocabulary, which draws with the target's random numbers.
+"""Drafts by a smaller model with the same vocabulary, which samples with the target's random numbers.
 
-Its keys and values lie beside the target's, in pools of its own under the same block numbers: a block is swapped,
-copied, shared and found again as one, and the scheduler need not know. What the draft model has not computed, it
-catches up with when drafts are next worth making, so it costs nothing while they are not.
+The draft model's keys and values lie in pools of its own under the target's block numbers. Swaps, copies and reuse of a
+block apply to both caches, and the scheduler need not know. If the draft model has not computed some tokens, it catches
+up when drafts are next worth making; until then it costs nothing.
 
-The target's token is the largest of its logits plus noise that is a function of seed, output, position and token
-(`kernels.sampling.noise`). The draft model adds the same noise to its own logits, and so agrees more often than if it
-drew by itself: drafter-invariant speculative decoding (Daliri, Musco and Suresh 2024).
+The target's token maximises logit plus noise, where noise is a function of seed, output, position and token
+(`kernels.sampling.noise`). The draft model adds the same noise to its own logits, and so agrees more often than with
+independent noise: drafter-invariant speculative decoding (Daliri, Musco and Suresh 2024).
 """
 
 import time
@@ -30,7 +30,7 @@ from worker_service.speculation.policy import StepCost
 
 
 class _Widened:
-    """A network as if it had another vocabulary's size, such as that of a target whose embedding has more padding."""
+    """A network with a vocabulary of another size, for example of a target whose embedding has more padding."""
 
     def __init__(self, model: CausalModel, vocabulary_size: int) -> None:
         self.config = model.config
@@ -64,24 +64,24 @@ class _Widened:
 
 
 def with_vocabulary(model: CausalModel, vocabulary_size: int) -> CausalModel:
-    """The same network with logits for so many tokens."""
+    """The same network, with this number of logits."""
     return model if model.config.vocabulary_size == vocabulary_size else _Widened(model, vocabulary_size)
 
 
 _NOTHING_TO_MOVE = SchedulerOutput(epoch=0, step_id=0)
 _NO_SEQUENCE = -1
 _FEW = 64
-"""Tokens of a pass that says what a decode costs; prompts are computed at another rate."""
+"""Largest token count of a pass that measures the cost of a decode; prompts are computed at another rate."""
 
 
 class DraftRunner(Protocol):
-    """What computes the passes."""
+    """Computes the passes."""
 
     cache_engine: CacheEngine
-    """Of as many blocks as the target's."""
+    """The draft cache, with as many blocks as the target's."""
 
     def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
-        """Compute slots [start, stop) of each chunk, and a draft for each that samples."""
+        """Compute slots [start, stop) of each chunk, and a draft for each chunk that samples."""
 
 
 class DraftModel:
@@ -96,7 +96,7 @@ class DraftModel:
         *,
         reads_next: bool = False,
     ) -> None:
-        """reads_next: whether what it computes in a token's slot depends on the token behind it, so that the last token
+        """reads_next: whether the keys and values in a token's slot depend on the next token, so that the last token
         has no slot yet."""
         cache = runner.cache_engine
         self.cost: StepCost | None = StepCost(1 / max(1, prefill_tokens_per_second))
@@ -105,23 +105,23 @@ class DraftModel:
         self._max_model_len = max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
         self._block_size = cache.device_blocks.shape[3]
-        # How many of each block's first slots hold keys and values of the tokens whose target's are there.
+        # For each block, the number of leading slots for which the draft cache matches the target's tokens.
         self._filled = np.zeros(len(cache.device_blocks), dtype=np.int64)
         self._filled_on_host = np.zeros(len(cache.host_blocks), dtype=np.int64)
-        # Of each block, the sequence of which the target computes tokens there in the step that has begun.
+        # For each block, the sequence whose tokens the target computes there in the current step.
         self._writers = np.full(len(cache.device_blocks), _NO_SEQUENCE, dtype=np.int64)
 
     def most_behind(self, num_tokens: int) -> int:
-        """As many as have positions, the last of them none of its own."""
+        """Limited by the positions; the last draft needs no position."""
         return max(0, self._max_model_len - num_tokens + 1)
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
-        """Move what the target moves, and know that what the target computes is new."""
+        """Repeat the target's block moves, and mark the slots that the target computes as not drafted."""
         self._runner.cache_engine.move(output)
         _move(self._filled, self._filled_on_host, output.blocks_to_swap_out)
         _move(self._filled_on_host, self._filled, output.blocks_to_swap_in)
         _move(self._filled, self._filled, output.blocks_to_copy)
-        if self._reads_next:  # what is copied goes on with another token
+        if self._reads_next:  # copied blocks continue with another token
             copied = [*output.blocks_to_copy.sources, *output.blocks_to_copy.destinations]
             self._filled[copied] = np.maximum(self._filled[copied] - 1, 0)
         self._writers[:] = _NO_SEQUENCE
@@ -133,9 +133,9 @@ class DraftModel:
             self._writers[chunk.sequence.block_ids[first : last + 1]] = chunk.sequence.sequence_id
 
     def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
-        """One pass over what has not been computed of them, and one more for each further draft.
+        """One pass over the tokens not computed yet, and another pass for each further draft.
 
-        A pass computes no more tokens than a step may have; a sequence that does not fit has no drafts this time.
+        A pass is limited to the tokens of a step; a sequence that does not fit gets no drafts this time.
         """
         drafts: list[list[int]] = [[] for _ in beginnings]
         numbers = [self._room(one) for one in beginnings]
@@ -149,7 +149,7 @@ class DraftModel:
             num_slots = one.num_tokens - self._reads_next
             start = self._num_filled(one.sequence, num_slots)
             if self._reads_next and start and start % self._block_size == 0:
-                start -= 1  # which another sequence may have computed, that shares this block and goes on differently
+                start -= 1  # a sequence that shares this block and continues differently may have computed it
             if numbers[row]:
                 start = min(start, num_slots - 1)
             stop = min(num_slots, start + left)
@@ -181,7 +181,7 @@ class DraftModel:
         return drafts
 
     def _pass(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int], set[int]]:
-        """The tokens after the chunks that sample, and the ids of sequences for which there is none."""
+        """The sampled tokens of the chunks that sample, and the ids of sequences without a token."""
         began = time.perf_counter()
         answer = self._runner.execute(_NOTHING_TO_MOVE, chunks)
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
@@ -191,35 +191,34 @@ class DraftModel:
         return answer.token_ids, set(answer.failed_sequence_ids)
 
     def _room(self, one: Beginning) -> int:
-        """How many of the drafts that are wanted have a slot for all but the last of them, and a position."""
+        """The number of wanted drafts that fit: each needs a position, and all but the last need a slot."""
         slots = min(len(one.sequence.block_ids) * self._block_size, self._max_model_len)
         return max(0, min(one.number, slots - one.num_tokens + 1))
 
     def _awaits_states(self, one: Beginning) -> bool:
         """Whether the target computes some of the sequence's first tokens in this step, for another sequence that
-        shares their blocks: a head has no states of them before."""
+        shares the blocks. A head has no states of these tokens before the step."""
         writers = self._writers[one.sequence.block_ids[: (one.num_tokens - 1) // self._block_size]]
         return bool(((writers != _NO_SEQUENCE) & (writers != one.sequence.sequence_id)).any())
 
     def _num_filled(self, sequence: SequenceState, num_slots: int) -> int:
-        """How many of the sequence's first slots the draft model has computed."""
+        """The number of the sequence's leading slots that the draft model has computed."""
         firsts = np.arange(0, num_slots, self._block_size)
         filled = self._filled[sequence.block_ids[: len(firsts)]]
         (short,) = np.nonzero(filled < np.minimum(num_slots - firsts, self._block_size))
         return int(firsts[short[0]] + filled[short[0]]) if len(short) else num_slots
 
     def _note(self, chunk: ScheduledChunk) -> None:
-        """These slots have been computed."""
+        """Record that these slots have been computed."""
         firsts = np.arange(chunk.start // self._block_size * self._block_size, chunk.stop, self._block_size)
         blocks = chunk.sequence.block_ids[firsts[0] // self._block_size :][: len(firsts)]
         self._filled[blocks] = np.minimum(chunk.stop - firsts, self._block_size)
 
 
 def _of_draft(one: Beginning) -> SequenceState:
-    """The sequence's first tokens, to go on with drafts, and the parameters that decide which token is chosen.
+    """The sequence's first tokens, which drafts are appended to, and the parameters that decide which token is sampled.
 
-    What is drafted for a sequence with an adapter is what the base would say, and for one with a form what it would say
-    without.
+    Drafts ignore adapters and forms: the base model predicts the tokens, without a mask.
     """
     sampling = one.sequence.sampling
     if sampling.form or sampling.logprobs is not None or sampling.prompt_logprobs is not None:

@@ -1,7 +1,7 @@
-"""A head that drafts from a target's states, before it is loaded: an EAGLE-3 head in a folder of its own, or the layer
-that a checkpoint has for multi-token prediction.
+"""The files of a head that drafts from a target's states: an EAGLE-3 head in its own folder, or a checkpoint's layer
+for multi-token prediction.
 
-Everything that can be wrong with its files ends in a StartError.
+Every fault of the files ends in a StartError.
 """
 
 from collections.abc import Sequence
@@ -31,28 +31,28 @@ from worker_service.speculative_config import SpeculativeConfig
 from worker_service.wording import reason
 
 _LAYER_NAMES = ("midlayer", "layers.0")
-"""Of an EAGLE-3 head's layer in a checkpoint of its authors' form, and of speculators'."""
+"""Names of an EAGLE-3 head's layer in a checkpoint, as its authors and as speculators write it."""
 
 
 class HeadFiles(Protocol):
-    """Nothing of it is in memory until `load`."""
+    """Files of a head. `load` is the first to allocate memory."""
 
     @property
     def shape(self) -> CacheShape:
-        """Of a block of its cache."""
+        """The shape of a block in the head's cache."""
 
     @property
     def max_model_len(self) -> int: ...
 
     def check(self) -> list[int]:
-        """As `Network.check`."""
+        """See `Network.check`."""
 
     def load(self, target: Decoder) -> Head:
-        """Beside the target's loaded network. Raises StartError."""
+        """Load the head beside the target's loaded network. Raises StartError."""
 
 
 def open_head(speculation: SpeculativeConfig, settings: WorkerSettings, target: Network) -> HeadFiles:
-    """The head of a checkpoint, downloaded where needed. Raises StartError where it is no head for this target."""
+    """The head of a checkpoint, downloaded if needed. Raises StartError if it does not fit this target."""
     if not isinstance(target.config, DecoderConfig):
         raise StartError(f"{speculation.flag} is for the families that run natively; {target.model_id} does not")
     if speculation.method == "mtp":
@@ -72,7 +72,7 @@ def _sizes(tensors: Sequence[Tensor]) -> list[int]:
 
 @dataclass(frozen=True)
 class MtpFiles:
-    """The layer lies among the target's own weights."""
+    """The layer for multi-token prediction, stored among the target's weights."""
 
     target: Network
     config: DecoderConfig
@@ -108,11 +108,11 @@ class MtpFiles:
 
 @dataclass(frozen=True)
 class EagleFiles:
-    """A folder of its own."""
+    """An EAGLE-3 head in its own folder."""
 
     checkpoint: Checkpoint
     weights: WeightFiles | None
-    """None for random ones."""
+    """None for random weights."""
     config: EagleConfig
     target: Network
 
@@ -143,7 +143,7 @@ class EagleFiles:
     def check(self) -> list[int]:
         blueprint = self._allocate(torch.device("meta")).checkpoint_tensors(self._layer_name)
         self.checkpoint.check(blueprint)
-        # t2d says which tokens have a logit, as d2t does.
+        # t2d repeats which tokens have a logit; d2t suffices.
         self.checkpoint.check_none_left({*blueprint, "d2t", "t2d"})
         self._token_ids()
         return _sizes([*blueprint.values()])
@@ -161,14 +161,15 @@ class EagleFiles:
 
     @property
     def _layer_name(self) -> str:
-        """That of the form that config.json has, unless the other one alone is there."""
+        """The layer's name in the format of config.json, or the other format's name if the checkpoint has only that."""
         first, other = reversed(_LAYER_NAMES) if "transformer_layer_config" in self.checkpoint.config else _LAYER_NAMES
         names = [] if self.weights is None else [*self.weights.dtypes]
         has_first, has_other = (any(name.startswith(f"{layer}.") for name in names) for layer in (first, other))
         return other if has_other and not has_first else first
 
     def _token_ids(self) -> Tensor | None:
-        """The token of each logit; None for all in order. `d2t` has how much further on each is than its logit."""
+        """The token of each logit; None if all tokens have a logit, in order. `d2t` holds token id minus logit
+        index."""
         number, size, path = self.config.draft_vocabulary_size, self.config.layer.vocabulary_size, self.checkpoint.path
         if self.weights is None or not _has(self.weights, "d2t"):
             if number < size and self.weights is not None:
@@ -187,7 +188,7 @@ class EagleFiles:
 def _read_config(checkpoint: Checkpoint, target: DecoderConfig, file: Path) -> EagleConfig:
     try:
         return EagleConfig.from_json(checkpoint.config, target)
-    except Exception as error:  # a config is untrusted, and the code that reads it may raise anything
+    except Exception as error:  # config files are untrusted, and the code that reads them may raise anything
         raise StartError(f"{file}: {reason(error)}") from error
 
 

@@ -1,9 +1,8 @@
-"""The passes of a head, in a draft model's place.
+"""The passes of a head, in place of a draft model's.
 
-Its slot of a token has the keys and values that it computes of the *next* token and of the token's own state. So it can
-compute one slot less than there are tokens, and the last slot of a block depends on the first token behind the block:
-where sequences that share a block go on differently, one of them drafts from another's slot, which costs no more than
-a draft.
+A head's slot for a token holds keys and values computed from the *next* token and the token's own state. So the head
+computes one slot less than there are tokens. A block's last slot depends on the next block's first token. If sequences
+share a block and then differ, a sequence may draft from another's slot, which costs a draft at most.
 """
 
 from array import array
@@ -26,11 +25,11 @@ from worker_service.wording import reason
 
 
 class HeadRunner:
-    """What a `DraftModel` computes with."""
+    """Computes a head's passes for `DraftModel`."""
 
     def __init__(self, head: Head, cache_engine: CacheEngine, target: Decoder) -> None:
-        """From now on the target's states are kept in the head's cache. Raises StartError where the head cannot be
-        computed."""
+        """Registers the head's cache with the target, which stores its states there. Raises StartError if the head
+        cannot be computed."""
         self.cache_engine = cache_engine
         self._head = head
         cache = cache_engine.device_blocks
@@ -38,7 +37,7 @@ class HeadRunner:
         target.show_states(head.states_before, lambda states, slots: head.read(states, slots, cache))
 
     def _try(self) -> None:
-        """Compute a slot, so that nothing about the head fails first while it serves."""
+        """Compute one slot, so that errors in the head are found before serving."""
         sequence = SequenceState(0, array(TOKENS, [0, 0]), 1, 0, array(TOKENS, [0, 0]), SamplingParams())
         try:
             self.execute(SchedulerOutput(epoch=0, step_id=0), [ScheduledChunk(sequence, 0, 1, samples=True)])
@@ -49,10 +48,10 @@ class HeadRunner:
 
     @torch.inference_mode()
     def execute(self, _: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
-        """Compute slots [start, stop) of each chunk, and draft the token behind the one after them.
+        """Compute slots [start, stop) of each chunk, and draft token stop + 1, which follows the known token stop.
 
-        Where one is drafted, the head's state of the token that it drafts from is kept in the next slot, for a draft
-        after that: the target's takes its place when it has computed that token.
+        The state that the head drafts from is stored in the next slot, for the draft after it. The target's state
+        replaces it when the target has computed that token.
         """
         cache = self.cache_engine.device_blocks
         block_size = cache.shape[3]
@@ -69,7 +68,7 @@ class HeadRunner:
         stops = accumulate(chunk.stop - chunk.start for chunk in chunks)
         last = [stop - 1 for stop, chunk in zip(stops, chunks, strict=True) if chunk.samples]
         states = states[upload(last, torch.int64, cache.device)]
-        # A step that runs ahead may have the target's states there already.
+        # A step that runs ahead may have stored the target's states there already.
         keeping = [
             (row, chunk.sequence.block_ids[chunk.stop // block_size] * block_size + chunk.stop % block_size)
             for row, chunk in enumerate(sampling)

@@ -1,6 +1,6 @@
 """From settings to a proposer of draft tokens: n-grams, a draft model, a head, or none.
 
-A draft model and a head are loaded beside the target, and have a cache of their own under the target's block numbers.
+A draft model and a head are loaded beside the target. Each has its own cache under the target's block numbers.
 """
 
 from pagewire_common.start_error import StartError
@@ -22,7 +22,8 @@ from worker_service.speculation.ngram import Ngrams
 
 
 class ProposerLoader:
-    """Loads a proposer, of which nothing is in memory until `load`. This one needs no weights: n-grams, or none."""
+    """Loads a proposer; `load` is the first to allocate memory. This base class needs no weights: n-grams, or no
+    proposer."""
 
     def __init__(self, settings: WorkerSettings, max_model_len: int) -> None:
         self._settings = settings
@@ -30,24 +31,26 @@ class ProposerLoader:
 
     @property
     def shapes(self) -> list[CacheShape]:
-        """Of a block of the cache that it needs, if it needs one."""
+        """The shape of a block in the proposer's cache, if it has a cache."""
         return []
 
     def check(self) -> list[int]:
-        """As `Network.check`."""
+        """See `Network.check`."""
         return []
 
     def load(self, target: CausalModel) -> None:
-        """Beside the target's loaded network. Raises StartError."""
+        """Load the proposer beside the target's loaded network. Raises StartError."""
 
     def measure(self, speed: int) -> None:
-        """See how fast it is. speed: of the target, in tokens of prompts a second, measured beside these weights."""
+        """Measure the proposer's speed. speed: the target's prefill tokens a second, measured with these weights
+        loaded."""
 
     def attach(self, cache: CacheEngine) -> None:
-        """Before graphs of the target are captured, a part of which it then may be. Raises StartError."""
+        """Attach the cache before the target's graphs are captured, which may include the proposer. Raises
+        StartError."""
 
     def proposer(self) -> Proposer | None:
-        """When all are loaded, and after graphs of the target were captured."""
+        """Create the proposer, after loading and after the target's graphs were captured."""
         speculation = self._settings.speculation
         return Ngrams(speculation.fewest, speculation.longest) if speculation is not None else None
 
@@ -127,7 +130,7 @@ class _HeadLoader(ProposerLoader):
         return self._files.check()
 
     def load(self, target: CausalModel) -> None:
-        assert isinstance(target, Decoder)  # as `open_head` has made sure
+        assert isinstance(target, Decoder)  # `open_head` has checked it
         self._target, self._head = target, self._files.load(target)
 
     def measure(self, speed: int) -> None:

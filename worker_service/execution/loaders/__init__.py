@@ -1,1 +1,1 @@
-"""From an opened model to a runner with a cache: the steps of each kind of model."""
+"""From an opened model to a runner with a cache: the loading steps of each kind of model."""

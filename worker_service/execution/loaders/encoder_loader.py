@@ -1,4 +1,4 @@
-"""An encoder: it has neither a cache nor anything that is for sampling."""
+"""Loads an encoder, which has no cache and does not sample."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,14 +13,14 @@ from worker_service.session.step import Limits, WorkerInfo
 from worker_service.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from worker_service.models.encoders.encoder import Encoder  # which imports transformers
+    from worker_service.models.encoders.encoder import Encoder  # imports transformers
 
 
 class EncoderLoader(Loader):
-    """Loads a network that reads texts whole, of which it makes vectors or scores."""
+    """Loads a network that reads whole texts and returns vectors or scores."""
 
     def __init__(self, settings: WorkerSettings, target: Network) -> None:
-        """As `Loader` has it."""
+        """See `Loader`."""
         _check_flags(settings, target)
         super().__init__(settings, target)
         if settings.max_num_batched_tokens < self.max_model_len:
@@ -32,36 +32,36 @@ class EncoderLoader(Loader):
         self._runner: EncoderRunner
 
     def check(self) -> list[int]:
-        """As `Loader` has it."""
+        """See `Loader`."""
         return self.target.check()
 
     def load(self) -> None:
-        """As `Loader` has it."""
+        """See `Loader`."""
         self._model, self.adapters = self.target.load()
         self._runner = EncoderRunner(self._model, self.target.device)
 
     def measure(self) -> int:
-        """As `Loader` has it."""
+        """See `Loader`."""
         most_tokens, num_labels = self.settings.max_num_batched_tokens, self._model.config.num_labels
         return measure_encoder(self._runner, self.max_model_len, most_tokens, num_labels)
 
     def make_ready(self) -> EncoderRunner:
-        """As `Loader` has it."""
+        """See `Loader`."""
         return self._runner
 
     def info(self, fingerprint: str, speed: int) -> WorkerInfo:
-        """As `Loader` has it; a classifier is not pooled."""
+        """See `Loader`; a classifier has no pooling type."""
         found = super().info(fingerprint, speed)
         return replace(found, pooling_type=None) if self._model.config.num_labels else found
 
     def limits(self) -> Limits:
-        """As `Loader` has it."""
+        """See `Loader`."""
         num_labels = self._model.config.num_labels
         embedding_size = 0 if num_labels else self.target.config.hidden_size
         return replace(super().limits(), embedding_size=embedding_size, num_labels=num_labels)
 
     def explain(self, error: Exception) -> StartError:
-        """Any error: the network's own code may be given values that were never tried."""
+        """Any error: the network's own code may receive values that were never tried."""
         settings = self.settings
         if is_out_of_memory(error):
             return StartError(f"{settings.model} does not fit into the memory of {self.target.device.type}")

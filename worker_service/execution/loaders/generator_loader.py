@@ -1,4 +1,5 @@
-"""A model that generates text: a decoder, alone or beside an encoder, with its cache and what else settings ask for."""
+"""Loads a model that generates text: a decoder, alone or with an encoder, its cache, and the features that settings ask
+for."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,43 +33,44 @@ log = structlog.get_logger()
 
 
 class GeneratorLoader(Loader):
-    """Loads the network, its adapters, what drafts for it, and gives the memory that is left to caches."""
+    """Loads the network, its adapters and its proposer, and gives the remaining memory to caches."""
 
     def __init__(self, settings: WorkerSettings, target: Network) -> None:
-        """As `Loader` has it."""
+        """See `Loader`."""
         generation = _read_generation_config(target)
         super().__init__(settings, target)
         config, ranks = target.config, target.ranks
         self._aligner = Aligner.read(generation, config) if target.max_encoder_len else None
         window = config.sliding_window
-        # Only a window that is shorter than the longest sequence; without one the scheduler caches prefixes.
+        # A window as long as the longest sequence counts as none, because the scheduler caches prefixes only without a
+        # window.
         self._sliding_window = 0 if window is None or window >= self.max_model_len else window
         self._proposer_loader = open_proposer_loader(settings, target, self.max_model_len, self._sliding_window)
         follows = settings.forms and ranks.size == 1
-        # Its process starts while the next steps are done.
+        # The process starts while the next steps run.
         self._forms = Forms.load(target.tokenizer_files, config.vocabulary_size) if follows else None
         self._shapes = [target.shape, *self._proposer_loader.shapes]
         self._block_bytes = ranks.gather_numbers(sum(shape.block_bytes for shape in self._shapes))
         self._room = AdapterRoom(settings.max_loras, settings.max_lora_rank, settings.max_cpu_loras)
         self._num_device_blocks = 0
         self._num_host_blocks = int(settings.swap_space * 2**30) // sum(self._block_bytes)
-        self._model: Any  # of the kind that `config` says
+        self._model: Any  # its class depends on `config`
         self._cache: CacheEngine
         self._proposer: Proposer | None = None
 
     def check(self) -> list[int]:
-        """As `Loader` has it."""
+        """See `Loader`."""
         return self.target.check(self._room) + self._proposer_loader.check()
 
     def load(self) -> None:
-        """As `Loader` has it."""
+        """See `Loader`."""
         self._model, self.adapters = self.target.load(self._room)
         if self.settings.max_loras and not self.adapters.shapes:
             raise StartError(f"--max-loras: {self.target.model_id} has no projection that adapters can be applied to")
         self._proposer_loader.load(self._model)
 
     def measure(self) -> int:
-        """As `Loader` has it."""
+        """See `Loader`."""
         shape, device, most_tokens = self.target.shape, self.target.device, self.settings.max_num_batched_tokens
         if self.target.max_encoder_len:
             speed = measure_encoder_decoder(self._model, shape, device, most_tokens)
@@ -78,7 +80,7 @@ class GeneratorLoader(Loader):
         return speed
 
     def make_ready(self) -> Runner:
-        """As `Loader` has it."""
+        """See `Loader`."""
         target, settings = self.target, self.settings
         self._count_blocks()
         counts = self._num_device_blocks, self._num_host_blocks
@@ -96,10 +98,10 @@ class GeneratorLoader(Loader):
         return ModelRunner(self._model, self._cache, graphs, self._forms, self.adapters)
 
     def _count_blocks(self) -> None:
-        """Choose the number of blocks, and where need be a shorter longest text."""
+        """Choose the number of blocks, and reduce the longest text if it would not fit."""
         target, settings = self.target, self.settings
         longest = self.max_model_len + target.max_encoder_len
-        # Scaled positions may be for far longer texts than a small machine has a cache for.
+        # Scaled positions may allow far longer texts than a small machine's cache.
         least = target.unscaled_len + target.max_encoder_len if settings.max_model_len is None else longest
         self._num_device_blocks = count_device_blocks(
             target.device, self._shapes, longest, self._sliding_window, settings, target.ranks, least
@@ -115,7 +117,7 @@ class GeneratorLoader(Loader):
         self.max_model_len = found
 
     def drafter(self, runner: Runner, speed: int) -> Drafter | None:
-        """As `Loader` has it."""
+        """See `Loader`."""
         if self._proposer is None:
             return None
         return Drafter(
@@ -127,7 +129,7 @@ class GeneratorLoader(Loader):
         )
 
     def info(self, fingerprint: str, speed: int) -> WorkerInfo:
-        """As `Loader` has it."""
+        """See `Loader`."""
         return replace(
             super().info(fingerprint, speed),
             features=self._features(),
@@ -148,7 +150,7 @@ class GeneratorLoader(Loader):
         return tuple(features)
 
     def limits(self) -> Limits:
-        """As `Loader` has it."""
+        """See `Loader`."""
         settings, config, max_encoder_len = self.settings, self.target.config, self.target.max_encoder_len
         return replace(
             super().limits(),
@@ -165,7 +167,7 @@ class GeneratorLoader(Loader):
         )
 
     def explain(self, error: Exception) -> StartError | None:
-        """As `Loader` has it."""
+        """See `Loader`."""
         if not is_out_of_memory(error):
             return None
         return StartError(
@@ -175,7 +177,7 @@ class GeneratorLoader(Loader):
 
 
 def _read_generation_config(target: Network) -> GenerationConfig:
-    """Raises StartError where the checkpoint's defaults of sampling contradict each other; schedulers take them."""
+    """Raises StartError if the checkpoint's sampling defaults contradict each other; schedulers adopt them."""
     found = GenerationConfig.read(target.checkpoint.config, target.checkpoint.generation, target.config.vocabulary_size)
     GenerationDefaults.of(found)
     if target.ranks.rank == 0 and (chosen := found.chosen_by_requests):

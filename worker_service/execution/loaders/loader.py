@@ -1,4 +1,4 @@
-"""The steps from an opened model to a runner, which every kind of model has."""
+"""The steps from an opened model to a runner, common to every kind of model."""
 
 from pagewire_common.start_error import StartError
 from worker_service.execution.adapters.adapters import Adapters
@@ -11,43 +11,43 @@ from worker_service.speculation.drafter import Drafter
 
 
 class Loader:
-    """Loads one model. Its steps are called once each, in the order in which they stand here.
+    """Loads one model. Its methods are called once each, in the order of their definitions.
 
-    No step needs memory before `load`.
+    No method before `load` allocates memory.
     """
 
     adapters: Adapters
-    """Since `load`."""
+    """Set by `load`."""
 
     def __init__(self, settings: WorkerSettings, target: Network) -> None:
-        """Raises StartError where settings and model contradict each other."""
+        """Raises StartError if settings and model contradict each other."""
         self.settings = settings
         self.target = target
         self.max_model_len = _choose_max_model_len(settings, target.max_model_len)
 
     def check(self) -> list[int]:
-        """As `Network.check`, of all that `load` will load."""
+        """`Network.check` of everything that `load` will load."""
         raise NotImplementedError
 
     def load(self) -> None:
-        """Allocate the weights and fill them. Raises StartError, and what torch raises without enough memory."""
+        """Allocate the weights and fill them. Raises StartError, and torch's errors if memory runs out."""
         raise NotImplementedError
 
     def measure(self) -> int:
-        """Compute the largest step; returns tokens of prompts a second."""
+        """Compute the largest step; returns prefill tokens a second."""
         raise NotImplementedError
 
     def make_ready(self) -> Runner:
-        """Give the memory that is left to a cache, if the model has one. Raises as `load` does."""
+        """Give the remaining memory to a cache, if the model has a cache. Raises the errors of `load`."""
         raise NotImplementedError
 
     def drafter(self, runner: Runner, speed: int) -> Drafter | None:
-        """What drafts tokens for the runner, in the first rank; None without speculation. speed: as measured."""
+        """The runner's drafter, in the first rank; None without speculation. speed: as returned by `measure`."""
         del runner, speed
         return None
 
     def info(self, fingerprint: str, speed: int) -> WorkerInfo:
-        """What the scheduler is told of the model. Every rank calls it."""
+        """The model's properties, for the scheduler. Every rank calls it."""
         target = self.target
         return WorkerInfo(
             model_id=target.model_id,
@@ -64,7 +64,7 @@ class Loader:
         )
 
     def limits(self) -> Limits:
-        """What a step may have."""
+        """The limits of a step."""
         return Limits(
             block_size=self.settings.block_size,
             num_device_blocks=0,
@@ -76,7 +76,7 @@ class Loader:
         )
 
     def explain(self, error: Exception) -> StartError | None:
-        """The sentence for an error of one of the steps; None where it is an error of this code."""
+        """A sentence that explains an error of one of these steps; None if the error is a fault of this code."""
         raise NotImplementedError
 
 

@@ -1,1 +1,1 @@
-"""From logits to tokens: edits, forms, draws, log-probabilities, poolings and transcripts."""
+"""From logits to tokens: edits, forms, sampling, log-probabilities, pooling and transcripts."""

@@ -1,10 +1,10 @@
-"""When each token of a transcript is said: by what cross attention reads of the sound, and dynamic time warping.
+"""Times of a transcript's tokens, from the cross attention to the sound and dynamic time warping.
 
-Some heads of Whisper's decoder follow the sound, and its generation_config.json names them as `alignment_heads`. Their
-weights, standardised over the tokens and smoothed over the sound, say how well a token and a part of the sound match;
-dynamic time warping finds the best path through them. (Radford et al., 2023; transformers and Whisper's own code.)
+Some heads of Whisper's decoder follow the sound; generation_config.json names them as `alignment_heads`. Their weights,
+standardised over the tokens and smoothed over the sound, score how well a token matches a part of the sound. Dynamic
+time warping finds the best path through the scores. (Radford et al., 2023; transformers and Whisper's own code.)
 
-Queries are kept with their sequence over the chunks of its prompt, so that times do not depend on how it was cut.
+Queries are kept with their sequence over the chunks of its prompt, so that times do not depend on the chunks.
 """
 
 from collections import defaultdict
@@ -27,14 +27,15 @@ from worker_service.session.session import ScheduledChunk, SequenceState
 
 @dataclass(frozen=True)
 class Aligner:
-    """`heads`: the numbers of the heads that follow the sound, by layer; `filter_width`: encoder's tokens, odd."""
+    """`heads`: numbers of the heads that follow the sound, by layer; `filter_width`: an odd number of encoder
+    tokens."""
 
     heads: Mapping[int, list[int]]
     filter_width: int
 
     @classmethod
     def read(cls, generation: GenerationConfig, config: Any) -> "Aligner | None":
-        """None where the file names no heads. Raises StartError where it names one that the network does not have."""
+        """None if the file names no heads. Raises StartError if it names a head that the network does not have."""
         heads = defaultdict(list)
         for layer, head in generation.keys.get("alignment_heads", []):
             if layer >= config.num_layers or head >= config.num_kv_heads:
@@ -46,10 +47,10 @@ class Aligner:
         return cls(dict(heads), config.median_filter_width) if heads else None
 
     def take(self, chunk: ScheduledChunk, queries: Mapping[int, Tensor], cache: Tensor) -> Tensor | None:
-        """Take in a chunk of a prompt; the times, [1, dimensions] float32, if it is the last one.
+        """Add a chunk of a prompt. After the last chunk, returns the times, [1, dimensions] float32, in encoder tokens.
 
-        queries: by layer, scaled, [chunk's tokens, num_heads, head_dim]; cache: as `CausalModel.forward` has it. Times
-        count encoder's tokens. Raises InvalidStepError where tokens before the chunk were not computed here.
+        queries: by layer, scaled, [chunk's tokens, num_heads, head_dim]; cache: see `CausalModel.forward`. Raises
+        InvalidStepError if tokens before the chunk were not computed on this worker.
         """
         sequence = chunk.sequence
         own = torch.cat([queries[layer][:, heads] for layer, heads in self.heads.items()], dim=1).float()
@@ -69,7 +70,7 @@ class Aligner:
         return torch.from_numpy(first_columns(-matches.double().cpu().numpy())[None].astype(np.float32))
 
     def _keys(self, encoder: SequenceState, num_tokens: int, cache: Tensor) -> Tensor:
-        """Of the encoder's first tokens, for these heads in their order: [num_tokens, heads, head_dim] float32."""
+        """Keys of the encoder's first tokens for these heads, in their order: [num_tokens, heads, head_dim] float32."""
         block_size = cache.shape[3]
         table = torch.tensor(encoder.block_ids[: -(-num_tokens // block_size)], device=cache.device)
         found = []
@@ -83,7 +84,7 @@ class Aligner:
 def _matches(weights: Tensor, filter_width: int) -> Tensor:
     """weights: [heads, tokens, sound tokens] float32. Returns [tokens, sound tokens]."""
     deviation, mean = torch.std_mean(weights, dim=1, keepdim=True, correction=0)
-    # Where all tokens attend alike, none matches better than another.
+    # If all tokens have equal weights, none matches better than another.
     standard = torch.where(deviation > 0, (weights - mean) / deviation, 0.0)
     margin = filter_width // 2
     if standard.shape[2] > margin:
@@ -93,11 +94,11 @@ def _matches(weights: Tensor, filter_width: int) -> Tensor:
 
 
 def first_columns(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """The first column of each row on the cheapest path from corner to corner, which never goes back.
+    """The first column of each row on the cheapest path from corner to corner; the path never goes back.
 
-    costs: [rows, columns]. A step goes to the next row, the next column or both; where steps cost the same, the next
-    column is taken, as transformers does. Sums are of float32, and are made for one diagonal after the other, because a
-    cell needs those of the two diagonals before it: 450 rows of 1,500 columns took 77 ms, beside other work.
+    costs: [rows, columns]. A step goes to the next row, the next column or both. Among equal costs the next column
+    wins, as in transformers. Sums are float32 and computed one diagonal at a time, because a cell needs the two
+    diagonals before it. 450 rows of 1,500 columns took 77 ms on a busy machine.
     """
     num_rows, num_columns = costs.shape
     steps = np.full((num_rows + num_columns + 1, num_rows + 1), -1, dtype=np.int8)

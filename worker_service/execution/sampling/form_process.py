@@ -1,20 +1,20 @@
-"""Follows forms outside of the worker, which starts it with the tokenizer's file, the size of the vocabulary, the ends
-of sequence, and a socket as stdin.
+"""A process that computes the masks of forms outside of the worker.
 
-A form can be made to take seconds for a single mask, and the library cannot be told to stop. So it is followed by a
-process that can be killed: this one reads the tokenizer, which takes up to seconds, and forks one that follows forms
-whenever it is sent a socket, which takes milliseconds. Forks share what was read. It has no threads that a fork would
-lose, and ends with the worker.
+The worker starts it with the tokenizer's file, the size of the vocabulary, the ends of sequence, and a socket as stdin.
+A form can take seconds for a single mask, and the library cannot be interrupted, so forms need a process that can be
+killed. This process reads the tokenizer, which takes up to seconds. For each socket that it receives, it forks a
+process that follows forms, which takes milliseconds and shares the tokenizer. It has no threads that a fork would lose,
+and ends with the worker.
 
-An output that is new to the process may have thousands of tokens to read. They are read in slices, one in each step
-that the output is in, so that masks of other outputs wait for a slice at most. Until all are read its answers are late.
+An output that is new to the process may have thousands of tokens to read. They are read in slices, one in each step of
+the output, so masks of other outputs wait for at most a slice. Until all are read the output's answers are late.
 
-A form is compiled in a slice too, which may be longer than others, and then as much time is left to others. Forms that
-come together are so compiled in several steps, and their outputs are late until then. When all were compiled in one
-step, 60 forms of 0.2 s each held the streams of a worker for 24 s.
+A form is compiled in a slice too. If compiling takes longer than a slice, the other outputs then get as much time. So
+several new forms are compiled over several steps, and their outputs are late until then. When all were compiled in one
+step, 60 forms of 0.2 s each stopped the streams of a worker for 24 s.
 
-Masks of a step take `MOST_SECONDS` together, and those that are left then are late. When all were found in one step,
-200 outputs of `s: "=" | s s`, of which a mask takes 0.1 s, held the streams of a worker for 20 s.
+Masks of a step take `MOST_SECONDS` in total; the remaining ones are late. When all were computed in one step, 200
+outputs of `s: "=" | s s`, with 0.1 s a mask, stopped the streams of a worker for 20 s.
 """
 
 import ctypes
@@ -39,28 +39,27 @@ from pagewire_common.processes.child_process import end_with_the_parent, leave_s
 from worker_service.execution.sampling.form_tokenizer import form_tokenizer
 
 MOST_KEPT = 32
-"""Grammars that are kept compiled. One takes up to some tens of MB, most take less than one."""
+"""Compiled grammars that are kept. A grammar takes up to some tens of MB, most take less than one."""
 MOST_MEMORY = 4 << 30
-"""Bytes of addresses of a process that follows forms."""
+"""Bytes of address space of a process that follows forms."""
 SLICE_SECONDS = 0.01
-"""Of a processor's time, for reading what outputs have written before, in one step, all of them together. A forward
-pass takes about as long. In it, 6,000 tokens of JSON are read; 0.25 ms are the most that one of a right-recursive
-list takes before the list reaches the library's limit."""
+"""Seconds of CPU in one step to read tokens that outputs already have, for all outputs together. A forward pass takes
+about as long. A slice reads 6,000 tokens of JSON. A token of a right-recursive list takes up to 0.25 ms before the list
+reaches the library's limit."""
 FEW_TOKENS = 16
-"""An output with no more tokens to read is not new: it has accepted drafts. It has a slice of its own."""
+"""Largest number of unread tokens of an output that is not new (it has accepted drafts). It gets its own slice."""
 HEAD = struct.Struct("<dqI?")
-"""Before each mask: seconds of a processor since the answer before, except to compile the form; by how many bytes the
-process has grown since; how many tokens were read; and whether the answer is late because there are more of them."""
+"""The header of each mask: CPU seconds since the answer before, without compiling; growth of the process's memory in
+bytes; number of tokens read; and whether the answer is late because tokens are left."""
 READY, FORK = b"\0", b"f"
 MOST_REASON = 1000
 
 
 class Work(NamedTuple):
-    """What is to be done for an output: read these tokens, and then, if it `samples`, say what may follow, and what
-    after each of some drafts.
+    """The work for an output: read these tokens. If it `samples`, compute the masks after them and after each draft.
 
-    An output's first work names its `form` and has all of its tokens; if it is `alone`, its form is compiled for it.
-    Work after an answer that is late has none of them again.
+    An output's first work names its `form` and has all of its tokens; if it is `alone`, its form is compiled
+    separately. Work after a late answer does not repeat the tokens.
     """
 
     key: int
@@ -76,12 +75,12 @@ class _Output:
     form: str
     is_alone: bool
     matcher: LLMatcher | None = None
-    """Once the form is compiled."""
+    """None until the form is compiled."""
     unread: deque[int] = field(default_factory=deque)
 
 
 class _Memory:
-    """Of this process."""
+    """The memory of this process."""
 
     def __init__(self) -> None:
         self._file = os.open("/proc/self/statm", os.O_RDONLY)
@@ -89,7 +88,7 @@ class _Memory:
         self._bytes = self._read()
 
     def growth(self) -> int:
-        """Bytes of memory that were taken since the last call, or since the beginning."""
+        """Bytes that the process's memory has grown since the last call, or since the start."""
         before, self._bytes = self._bytes, self._read()
         return self._bytes - before
 
@@ -104,24 +103,25 @@ class Follower:
         self._tokenizer = tokenizer
         self._ends = frozenset(tokenizer.eos_tokens)
         self._num_bytes = -(-vocabulary_size // 32) * 4
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the one that was used last is last
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # least recently used first
         self._outputs: dict[int, _Output] = {}
         self._memory = _Memory()
-        self._slice = 0.0  # seconds that are left of it
-        self._compiles_at = 0.0  # not before, of a monotonic clock
+        self._slice = 0.0  # seconds left of the current slice
+        self._compiles_at = 0.0  # earliest time, by a monotonic clock
 
     def forget(self, key: int) -> None:
         self._outputs.pop(key, None)
 
     def do(self, all_work: Sequence[Work]) -> Iterator[bytes]:
-        """A step's work: for each, an answer, and then one for each of its drafts. Each is a `HEAD` and a mask.
+        """Do a step's work: yields an answer for each output, then an answer for each of its drafts: a `HEAD` and a
+        mask.
 
-        A mask has a bit for each token that may come next. It is empty where no token may, as beyond a draft that may
-        not come, or that ends the output; where the answer is late; and if the work does not sample.
+        A mask has a bit for each token that may come next. It is empty if no token may: after a draft that the form
+        forbids or that ends the output. It is also empty if the answer is late or the work does not sample.
         """
         self._slice = SLICE_SECONDS
         ends_at = process_time() + MOST_SECONDS
-        left = SLICE_SECONDS if monotonic() >= self._compiles_at else 0.0  # to compile
+        left = SLICE_SECONDS if monotonic() >= self._compiles_at else 0.0  # seconds left for compiling
         for work in all_work:
             until = process_time() + SLICE_SECONDS
             if work.form:
@@ -143,9 +143,9 @@ class Follower:
                 began, num_read = process_time(), 0
 
     def _read(self, matcher: LLMatcher, unread: deque[int], until: float) -> int:
-        """Read what an output has written, until its slice is over; returns how many tokens were read.
+        """Read an output's tokens until its slice is over; returns the number of tokens read.
 
-        Token by token: the library cannot be told to stop, and what it takes for one has a limit.
+        Reads one token at a time: the library cannot be interrupted, but its time for a token is limited.
         """
         num_unread = len(unread)
         is_new, began = num_unread > FEW_TOKENS, process_time()
@@ -154,7 +154,7 @@ class Follower:
         while unread and process_time() < until:
             token_id = unread.popleft()
             if token_id in self._ends and matcher.is_stopped():
-                continue  # the text is whole, and has been ended
+                continue  # the text is complete, and the output has ended
             if not matcher.consume_token(token_id):
                 unread.clear()
         if is_new:
@@ -164,7 +164,8 @@ class Follower:
     def _masks(self, matcher: LLMatcher, work: Work) -> Iterator[bytearray]:
         mask = self._mask(matcher)
         yield mask
-        ahead = matcher.deep_copy() if work.drafts and mask else matcher  # one that has failed would not go back
+        # A matcher that has failed cannot be rolled back.
+        ahead = matcher.deep_copy() if work.drafts and mask else matcher
         for draft in work.drafts:
             may_come = bool(mask) and mask[draft // 8] >> draft % 8 & 1 and not ahead.is_stopped()
             mask = self._mask(ahead) if may_come and ahead.consume_token(draft) else bytearray()
@@ -177,20 +178,23 @@ class Follower:
             matcher.unsafe_compute_mask_ptr(address, len(mask))
         if matcher.is_error():
             return bytearray()
-        if matcher.is_stopped():  # the text is whole and cannot go on
+        if matcher.is_stopped():  # the text is complete and cannot continue
             for token_id in self._ends:
                 mask[token_id // 8] |= 1 << token_id % 8
         return mask
 
     def _matcher(self, form: str, alone: bool) -> LLMatcher:
-        """One that has read nothing. Unless it is `alone`, it shares what the library finds out of the form with
-        others, and the limits on that: where these end one of them, they end all."""
+        """A matcher that has read nothing.
+
+        Unless it is `alone`, it shares the library's cache for the form with other matchers, and the cache's limits. If
+        these limits end one of the matchers, they end all of them.
+        """
         compiled = self._compiled.pop(form, None)
         if alone or compiled is None or compiled.is_error():
-            # What it would log names tokens of outputs.
+            # The library's log would name tokens of outputs.
             compiled = LLMatcher(self._tokenizer, form, log_level=0, limits=parser_limits())
-            # An output finds this mask first. Without it, the first one that is found behind tokens may take forever:
-            # 69 s in place of 6 ms behind the z of yyyyy|z(a|aa|aaa){1,1000}…
+            # Outputs need this mask first. Without it, the first mask behind other tokens may take forever: 69 s in
+            # place of 6 ms behind the z of yyyyy|z(a|aa|aaa){1,1000}…
             self._mask(compiled)
         if alone:
             return compiled
@@ -200,7 +204,8 @@ class Follower:
         return compiled.deep_copy()
 
     def serve(self, connection: Connection) -> None:
-        """Messages are (keys to forget, work). Each answer is sent by itself: so it is known which takes long."""
+        """Messages are (keys to forget, work). Each answer is sent separately, so that the worker sees which takes
+        long."""
         while True:
             try:
                 gone, all_work = connection.recv()
@@ -215,7 +220,7 @@ class Follower:
 def main() -> None:
     end_with_the_parent()
     leave_signals_to_the_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave nothing behind
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombie children
     control = socket.socket(fileno=0)
     size, ends = int(sys.argv[2]), [int(end) for end in sys.argv[3].split(",")]
     try:

@@ -1,4 +1,4 @@
-"""Which outputs with a form come first in a step, and which end where memory is short."""
+"""The order of outputs with a form in a step, and the outputs that end if memory is short."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -10,17 +10,17 @@ from worker_service.execution.sampling.form_process import MOST_MEMORY
 from worker_service.execution.sampling.form_progress import FormedOutput
 
 MOST_TOGETHER = 5 * MOST_MEMORY // 8
-"""Bytes of memory that outputs may take together: addresses were up to 1.3 times as many."""
+"""Bytes of memory of all outputs together; the address space was up to 1.3 times as large."""
 
 WithRows = tuple[FormedOutput, npt.NDArray[np.uint8]]
-"""An output, and the rows of the step's masks that are its own."""
+"""An output, and its rows of the step's masks."""
 
 
 def in_turns(
     items: Iterable[WithRows],
 ) -> list[WithRows]:
-    """One of each owner, then a second one of each, and so on. Owners whose outputs have taken less time are first, and
-    so are such outputs of an owner."""
+    """A first output of each owner, then a second of each, and so on. Owners whose outputs have taken less time come
+    first; so do outputs of an owner."""
     of_owner: defaultdict[bytes, float] = defaultdict(float)
     turns: list[tuple[int, WithRows]] = []
     number: Counter[bytes] = Counter()
@@ -35,7 +35,7 @@ def in_turns(
 def largest(
     items: Iterable[WithRows],
 ) -> Iterator[WithRows]:
-    """Those without which the others take no more than `MOST_TOGETHER`."""
+    """The largest outputs, without which the other outputs take at most `MOST_TOGETHER`."""
     alive = [one for one in items if not one[0].progress.is_over]
     by_owner: Counter[bytes] = Counter()
     for item, _ in alive:

@@ -1,32 +1,33 @@
-"""Holds outputs to their forms: which tokens may come next, found while the forward pass runs.
+"""Restricts outputs to their forms: the masks of tokens that may come next are computed during the forward pass.
 
 A form is a grammar, which llguidance reads: an Earley parser above a lexer, walked along a trie of all tokens. A
-matcher has read an output's tokens so far, and knows which may follow. It is a function of these tokens, so it is made
-again wherever the sequence is: after a preemption, on another worker, in a resumed stream. Matchers are in a process of
-their own, form_process.py; a thread here speaks with it, and the device thread waits for that where it samples. The
-scheduler has checked the form.
+matcher has read an output's tokens so far, and computes the mask of the next. It is a function of these tokens, so it
+can be rebuilt wherever the sequence is: after a preemption, on another worker, in a resumed stream. Matchers run in a
+separate process, form_process.py. A thread here speaks with that process, and the device thread waits for the masks
+when it samples. The scheduler has checked the form.
 
-What a form costs is charged to its own output, and may end that output alone:
+The cost of a form is charged to its own output, and may end that output alone:
 
-- For one token it may take `MOST_SECONDS`. After that the process is killed, and another one goes on with the other
-  outputs. For `BAN_SECONDS` the same owner's new outputs of the form end at once. The evidence is of the form alone:
-  one token or mask took that long, whatever was read before. Outputs that have begun go on, until it happens again.
-- For all of its tokens it may take `MOST_LEFT`, and `TOKEN_SECONDS` more for each token.
-- What it has written is read anew where its sequence is new, in slices beside other outputs' masks. Its answers are
-  late until then, and it gains no token in those steps. Reading is charged half: it costs no more than it did the
-  first time, so it ends no output that has come so far.
+- One token or mask may take `MOST_SECONDS`. Beyond that the process is killed, and a new process continues the other
+  outputs. For `BAN_SECONDS` the same owner's new outputs of the form end at once. Only the form is to blame: one token
+  or mask took that long, whatever was read before. Outputs that have begun continue, until it happens again.
+- All tokens may take `MOST_LEFT`, and `TOKEN_SECONDS` more for each token.
+- If a sequence is new to the process, its output is read again, in slices between the masks of other outputs. Its
+  answers are late until then, and it gains no token in those steps. Reading is charged half. It costs at most as much
+  as the first time, so it does not end an output that has come so far.
 
-So a form keeps other outputs waiting for at most three times `MOST_SECONDS` in a step: for its mask, for the masks
-after drafts, and once more where it fails and is read anew, without drafts; and for `TOKEN_SECONDS` on average.
-Forms that are slow in the same step end at most `MOST_ENDED` processes in it.
-Forms that are new to the process are compiled one or a few in a step, in half of the time at most; others are late.
+So a form delays other outputs by at most three times `MOST_SECONDS` in a step: for its mask, for the masks after
+drafts, and for a second mask without drafts if it fails and is read again. The average delay is `TOKEN_SECONDS`. Slow
+forms end at most `MOST_ENDED` processes in one step. One or a few new forms are compiled in a step, in at most half of
+the time; others are late.
 
-All that a step does not come to is late: compiling, reading, and masks. So outputs have turns: one of each owner, then
-a second one of each, and what has taken the least time first. Without turns a tenant's new output
-waits for all that others have sent before, and, where the process was killed, every output of its tenant does.
+Work that a step has no time for is late: compiling, reading and masks. So outputs take turns: an output of each owner,
+then a second output of each; the owner with the least time used comes first. Without turns a tenant's new output would
+wait for all earlier outputs of others. After the process was killed, all outputs of the tenant would wait.
 
-Memory is for all outputs together. Where they take more than `MOST_TOGETHER`, the owner whose outputs take most loses
-its largest. If the process came to its end instead, all would be read anew, come to the same end, and so on for ever.
+Memory is limited for all outputs together. If they take more than `MOST_TOGETHER`, the owner whose outputs take most
+loses its largest output. If the process died instead, all outputs would be read again, reach the same limit, and so on
+for ever.
 """
 
 import contextlib
@@ -60,12 +61,13 @@ log = structlog.get_logger()
 
 LOOK_SECONDS = 0.05
 DEAF_SECONDS = 10.0
-"""A process that neither computes nor answers for so long is stuck."""
+"""Seconds without computing and without an answer after which a process counts as stuck."""
 START_SECONDS = 60.0
 BAN_SECONDS = 60.0
 MOST_BANS = 1024
 MOST_ENDED = 3
-"""Processes in a step, of which one has ended twice at an output that is at fault."""
+"""Processes that a step may end before its remaining outputs are late. An output that ends a process twice has
+ended."""
 
 
 class Forms:
@@ -76,11 +78,11 @@ class Forms:
         self._vocabulary_size = vocabulary_size
         self._keys = itertools.count()
         self._gone: deque[int] = deque()
-        # Until when, and how often, by hashes of `_ban`: a form may have 64 KiB.
+        # (end of the ban, number of bans) by the hash of `_ban`: a form may have 64 KiB.
         self._bans: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "forms")
         self._reader: Connection | None = None
-        self._process: psutil.Process  # which knows if its id is another process's by now
+        self._process: psutil.Process  # notices if its id has been reused by another process
         self._start()
 
     @classmethod
@@ -95,7 +97,8 @@ class Forms:
         return cls(by_name["tokenizer.json"].resolve(), vocabulary_size, ends) if ends else None
 
     def is_ready(self) -> bool:
-        """Wait for the process. False if it cannot follow forms: of a tokenizer whose tokens are not bytes, say."""
+        """Wait for the process. False if it cannot follow forms, for example if the tokenizer's tokens are not
+        bytes."""
         try:
             self._fork()
         except OSError as error:
@@ -104,16 +107,16 @@ class Forms:
         return True
 
     def close(self) -> None:
-        """End the process; it ends with the worker anyway."""
+        """End the process; otherwise it ends with the worker."""
         self._thread.shutdown()
         self._end()
         self._control.close()
         self._template.wait()
 
     def begin(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
-        """Begin to find what may follow the tokens of those chunks that have a form; None if there are none.
+        """Start computing masks for the chunks that have a form; None if no chunk has a form.
 
-        It also reads the tokens of a sequence that samples later. All tokens must be known.
+        Chunks that do not sample yet have their tokens read. All tokens must be known.
         """
         formed = [chunk for chunk in chunks if chunk.sequence.sampling.form]
         if not formed:
@@ -140,13 +143,13 @@ class Forms:
     # ---- on the thread
 
     def _find(self, items: Sequence[FormedOutput], num_rows: int) -> FoundMasks:
-        """What `FormMasks` has."""
+        """The result of `FormMasks`."""
         masks = np.zeros((num_rows, -(-self._vocabulary_size // 32) * 4), np.uint8)
         late: set[int] = set()
         ends = itertools.accumulate(item.num_masks for item in items)
         every = [(item, masks[end - item.num_masks : end]) for item, end in zip(items, ends, strict=True)]
         left, num_ended = deque(form_turns.in_turns(every)), 0
-        died: set[int] = set()  # what processes were at that have died
+        died: set[int] = set()  # keys of outputs that were being answered when a process died
         while left := deque(self._followed(left)):
             if num_ended == MOST_ENDED:  # many forms may be slow, each once
                 late.update(item.sequence_id for item, _ in left if item.samples)
@@ -180,7 +183,7 @@ class Forms:
                             rows[number] = mask
                         elif item.samples and number == 0:
                             has_failed = True
-                    left.popleft()  # from here on it is asked for again only if it is among those
+                    left.popleft()  # repeated only if it is in `again`
                     progress.taken += time.monotonic() - began
                     if progress.left < 0:
                         self._end_output(item, f"its tokens take more than {form_progress.TOKEN_SECONDS:g} s each")
@@ -191,7 +194,7 @@ class Forms:
                         again.append((item, rows))
                     elif item.samples and item.sequence_id not in late:
                         progress.num_masks += 1
-            except (OSError, EOFError) as error:  # it takes too long, or has died: of too much memory, perhaps
+            except (OSError, EOFError) as error:  # it takes too long, or has died, perhaps for lack of memory
                 self._end()
                 num_ended += 1
                 item = left[0][0]
@@ -211,7 +214,7 @@ class Forms:
         return FoundMasks(masks, late)
 
     def _followed(self, items: Iterable[WithRows]) -> Iterator[WithRows]:
-        """Those that are not over, without drafts where what would follow these is not looked for."""
+        """The outputs that have not ended, without drafts if masks after drafts are switched off for them."""
         for item, rows in items:
             if not item.progress.is_over and self._is_banned(item.form, item.owner, times=2):
                 self._end_output(item, "other outputs of the form have taken too long twice in a minute")
@@ -231,7 +234,7 @@ class Forms:
         reader.send((gone, work))
 
     def _receive(self, reader: Connection) -> bytes:
-        """The next answer. Raises TimeoutError when the process computes too long for it, OSError when it is stuck."""
+        """The next answer. Raises TimeoutError if computing it takes too long, OSError if the process is stuck."""
         if not reader.poll(LOOK_SECONDS):
             used, began = _processor_seconds(self._process), time.monotonic()
             while not reader.poll(LOOK_SECONDS):
@@ -241,7 +244,7 @@ class Forms:
         return reader.recv_bytes()
 
     def _check_used(self, seconds: float) -> None:
-        """Raises TimeoutError when the process has used more than its share since it had used so many seconds."""
+        """Raises TimeoutError if the process has used more than its share of CPU. seconds: its use at the start."""
         if _processor_seconds(self._process) - seconds > MOST_SECONDS + SLICE_SECONDS:
             raise TimeoutError(f"it takes more than {MOST_SECONDS:g} s")
 
@@ -250,9 +253,9 @@ class Forms:
         log.warning("an output has ended: its form cannot be followed", reason=why)
 
     def _ban(self, item: FormedOutput, is_draft: bool, why: str) -> None:
-        """For a while, begin no output of this form and owner, and after the second time go on with none.
+        """Ban new outputs of this form and owner for a while; at the second ban, end the old ones too.
 
-        is_draft: a draft token took too long, so that only drafts are left out.
+        is_draft: a draft token took too long, so that only drafts are banned.
         """
         if not is_draft:
             self._end_output(item, why)
@@ -270,8 +273,8 @@ class Forms:
     # ---- the processes
 
     def _living_reader(self) -> Connection:
-        """The process that follows forms, or a new one where there is none any more. Raises OSError."""
-        if self._reader is not None and self._reader.poll(0):  # nothing was asked: it is its end
+        """The process that follows forms, or a new process if it has died. Raises OSError."""
+        if self._reader is not None and self._reader.poll(0):  # nothing was asked: the message is its end
             self._end()
         return self._reader or self._fork()
 
@@ -302,7 +305,7 @@ class Forms:
         reader = Connection(ours.detach())
         if not reader.poll(DEAF_SECONDS):
             raise OSError("the process that follows forms does not start")
-        with contextlib.suppress(psutil.Error):  # it has ended already, which is seen at the first message
+        with contextlib.suppress(psutil.Error):  # it has ended already; the first message will fail
             self._process = psutil.Process(reader.recv())
         self._reader = reader
         return reader

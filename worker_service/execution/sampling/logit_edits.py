@@ -1,8 +1,8 @@
-"""What sampling parameters do to logits before a token is chosen: bans, biases and penalties.
+"""Edits of logits by sampling parameters before a token is sampled: bans, biases and penalties.
 
-First, forms, allowed tokens, bad words and minimum length ban tokens. Then the bias is added. Then repetition,
-frequency and presence are penalised. Last come the rules of transcripts, which look at the logits. This file turns each
-row's parameters into places in the matrix of logits; `kernels.sampling.logit_edits` changes them, all rows at once.
+First, forms, allowed tokens, bad words and minimum length ban tokens. Then biases are added. Then repetition, frequency
+and presence penalties apply. The rules of transcripts come last, because they look at the logits. This file turns each
+row's parameters into places in the matrix of logits; `kernels.sampling.logit_edits` changes all rows at once.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ _Bits = npt.NDArray[np.uint8]
 
 
 def edit_logits(logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None) -> None:
-    """Edit in place. logits: [rows, vocabulary_size] float32, contiguous; sequences: one a row; masks: of those with a
-    form."""
+    """Edit in place. logits: [rows, vocabulary_size] float32, contiguous; sequences: one for each row; masks: of the
+    sequences that have a form."""
     formed = [row for row, sequence in enumerate(sequences) if sequence.sampling.form]
     mask: _Bits = np.empty((0, 0), dtype=np.uint8)
     if formed:
@@ -91,8 +91,10 @@ def _banned(sequence: SequenceState) -> list[int]:
 
 
 def _penalties(sequence: SequenceState) -> tuple[_Ids, _Floats]:
-    """The tokens seen so far, and what is subtracted from each token's logit: frequency for each time that it was
-    output, and presence once if it was output. Repetition counts the prompt, too.
+    """The distinct tokens seen so far, and the amount to subtract from each token's logit.
+
+    Frequency is subtracted for each occurrence in the output, presence once if there is any. Repetition also counts the
+    prompt.
     """
     params = sequence.sampling
     tokens = np.array(sequence.token_ids, dtype=np.int64)

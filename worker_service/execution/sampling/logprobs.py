@@ -11,12 +11,13 @@ from worker_service.session.session import SequenceState
 from worker_service.session.step import SampleLogprobs
 
 _LEAST = -9999.0
-"""As vLLM reports: JSON has no infinity, and a logit may be -inf."""
+"""Smallest log-probability that is reported, the same as vLLM's: JSON has no infinity, and a logit may be -inf."""
 
 
 def check_finite(logits: Tensor) -> None:
-    """Raise FloatingPointError if a row has no log-probabilities, and so no token: a logit is NaN or +inf, or all are
-    -inf. logits: [positions, vocabulary_size]. Waits for a GPU.
+    """Raise FloatingPointError if a row has no log-probabilities: a logit is NaN or +inf, or all are -inf.
+
+    logits: [positions, vocabulary_size]. Waits for a GPU.
     """
     _, largest = sampling_ops_for(logits.device).greedy(logits)
     if not largest.isfinite().all():
@@ -26,9 +27,9 @@ def check_finite(logits: Tensor) -> None:
 def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top: int) -> SampleLogprobs:
     """Report consecutive positions of one sequence.
 
-    logits: [positions, vocabulary_size], any float type; token_ids: [positions] int64, the token that stands there;
-    num_top: how many of the likeliest to add. Equally likely tokens are in the order of their ids. A token with less
-    than the least log-probability has that one.
+    logits: [positions, vocabulary_size], any float type; token_ids: [positions] int64, the token at each position;
+    num_top: how many of the likeliest tokens to add. Equally likely tokens are in the order of their ids.
+    Log-probabilities below the least are raised to it.
     """
     ids, logprobs, ranks = sampling_ops_for(logits.device).log_probabilities(logits, token_ids, num_top)
     return SampleLogprobs(
@@ -43,12 +44,12 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top
 def sample_logprobs(
     logits: Tensor, token_ids: Sequence[int], rows_of: Sequence[tuple[SequenceState, range]]
 ) -> list[SampleLogprobs]:
-    """Report sampled tokens of sequences that ask, each with its rows.
+    """Report sampled tokens of sequences that ask for log-probabilities. rows_of: each sequence with its rows.
 
-    logits: [rows, vocabulary_size], token_ids: the token that was sampled of each row.
+    logits: [rows, vocabulary_size], token_ids: the sampled token of each row.
     """
     reports: dict[int, SampleLogprobs] = {}
-    # Rows are computed together only if they ask for the same: a row's result does not depend on its neighbours.
+    # Rows with equal parameters are computed together: a row's result does not depend on its neighbours.
     for num_top in {sequence.sampling.logprobs for sequence, _ in rows_of}:
         assert num_top is not None
         asking = [(sequence, rows) for sequence, rows in rows_of if sequence.sampling.logprobs == num_top]
@@ -74,7 +75,7 @@ def sample_logprobs(
 
 
 def concatenate(parts: Sequence[SampleLogprobs]) -> SampleLogprobs:
-    """Join reports on consecutive positions of one sequence; at least one."""
+    """Join at least one report on consecutive positions of one sequence."""
     return SampleLogprobs(
         sequence_id=parts[0].sequence_id,
         width=parts[0].width,

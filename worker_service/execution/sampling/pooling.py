@@ -1,7 +1,7 @@
 """Vectors from the states of prompts, a chunk at a time.
 
-What is pooled over several chunks is kept with its sequence, so a swap loses nothing; a sequence that is computed again
-begins anew. Sums are made in float64: a mean is the same to the last bit or two however its prompt was cut.
+Partial sums over chunks are kept with their sequence, so a swap loses nothing; a recomputed sequence starts again. Sums
+are float64: a mean is equal to the last bit or two for any chunks.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,14 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import PoolingParams, PoolingType, SequenceVectors
 
 Classify = Callable[[Tensor], Tensor]
-"""From a text's states, [tokens, hidden_size], to [classes]."""
+"""A function from a text's states, [tokens, hidden_size], to [classes]."""
 
 
 def pool_all(
     chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor, classify: Classify | None = None
 ) -> list[tuple[ScheduledChunk, Tensor]]:
-    """What the chunks of a step complete. hidden: [rows, hidden_size], those of a chunk from its `query_start` on."""
+    """The vectors that the chunks of a step complete. hidden: [rows, hidden_size]; a chunk's rows begin at its
+    `query_start`."""
     completed = []
     for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False):
         if chunk.sequence.sampling.pooling is not None:
@@ -32,9 +33,9 @@ def pool_all(
 
 
 def pool(chunk: ScheduledChunk, hidden: Tensor, classify: Classify | None = None) -> Tensor | None:
-    """Take the states of a chunk in, [its tokens, hidden_size]; the vectors that it completes, [vectors, dimensions].
+    """Add a chunk's states, [its tokens, hidden_size]; returns the vectors that it completes, [vectors, dimensions].
 
-    None if it completes none. Raises InvalidStepError where states are missing that were not computed here.
+    None if it completes no vector. Raises InvalidStepError if earlier states were not computed on this worker.
     """
     sequence = chunk.sequence
     pooling = sequence.sampling.pooling
@@ -57,24 +58,24 @@ def pool(chunk: ScheduledChunk, hidden: Tensor, classify: Classify | None = None
             sequence.pooled = total
             vectors = total / chunk.stop
         case PoolingType.SCORE:
-            assert classify is not None  # the limits say so
+            assert classify is not None  # the limits guarantee it
             vectors = classify(hidden)[None]
         case PoolingType.ALIGNMENT:
-            raise AssertionError("an Aligner takes these")  # the session says so
+            raise AssertionError("an Aligner takes these")  # the session has checked it
     if not chunk.samples and pooling.type is not PoolingType.ALL:
         return None
     return finished(vectors, pooling)
 
 
 def finished(vectors: Tensor, pooling: PoolingParams) -> Tensor:
-    """Cut vectors, [vectors, numbers], to their dimensions, and make them 1 long if that is wanted: float32."""
-    # A copy, because a captured graph writes its states to the same place in every step.
+    """Truncate vectors, [vectors, numbers], to their dimensions, and scale them to length 1 if asked: float32."""
+    # A copy, because a captured graph overwrites its states in every step.
     cut = vectors[:, : pooling.dimensions].to(torch.float32, copy=True)
     return functional.normalize(cut, dim=1) if pooling.normalize else cut
 
 
 def encode(sequence_id: int, vectors: Tensor, pooling: PoolingParams) -> SequenceVectors | None:
-    """Read vectors off the device; None if a number of them is not finite, in the type that it is sent as."""
+    """Copy vectors to the host; None if a number is not finite in the type that it is sent as."""
     numbers = vectors.to("cpu", torch.float16 if pooling.half else torch.float32)
     if not numbers.isfinite().all():
         return None

@@ -1,7 +1,7 @@
 """Chooses one token for each row of logits.
 
-A row's token depends on its own logits, parameters, seed and tokens alone, never on its neighbours, so that a sequence
-samples the same alone and in a batch. Temperature 0 takes the largest logit; among equal ones, that of the lowest id.
+A row's token depends on its own logits, parameters, seed and tokens alone, never on its neighbours. So a sequence
+samples the same tokens alone and in a batch. Temperature 0 takes the largest logit, and the lowest id among equals.
 Above 0 a token is drawn as `argmax(logit / temperature + gumbel)` among the tokens that pass the filters. This file
 turns sequences into tensors; `kernels.sampling.eager` computes. Nothing here waits for a GPU.
 """
@@ -20,18 +20,18 @@ from worker_service.execution.sampling.logit_edits import edit_logits
 from worker_service.session.session import SequenceState
 
 FAILED = -1
-"""In a token's place: the logits were not finite."""
+"""The token of a row whose logits were not finite."""
 BARRED = -2
-"""In a token's place: the logits were finite, but the sequence's parameters or form leave none above -inf."""
+"""The token of a row with finite logits all of whose tokens are banned by the sequence's parameters or form."""
 
 
 def sample(
     logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None, *, may_edit: bool = False
 ) -> Tensor:
-    """The new token of each row, [rows] int64 on the device of the logits; FAILED or BARRED where there is none.
+    """The new token of each row, [rows] int64 on the device of the logits; FAILED or BARRED for a row without a token.
 
-    logits: [rows, vocabulary_size], any float type, left as they are unless it `may_edit` them, which saves a copy;
-    sequences: one a row; masks: of those that have a form.
+    logits: [rows, vocabulary_size], any float type; with `may_edit` they are overwritten, which saves a copy;
+    sequences: one for each row; masks: of the sequences that have a form.
     """
     plain = [row for row, sequence in enumerate(sequences) if not sequence.sampling.edits_logits]
     token_ids, finite = _choose(logits, sequences, plain)
@@ -40,7 +40,7 @@ def sample(
         rows = upload(edited, torch.int64, logits.device)
         changed = logits
         if plain or not may_edit or logits.dtype is not torch.float32:
-            changed = logits.index_select(0, rows).to(torch.float32)  # by [rows] it took four times as long
+            changed = logits.index_select(0, rows).to(torch.float32)  # indexing by [rows] took four times as long
         choosers = [sequences[row] for row in edited]
         edit_logits(changed, choosers, masks)
         chosen, possible = _choose(changed, choosers, range(len(choosers)))
@@ -49,7 +49,7 @@ def sample(
 
 
 def _choose(logits: Tensor, sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Every row's token, drawn if the row is in `rows` and has a temperature, and whether the row allows any."""
+    """Every row's token, and whether the row allows any. Rows in `rows` with a temperature are drawn."""
     ops = sampling_ops_for(logits.device)
     token_ids, largest = ops.greedy(logits)
     drawing = [row for row in rows if sequences[row].sampling.temperature]

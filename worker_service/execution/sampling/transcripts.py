@@ -1,8 +1,8 @@
-"""Which token of a transcript may come next: times come in pairs around text, and never go back.
+"""The tokens of a transcript that may come next: times come in pairs around text, and never decrease.
 
-A token for a time stands before each part of the text and behind it, where that of the next part follows at once, or
-the end. These are the rules of Whisper's own decoding (Radford et al., 2023). A time that ends one part may begin the
-next, and no part takes no time.
+A time token stands before and after each part of the text. The closing time is followed by the next part's opening
+time, or by the end. These are the rules of Whisper's own decoding (Radford et al., 2023). The time that ends a part may
+also begin the next, and no part has length zero.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from worker_service.session.step import TranscriptParams
 def edit_transcript(logits: Tensor, sequence: SequenceState) -> None:
     """Edit one row in place. logits: [vocabulary_size] float32.
 
-    All but times is banned as well where times together are likelier than any other token. The sum runs over a single
-    row, so that it depends on no other.
+    If all times together are likelier than the likeliest other token, every other token is banned as well. The sum is
+    taken over a single row, so that it depends on no other row.
     """
     params = sequence.sampling.transcript
     assert params is not None
@@ -36,7 +36,7 @@ def edit_transcript(logits: Tensor, sequence: SequenceState) -> None:
 
 
 def banned_ranges(params: TranscriptParams, output: Sequence[int], vocabulary_size: int) -> list[tuple[int, int]]:
-    """Tokens that may not follow these, as half-open ranges of ids."""
+    """Half-open ranges of token ids that may not follow `output`."""
     first = params.first_timestamp
     if not output:
         return [(0, first), (min(first + params.max_initial + 1, vocabulary_size), vocabulary_size)]

@@ -1,1 +1,1 @@
-"""What a worker builds and measures before its first step."""
+"""Steps before a worker's first step: the device, the network, its capacity and its speed."""

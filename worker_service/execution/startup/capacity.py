@@ -1,7 +1,7 @@
-"""What a device has room for: the weights, and then as many KV cache blocks as its share of memory holds.
+"""The capacity of a device: the weights, and then as many KV cache blocks as its share of memory holds.
 
-Blocks are counted after the weights are loaded and the largest step is known to fit. A cache that is too small for one
-sequence of the model's full length is refused: such a request would be accepted and could never be served.
+Blocks are counted after the weights are loaded and the largest step is known to fit. A cache too small for one sequence
+of the model's full length is refused: such a request would be accepted and could never be served.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.settings import WorkerSettings
 
 _CPU_SHARE = 4
-"""A quarter of a machine's free memory, because other workers and processes need memory too."""
+"""Divisor of a machine's free memory: a quarter, because other workers and processes need memory too."""
 _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -26,14 +26,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 def check_room_for_weights(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[int], ranks: Ranks = ALONE
 ) -> None:
-    """Raise StartError where weights of these bytes cannot be allocated, before a machine is slowed down by trying.
+    """Raise StartError if weights of these bytes do not fit, before an attempt slows the machine down.
 
-    sizes: of this rank's weights of this dtype. On a CPU there must be room for the weights of all ranks.
+    sizes: of this rank's weights of this dtype. On a CPU the weights of all ranks must fit.
     """
     num_bytes = sum(sizes)
     if device.type == "cpu":
-        # A weight and its packed form exist at the same time, and an embedding that is also the head of logits stays in
-        # both where rows cannot be read from the packed one. It is among the largest weights, and may be in float32.
+        # A weight and its packed form exist at the same time. An embedding that is also the head keeps both if rows
+        # cannot be read from the packed form; it is among the largest weights, and may be in float32.
         num_bytes += max(sizes) * ops_for(device).wide_itemsize(dtype) // dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
     if device.type == "cpu":
@@ -54,12 +54,12 @@ def count_device_blocks(
     ranks: Ranks = ALONE,
     least_model_len: int | None = None,
 ) -> int:
-    """As many as the operator says, else as many as fit. Raises StartError where one sequence does not fit.
+    """The operator's number of blocks, else as many as fit. Raises StartError if one sequence does not fit.
 
-    least_model_len: tokens of a sequence for which there must be room, if these are fewer than `max_model_len`.
+    least_model_len: tokens of a sequence that must fit, if these are fewer than `max_model_len`.
 
-    shapes: of this rank's part of a block in each pool; all pools and all ranks have as many blocks. sliding_window:
-    the scheduler gives back blocks behind it; 0 for none.
+    shapes: this rank's part of a block in each pool; all pools and all ranks have the same number of blocks.
+    sliding_window: the scheduler frees blocks behind it; 0 for no window.
     """
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override
@@ -103,14 +103,14 @@ def _too_little(
 
 
 def _free_cuda_bytes(device: torch.device, utilization: float) -> int:
-    """The bytes of our share of the GPU that remain beside the highest use so far, our own and other processes'."""
+    """Our share of the GPU's bytes, less the highest use so far of this process and the others."""
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
     return int(utilization * total) - others - torch.cuda.max_memory_allocated(device)
 
 
 def _free_host_bytes() -> int:
-    """The bytes that the machine has available, or that the control group still allows if these are fewer."""
+    """The machine's available bytes, or the rest of the control group's limit if smaller."""
     available = int(psutil.virtual_memory().available)
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
@@ -121,7 +121,7 @@ def _free_host_bytes() -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Bytes of the control group's usage that are cached, inactive file pages, such as weights that have been read."""
+    """Bytes of the control group's usage that are cached, inactive file pages, such as files of loaded weights."""
     try:
         lines = (_CGROUP / "memory.stat").read_text().splitlines()
     except OSError:
@@ -130,10 +130,10 @@ def _reclaimable_bytes() -> int:
 
 
 def give_freed_memory_back() -> None:
-    """Have the C library return to the system what was freed but lies among what is used.
+    """Have the C library return freed memory that lies between used blocks to the system.
 
-    glibc keeps blocks of up to 32 MiB for itself, once one as large was freed: 235 MiB after 1.5 billion weights were
-    packed, where they and all else took 1,360.
+    Once a block of up to 32 MiB was freed, glibc keeps freed blocks of that size. After 1.5 billion weights were packed
+    it kept 235 MiB; the weights and everything else took 1,360 MiB.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:

@@ -1,4 +1,5 @@
-"""The device that a worker computes on: which one, its name, and what is set and said before a model is loaded."""
+"""The device that a worker computes on: its choice, its name, and the settings and warnings before a model is
+loaded."""
 
 import os
 import platform
@@ -16,7 +17,7 @@ log = structlog.get_logger()
 
 
 def choose_device(settings: WorkerSettings) -> torch.device:
-    """The device of this rank. Raises StartError where it is not there."""
+    """The device of this rank. Raises StartError if it does not exist."""
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
         raise StartError("--device cuda: torch finds no usable GPU; install a CUDA build of torch, or use --device cpu")
@@ -29,20 +30,20 @@ def choose_device(settings: WorkerSettings) -> torch.device:
 
 
 def set_threads(settings: WorkerSettings) -> None:
-    """By default, ranks share the cores."""
+    """Set the number of threads; unless settings say otherwise, ranks share the cores."""
     if settings.threads is not None or settings.tensor_parallel_size > 1:
         torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() // settings.tensor_parallel_size))
 
 
 def warn_if_eager(device: torch.device) -> None:
-    """Log what compiled kernels lack here."""
+    """Log why compiled kernels are not used on this device."""
     if backend_name(device) == EAGER:
         missing = "triton" if device.type == "cuda" else what_is_missing()
         log.warning(f"eager torch computes, more slowly; missing: {missing}")
 
 
 def describe_device(device: torch.device, num_ranks: int) -> str:
-    """The device, its kernels and the number of ranks, as schedulers and operators read them."""
+    """The device, its kernels and the number of ranks, in words for schedulers and operators."""
     described = f"{device.type} ({_name(device)}, {backend_name(device)})"
     return f"{described} x {num_ranks}" if num_ranks > 1 else described
 

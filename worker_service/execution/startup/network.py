@@ -1,4 +1,4 @@
-"""A checkpoint that has been opened, and what this rank makes of it: a network with its weights on a device."""
+"""An opened checkpoint, and this rank's network with its weights on a device."""
 
 import re
 from collections import Counter, defaultdict
@@ -42,15 +42,15 @@ log = structlog.get_logger()
 NO_ADAPTERS = AdapterRoom()
 _CACHE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
 _QUANTIZED_SHARE = 5 / 8
-"""Of 16 bits, at most: a number of 8 bits and, for every 16, two of 16 bits."""
+"""Upper limit, as a share of 16 bits: a number of 8 bits and, for every 16 numbers, two of 16 bits."""
 _INT4_SHARE = 3 / 8
-"""Of 16 bits, at most: a number of 4 bits and, for every 32, two of 16 bits."""
+"""Upper limit, as a share of 16 bits: a number of 4 bits and, for every 32 numbers, two of 16 bits."""
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Network:
-    """Nothing of it is in memory until `load`."""
+    """A model's files and properties; `load` is the first to allocate memory."""
 
     model_id: str
     checkpoint: Checkpoint
@@ -58,14 +58,14 @@ class Network:
     config: AnyConfig
     dtype: torch.dtype
     shape: CacheShape
-    """Of this rank's part of a block."""
+    """The shape of this rank's part of a block."""
     cuts: Mapping[str, Cut]
     device: torch.device
     ranks: Ranks
     quantization: Quantization
     sentences: SentenceSettings
     batch_invariant: bool = False
-    """As `ops_for` has it."""
+    """See `ops_for`."""
 
     @classmethod
     def open(cls, name: str, settings: WorkerSettings, device: torch.device, ranks: Ranks) -> "Network":
@@ -103,30 +103,31 @@ class Network:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it reads texts whole and keeps no keys and values."""
+        """Whether the network reads whole texts and has no KV cache."""
         return self.config.num_layers == 0
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest text by its files: those of a sentence-transformer may say fewer than config.json."""
+        """Tokens of the longest text by the model's files; a sentence-transformer's file may allow fewer than
+        config.json."""
         return min(self.config.max_model_len, self.sentences.max_length or self.config.max_model_len)
 
     @property
     def unscaled_len(self) -> int:
-        """Tokens of the longest text by config.json's max_position_embeddings, whatever scales positions."""
+        """Tokens of the longest text by config.json's max_position_embeddings, before positions are scaled."""
         stated = self.checkpoint.config.get("max_position_embeddings")
         return min(self.config.max_model_len, stated or self.config.max_model_len)
 
     @property
     def max_encoder_len(self) -> int:
-        """Tokens that an encoder beside the decoder reads; 0 without one."""
+        """Tokens that an encoder beside the decoder reads; 0 without an encoder."""
         return getattr(self.config, "max_encoder_len", 0)
 
     def check(self, room: AdapterRoom = NO_ADAPTERS) -> list[int]:
-        """The bytes that each part of its weights takes at most. Raises StartError where they cannot be loaded;
-        allocates no memory.
+        """Upper limits of the bytes of each part of the weights. Raises StartError if they cannot be loaded; allocates
+        no memory.
 
-        room: for adapters, which counts as well.
+        room: for adapters, which are included.
         """
         model = self._build(torch.device("meta"))
         blueprint = model.checkpoint_tensors()
@@ -139,7 +140,7 @@ class Network:
         return [*self._sizes(blueprint), Adapters(model, room).num_bytes]
 
     def _sizes(self, blueprint: Mapping[str, torch.Tensor]) -> list[int]:
-        """The bytes of each tensor as it is held, and of those of a layer while they are packed."""
+        """The bytes of each tensor as it is held, and of a layer's tensors while they are packed."""
         stored, floats = self._quantized(), defaultdict[str, list[int]](list)
         share = _INT4_SHARE if self.quantization == "int4" else _QUANTIZED_SHARE
         block = None if self.checkpoint.packed is None else self.checkpoint.packed.config.block
@@ -160,7 +161,7 @@ class Network:
             build = build_encoder if self.is_encoder else build_encoder_decoder
             try:
                 return build(self.config, self.dtype, device)
-            except Exception as error:  # its code takes any value, until one makes no sense
+            except Exception as error:  # the code accepts any value until one is impossible
                 if is_out_of_memory(error):
                     raise
                 file = self.checkpoint.path / "config.json"
@@ -168,11 +169,10 @@ class Network:
         return build_model(self.config, self.dtype, device, self.ranks, batch_invariant=self.batch_invariant, fill=fill)
 
     def fingerprint(self) -> str:
-        """Of the whole model, whatever this rank's part is. Several threads read the files, so that loading finds them
+        """A hash of the whole model, the same in every rank. Several threads read the files, so that loading finds them
         in memory.
 
-        Weights that are rounded in another way count as other weights: workers that round differently do not serve
-        together.
+        Weights rounded in another way have another fingerprint: workers that round differently do not serve together.
         """
         scheme: str = self.quantization
         if self.quantization != "none":
@@ -192,13 +192,12 @@ class Network:
         return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
 
     def load(self, room: AdapterRoom = NO_ADAPTERS) -> tuple[Any, Adapters]:
-        """The network, of the kind that `config` says. Raises StartError, and what torch raises where there is no room
-        for it."""
+        """The network, whose class depends on `config`. Raises StartError, and torch's errors if memory runs out."""
         quantized = self._quantized()
         with byte_progress("loading weights") as progress:
 
             def fill(places: Mapping[str, torch.Tensor]) -> None:
-                give_freed_memory_back()  # of the layer before
+                give_freed_memory_back()  # memory of the layer before
                 self.checkpoint.load_into(places, self.cuts)
                 progress.update(sum(place.nbytes for place in places.values()))
 
@@ -227,7 +226,7 @@ class Network:
 
     @property
     def _stacks_experts(self) -> bool:
-        """Whether there are experts, which are multiplied in one launch."""
+        """Whether the network has experts whose products are computed in one launch."""
         assert isinstance(self.config, DecoderConfig)
         return ops_for(self.device).GROUPED_PRODUCTS and any(layer.mixture for layer in self.config.layers)
 
@@ -239,7 +238,7 @@ class Network:
         return all(counts[name] in (0, 3 * mixture.num_experts) for name, mixture in mixtures.items())
 
     def _can_pack(self, scheme: Quantization) -> bool:
-        """Of a network that runs natively."""
+        """Whether the weights of a network that runs natively can be packed in this scheme."""
         if self._stacks_experts and not (scheme == "fp8" and self._has_float8):
             return False
         return can_pack(self.device, self.dtype, scheme)
@@ -259,7 +258,7 @@ class Network:
 
     @property
     def _has_float8(self) -> bool:
-        """Whether the device has numbers of fp8, and products of them."""
+        """Whether the device has fp8 numbers and fp8 products."""
         return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= FLOAT8_CAPABILITY
 
     def _check_invariance(self) -> None:
@@ -288,7 +287,7 @@ class Network:
             )
 
     def _check_quantization(self) -> None:
-        """Packs small weights to find out whether such weights can be packed, before any are loaded."""
+        """Packs small weights to find out whether the scheme is supported, before any weights are loaded."""
         if self.checkpoint.packed is not None:
             if self.quantization != "none":
                 raise StartError(
@@ -323,11 +322,11 @@ class Network:
 
 
 _TRANSPOSED = ("gpt2", "openai-gpt")
-"""Families whose layers are stored as [inputs, outputs], and quantised the other way around."""
+"""Model families whose layers are stored as [inputs, outputs], and quantised along the other dimension."""
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], quantized: Quantized) -> dict[str, torch.Tensor]:
-    """Those that are needed in floating point: all but matrices."""
+    """The tensors that are needed in floating point: all but matrices."""
     return {name: tensor for name, tensor in tensors.items() if name not in quantized or tensor.dim() != 2}
 
 
@@ -335,5 +334,5 @@ def _read_config(checkpoint: Checkpoint) -> AnyConfig:
     file = checkpoint.path / "config.json"
     try:
         return read_config(checkpoint.config)
-    except Exception as error:  # a config is untrusted, and the code that reads it may raise anything
+    except Exception as error:  # config files are untrusted, and the code that reads them may raise anything
         raise StartError(f"{file}: {str(error) or type(error).__name__}") from error

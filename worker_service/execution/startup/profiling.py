@@ -1,7 +1,7 @@
-"""A forward pass with made-up tokens before the worker serves: how fast it is, and how much memory it takes.
+"""A forward pass with made-up tokens before the worker serves, to measure its speed and memory.
 
 On a GPU the pass has as many tokens and sequences as a step can have, because its peak memory decides how many blocks
-fit; its contexts are short. On a CPU the cache is a share of free memory instead, and a small pass tells the speed
+fit; its contexts are short. On a CPU the cache is a share of free memory instead. A small pass measures the speed
 without delaying the start.
 """
 
@@ -18,7 +18,7 @@ from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import TOKENS, PoolingParams, PoolingType, SamplingParams, SchedulerOutput
 
 if TYPE_CHECKING:
-    from worker_service.models.encoders.encoder_decoder import EncoderDecoder  # which imports transformers
+    from worker_service.models.encoders.encoder_decoder import EncoderDecoder  # imports transformers
 
 _CPU_TOKENS = 256
 """Tokens of the pass on a CPU: 0.2 s for the default model on two cores, where 2,048 tokens take two seconds."""
@@ -33,8 +33,8 @@ def measure_prefill(
 ) -> int:
     """Tokens a second of a step of `max_num_batched_tokens` tokens that samples for `max_num_seqs` sequences.
 
-    On a GPU, torch's peak of allocated memory afterwards covers such a step. Raises torch's OutOfMemoryError where it
-    does not fit.
+    On a GPU, torch's peak of allocated memory afterwards covers such a step. Raises torch's OutOfMemoryError if the
+    step does not fit.
     """
     num_tokens = max_num_batched_tokens if device.type == "cuda" else min(max_num_batched_tokens, _CPU_TOKENS)
     num_seqs = min(max_num_seqs, num_tokens) if device.type == "cuda" else 1
@@ -65,9 +65,9 @@ def measure_prefill(
 def measure_encoder_decoder(
     model: "EncoderDecoder", shape: CacheShape, device: torch.device, max_num_batched_tokens: int
 ) -> int:
-    """The same for an encoder and a decoder, the tokens of both together.
+    """`measure_prefill` for an encoder and a decoder; counts the tokens of both.
 
-    One input is read, because encoders read one after the other; a sound is never shorter than it can be.
+    The pass reads one input, because encoders read inputs one at a time. A sound has at least its minimum length.
     """
     config, is_cuda = model.config, device.type == "cuda"
     is_whole = is_cuda or config.feature_bytes > 0
@@ -104,7 +104,7 @@ def measure_encoder_decoder(
 
 
 def measure_encoder(runner: Runner, max_model_len: int, max_num_batched_tokens: int, num_labels: int = 0) -> int:
-    """The same for an encoder: of texts as long as it reads, on a GPU as many as a step can have."""
+    """`measure_prefill` for an encoder: texts of its maximum length, on a GPU as many as a step can have."""
     pooling = PoolingParams(type=PoolingType.SCORE if num_labels else PoolingType.CLS, dimensions=max(1, num_labels))
     num_tokens = max_num_batched_tokens if runner.device.type == "cuda" else _CPU_TOKENS
     length = min(max_model_len, num_tokens)

@@ -1,4 +1,4 @@
-"""Turns a step's chunks into the flat tensors that a forward pass reads: one row a token, sequence after sequence."""
+"""Turns a step's chunks into the flat tensors of a forward pass: one row a token, sequence after sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ class Batch:
     positions: Tensor
     """[num_tokens] int64: each token's place in its sequence."""
     slots: Tensor
-    """[num_tokens] int64: where in the cache its keys and values go."""
+    """[num_tokens] int64: each token's slot in the cache."""
     attention: AttentionMetadata
     query_start: tuple[int, ...]
-    """The first row of each chunk, and behind the last one the number of rows."""
+    """The first row of each chunk, then the number of rows."""
 
 
 def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> Batch:
-    """Lay out at least one chunk. The arrays are made in host memory and cross to the device whole."""
+    """Lay out at least one chunk. Arrays are built in host memory and cross to the device whole."""
     starts = np.array([chunk.start for chunk in chunks])
     stops = np.array([chunk.stop for chunk in chunks])
     query_lens = stops - starts

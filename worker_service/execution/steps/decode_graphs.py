@@ -1,20 +1,20 @@
-"""Steps as CUDA graphs: a forward pass of hundreds of kernels is launched at once.
+"""Steps as CUDA graphs: a forward pass of hundreds of kernels in one launch.
 
 On an H200 a decode of an 8-billion-parameter Llama takes 4.5 ms as a graph and 12.2 ms when each kernel is launched
-from Python. One graph is captured for each of a few numbers of rows. Every token has a row, so a step that verifies
-drafts, and one with a short prompt or a prompt's last tokens beside decodes, is replayed from the same graphs. The
-largest comes first, so that the others reuse its memory. Logits and sampling stay outside, because the rows that need
-them change from step to step.
+from Python. A graph is captured for each of a few numbers of rows. Every token has a row. So the same graphs serve
+steps that verify drafts, and steps with decodes and a short prompt, or a prompt's last tokens. The largest graph is
+captured first, so that the others reuse its memory. Logits and sampling stay outside, because their rows change from
+step to step.
 
-What adapters add takes two more kernels for each product, 256 in a pass of 32 layers. Where a worker has slots for
-adapters there are therefore two graphs of each size, one with these kernels and one without, so that a step of the base
-alone launches none of them. The two share inputs and memory: the second costs the time of its capture, and what the
-driver keeps of its launches. No launch depends on the adapters: slots and ranks are read on the device.
+Adapters take two more kernels for each product, 256 in a pass of 32 layers. If a worker has slots for adapters, each
+size therefore has two graphs, with and without these kernels. A step of the base model alone launches none of them. The
+two graphs share inputs and memory. The second costs the time of its capture and the driver's memory for its launches.
+Launches do not depend on the adapters: slots and ranks are read on the device.
 
-From 8 rows on, each size has two graphs where kernels read a shared prefix once for all its rows
-(`worker_service.execution.cache.shared_prefixes`): one for steps whose rows share enough, with one more launch a layer,
-and one for all other steps. The tokens of a question behind a long prompt are such rows too. Steps that
-are launched kernel by kernel share nothing: without a graph a step loses more than it could gain.
+From 8 rows on, if kernels support shared prefixes (`worker_service.execution.cache.shared_prefixes`), each size has two
+graphs. One, with one more launch a layer, is for steps whose rows share enough; the other is for all other steps. The
+tokens of a question after a long prompt share its blocks, too. Steps without a graph share nothing: a step loses more
+without a graph than sharing could gain.
 """
 
 from array import array
@@ -37,33 +37,33 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.settings import WorkerSettings
 
 _PROMPT_ROWS = 256
-"""Rows of the largest graph, where a step can have as many tokens and `max_num_seqs` is less. Twice as many keep the
-tensor cores of an H200 busy for as long as the launches of such a Llama take. Not measured."""
+"""Rows of the largest graph when `max_num_seqs` is smaller, limited by the tokens of a step. With twice as many rows
+the tensor cores of an H200 are busy for as long as this Llama's launches take. Not measured."""
 _MOST_READ_AGAIN = 1 << 28
-"""Bytes of a layer's keys and values that the rows of a step may read beyond those that its sequences have: a prompt of
-360 tokens reads as much where a token has 4 KiB, as in that Llama.
+"""Bytes of a layer's keys and values that the rows of a step may read repeatedly. A prompt of 360 tokens reads as much
+with 4 KiB a token, as in that Llama.
 
-Rows of one sequence each read its context, which an eager pass reads once for several rows. Launched one by one, the
-kernels of a layer take 0.24 ms more of an H200's time, in which its memory reads 1 GB. A fourth of that: other GPUs
-have less bandwidth, and caches make up for some of it. Not measured.
+Each row of a sequence reads the whole context, which an eager pass reads once for several rows. Without a graph, the
+kernels of a layer take 0.24 ms more on an H200, in which its memory reads 1 GB. The limit is a fourth of that: other
+GPUs have less bandwidth, and caches make up for some of it. Not measured.
 """
 
 _FEWEST_SHARING = 8
-"""Rows of a step that may share what they attend to. Not measured."""
+"""Smallest number of rows of a step with shared parts. Not measured."""
 _MOST_SHARED_BYTES = 1 << 27
-"""Of what a step's rows keep of the parts that they share, in float32: 32 parts of 512 tokens for 256 rows of 32 heads
-of 128. Behind these parts each row attends alone."""
+"""Bytes of the results of shared parts in float32, for all rows of a step: 32 parts of 512 tokens for 256 rows of 32
+heads of 128. Beyond these parts each row attends alone."""
 _LEAST_SAVED = 1 << 24
-"""Bytes of a layer's keys and values that rows need not read again. A GPU reads them in 4 to 8 µs, which is about what
-another launch and the results of parts cost. Not measured."""
+"""Smallest number of bytes of a layer's keys and values that sharing must save. A GPU reads them in 4 to 8 µs, about
+the cost of another launch and of merging the results. Not measured."""
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
-"""Takes a computation, and returns a function that repeats it over the same memory and the result, which each call
+"""Takes a computation. Returns a function that repeats it in the same memory, and the result, which each call
 overwrites."""
 
 
 class DecodeGraphs:
-    """The graphs of one model over one cache; the cache's memory must stay where it is."""
+    """The graphs of one model over one cache, whose address must not change."""
 
     @torch.inference_mode()
     def __init__(
@@ -76,14 +76,15 @@ class DecodeGraphs:
         has_adapters: bool = False,
         record: Record | None = None,
     ) -> None:
-        """Capture them.
+        """Capture the graphs.
 
-        cache: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; max_num_rows: of the largest graph, one
-        for each sequence of a step at least; has_adapters: whether the model has slots for them; record: in place of
-        capturing.
+        cache: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; max_num_rows: rows of the largest graph,
+        at least one for each sequence of a step; has_adapters: whether the model has slots for adapters; record:
+        replaces capturing.
         """
         self._inputs = DecodeInputs(max_num_rows, max_model_len, cache.shape[3], cache.device)
-        # Of the heads of all ranks, which must decide alike: they sum up over equally many rows, padding included.
+        # Ranks must decide alike, so this counts the heads of all ranks: they all-reduce equally many rows, padding
+        # included.
         token_bytes = 2 * model.config.num_kv_heads * model.config.head_dim * cache.itemsize
         self._most_read_again = _MOST_READ_AGAIN // token_bytes
         self._shared = _shared_inputs(model, cache, max_num_rows, max_model_len)
@@ -97,21 +98,21 @@ class DecodeGraphs:
         ]
         with count_progress("capturing CUDA graphs", len(kinds)) as progress:
             for kind in kinds:
-                # Padding rows only.
+                # A capture computes padding rows only.
                 self._graphs[kind] = record(partial(self._forward, model, cache, *kind))
                 progress.update()
 
     def fit(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether one of the graphs can compute a step, and is the faster way to.
+        """Whether a graph can compute a step, and is faster than launching its kernels one by one.
 
-        Every step of one token for each sequence fits.
+        A graph fits every step of one token for each sequence.
         """
         num_rows = sum(chunk.stop - chunk.start for chunk in chunks)
         if num_rows == len(chunks):
             return True
         if num_rows > self._inputs.sizes[-1]:
             return False
-        # A sequence's last row reads what it has; the sum is that of the contexts of the rows before.
+        # A sequence's last row reads the context once; the sum is over the contexts of its other rows.
         read_again = sum((chunk.stop - chunk.start - 1) * (chunk.start + chunk.stop) // 2 for chunk in chunks)
         size = self._inputs.size_of(num_rows)
         if read_again > self._most_read_again and (shared := self._shared_at(size)) is not None:
@@ -124,7 +125,7 @@ class DecodeGraphs:
     ) -> Tensor:
         """The hidden states of the tokens of chunks that `fit`, [tokens, hidden_size]; the next call overwrites them.
 
-        unseen, lora_slots: as `DecodeInputs.fill` has them.
+        unseen, lora_slots: see `DecodeInputs.fill`.
         """
         size = self._inputs.fill(chunks, unseen, lora_slots)
         shared = self._shared_at(size)
@@ -134,7 +135,7 @@ class DecodeGraphs:
         return hidden[: sum(chunk.stop - chunk.start for chunk in chunks)]
 
     def _shared_at(self, size: int) -> SharedInputs | None:
-        """None where steps of so many rows share nothing."""
+        """None if steps of this many rows share nothing."""
         if self._shared is None or size < _FEWEST_SHARING or not self._shared.most_parts(size):
             return None
         return self._shared
@@ -146,17 +147,17 @@ class DecodeGraphs:
 
 
 def _contexts(chunks: Sequence[ScheduledChunk]) -> "tuple[list[array[int]], list[int]]":
-    """The blocks of each row, and how many tokens it sees."""
+    """The blocks of each row, and the number of tokens that it sees."""
     tables = [chunk.sequence.block_ids for chunk in chunks for _ in range(chunk.start, chunk.stop)]
     return tables, [stop for chunk in chunks for stop in range(chunk.start + 1, chunk.stop + 1)]
 
 
 def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_model_len: int) -> SharedInputs | None:
-    """None where rows are never attended to together."""
+    """None if kernels do not support shared parts."""
     config = model.config
-    if not isinstance(config, DecoderConfig) or is_narrow(cache.dtype):  # whose kernel reads no scales
+    if not isinstance(config, DecoderConfig) or is_narrow(cache.dtype):  # its kernel reads no scales
         return None
-    # Ranks that have copies of a key head have fewer query heads for each, and could take more rows together.
+    # Ranks with copies of a key head have fewer query heads for it, and could compute more rows together.
     groups = config.num_heads // config.num_kv_heads
     most_rows = ops_for(cache.device).shared_tokens(groups, config.head_dim, cache.dtype)
     row_bytes = config.num_heads * config.head_dim * torch.float32.itemsize
@@ -176,7 +177,7 @@ class _CudaGraphs:
         self._last: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        compute()  # pays for what is compiled, chosen and allocated lazily
+        compute()  # pays for lazy compilation, choices and allocations
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=None if self._last is None else self._last.pool()):
@@ -194,7 +195,7 @@ def capture(
     *,
     has_adapters: bool = False,
 ) -> DecodeGraphs | None:
-    """Graphs of a model's steps, where there can be any."""
+    """Graphs of a model's steps; None if they cannot be captured."""
     blocks = cache.device_blocks
     captures = isinstance(config, DecoderConfig) and blocks.is_cuda and backend_name(blocks.device) != EAGER
     if not captures or settings.enforce_eager:

@@ -1,13 +1,13 @@
-"""The tensors of a decode step, in the same memory every time, so that a captured CUDA graph can be replayed over them.
+"""The tensors of a decode step, at the same addresses every time, so that a captured CUDA graph can be replayed.
 
-Each token has a row. To attention every row is a sequence of its own with one query token, which sees the tokens up to
-its own; rows of one sequence have the same block table. So a step that verifies drafts needs no other shape than a
-decode, and its rows are computed by the kernel of decodes.
+Each token has a row. To attention every row is a sequence with one query token, which sees the tokens up to its own;
+rows of one sequence have the same block table. So a step that verifies drafts has the shape of a decode, and uses the
+decode kernel.
 
-A batch is padded to one of a few sizes. A padding row has token 0, position -1, slot -1 and no adapter, and therefore
-stores nothing and attends to nothing. Tokens, positions and slots cross to the device in one copy a step. A row's block
-table crosses only if the row's sequence or its blocks have changed since the last step that used the row. A token that
-the previous step sampled stays on the device: the host need not have read it.
+A batch is padded to one of a few sizes. A padding row has token 0, position -1, slot -1 and no adapter, so it stores
+nothing and attends to nothing. Tokens, positions and slots cross to the device in one copy a step. A row's block table
+crosses only if the row's sequence or its blocks have changed since the row was last used. A token that the previous
+step sampled stays on the device: the host need not have read it.
 """
 
 from array import array
@@ -27,26 +27,27 @@ from worker_service.session.step import TOKENS
 
 @dataclass(frozen=True)
 class UnseenTokens:
-    """What a step has sampled and the host has not read yet."""
+    """Tokens of a step that the host has not read yet."""
 
     token_ids: Tensor
-    """[rows] int64, negative for sequences that failed, which go on from a placeholder."""
+    """[rows] int64, negative for sequences that failed; these continue from a placeholder."""
     rows: Mapping[int, int]
-    """By sequence id."""
+    """Rows by sequence id."""
 
 
 def bucket_sizes(max_num_rows: int) -> list[int]:
-    """A few sizes. From 40 rows on, the next size is at most a fifth larger; below, at most 7 rows larger."""
+    """Row counts that batches are padded to. From 40 rows on, the next size is at most a fifth larger; below, at most 7
+    rows larger."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_rows, 32)]
     return [*(size for size in sizes if size < max_num_rows), max_num_rows]
 
 
 _PADDING_ROW = np.array([[0], [-1], [-1]])
-"""Token, position and slot."""
+"""Token, position and slot of a padding row."""
 
 
 class DecodeInputs:
-    """Room for `max_num_rows` tokens."""
+    """Buffers for `max_num_rows` tokens."""
 
     def __init__(self, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.sizes = bucket_sizes(max_num_rows)
@@ -59,24 +60,23 @@ class DecodeInputs:
         self._known_tables = [array(TOKENS) for _ in range(max_num_rows)]
 
     def size_of(self, count: int) -> int:
-        """Of the bucket that so many rows fit."""
+        """The smallest bucket size that holds `count` rows."""
         return self.sizes[bisect_left(self.sizes, count)]
 
     def fill(
         self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None = None, lora_slots: Tensor | None = None
     ) -> int:
-        """Take a step's chunks, which have as many tokens as there are rows at most.
+        """Store a step's chunks, which have at most as many tokens as there are rows; returns the bucket's size.
 
-        unseen: tokens that are on the device only, of sequences whose chunk is this one token; lora_slots: [tokens]
-        int32, as `CausalModel.forward` has them. Returns the size of the bucket that the tokens fit. The copies run
-        after all work that the device was given before.
+        unseen: tokens that are on the device only; the chunk of their sequence is this one token. lora_slots: [tokens]
+        int32, see `CausalModel.forward`. The copies run after all earlier work of the device.
         """
         block_size, device = self._block_size, self._rows.device
         places = [(chunk.sequence, position) for chunk in chunks for position in range(chunk.start, chunk.stop)]
         count = len(places)
         size = self.size_of(count)
         rows = np.repeat(_PADDING_ROW, size, axis=1)
-        if count == len(chunks):  # as in most steps
+        if count == len(chunks):  # each chunk has one token, as in most steps
             rows[0, :count] = [sequence.token_ids[position] for sequence, position in places]
         else:
             rows[0, :count] = [token_id for chunk in chunks for token_id in chunk.token_ids]
@@ -93,7 +93,7 @@ class DecodeInputs:
         return size
 
     def tensors(self, size: int, shared: SharedParts | None = None) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
-        """Token ids, positions, slots and what attention must know, of the first `size` rows."""
+        """Token ids, positions, slots and attention metadata of the first `size` rows."""
         token_ids, positions, slots = self._rows[:, :size]
         metadata = AttentionMetadata(
             query_start=self._query_start[: size + 1],
@@ -106,12 +106,12 @@ class DecodeInputs:
         return token_ids, positions, slots, metadata
 
     def lora_slots(self, size: int) -> Tensor:
-        """The slots of the first `size` rows' adapters, as they were last given to `fill`, [size] int32."""
+        """The adapter slots of the first `size` rows, as last passed to `fill`, [size] int32."""
         return self._lora_slots[:size]
 
     def _take_over(self, unseen: UnseenTokens, sources: Sequence[int | None]) -> None:
         """sources: for each row, the row of its token in `unseen`; None if the host knows the token."""
-        if sources == list(range(len(unseen.token_ids))):  # as in most steps
+        if sources == list(range(len(unseen.token_ids))):  # the same rows in the same order, as in most steps
             torch.clamp(unseen.token_ids, min=PLACEHOLDER, out=self._rows[0, : len(sources)])
         elif pairs := [(row, source) for row, source in enumerate(sources) if source is not None]:
             rows, places = upload(np.array(pairs).T, torch.int64, self._rows.device)
@@ -129,5 +129,5 @@ class DecodeInputs:
         device = self._tables.device
         rows = upload(changed, torch.int64, device)
         self._tables[:, : entries.shape[1]].index_copy_(0, rows, upload(entries, torch.int32, device))
-        for row in changed:  # once nothing can fail any more
+        for row in changed:  # only when nothing can fail any more
             self._known_tables[row] = array(TOKENS, rows_tables[row])

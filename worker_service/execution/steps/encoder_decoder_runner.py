@@ -1,4 +1,4 @@
-"""Computes the steps of a network of encoder and decoder: first what encoders read, then the decoder's tokens."""
+"""Computes the steps of a network with encoder and decoder: first the encoder's inputs, then the decoder's tokens."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -20,11 +20,11 @@ from worker_service.models.causal_model import CausalModel
 from worker_service.session.session import ScheduledChunk, SequenceState
 
 if TYPE_CHECKING:
-    from worker_service.models.encoders.encoder_decoder import EncoderDecoder  # which imports transformers
+    from worker_service.models.encoders.encoder_decoder import EncoderDecoder  # imports transformers
 
 
 class EncoderDecoderRunner(ModelRunner):
-    """Such a model and its cache on one device. Not thread-safe: one thread owns the device."""
+    """An encoder-decoder model and its cache on one device. Not thread-safe: one thread owns the device."""
 
     def __init__(
         self,
@@ -34,11 +34,12 @@ class EncoderDecoderRunner(ModelRunner):
         adapters: Adapters | None = None,
         aligner: Aligner | None = None,
     ) -> None:
-        """aligner: of a model that says when tokens are said; others pool nothing."""
+        """aligner: for a model that reports the times of tokens; other models pool nothing."""
         super().__init__(cast(CausalModel, model), cache_engine, forms=forms, adapters=adapters)
         self._model = model
         self._aligner = aligner
-        self._queries: dict[int, Tensor] = {}  # of the step's cross attention by layer, if a chunk is to be aligned
+        # The step's queries of cross attention by layer, if a chunk is to be aligned.
+        self._queries: dict[int, Tensor] = {}
 
     def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
         cache = self.cache_engine.device_blocks
@@ -83,13 +84,13 @@ class EncoderDecoderRunner(ModelRunner):
     def _pool(
         self, chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor
     ) -> list[tuple[ScheduledChunk, Tensor]]:
-        """As `ModelRunner` has it: of a prompt whose last chunk this is, when its tokens are said."""
+        """See `ModelRunner`. Pools the times of tokens, for prompts whose last chunk this is."""
         del hidden
         queries, self._queries = self._queries, {}
         completed = []
         for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False):
             if chunk.sequence.sampling.pooling is not None:
-                assert self._aligner is not None  # the limits say so
+                assert self._aligner is not None  # the limits guarantee it
                 cache = self.cache_engine.device_blocks
                 times = self._aligner.take(chunk, {layer: of[start:stop] for layer, of in queries.items()}, cache)
                 if times is not None:

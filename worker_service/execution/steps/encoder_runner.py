@@ -1,4 +1,4 @@
-"""Computes the steps of an encoder: whole texts, of which vectors are made. It trusts that the session judged them."""
+"""Computes the steps of an encoder: vectors of whole texts. The session has already checked the step."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -16,7 +16,7 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import SchedulerOutput
 
 if TYPE_CHECKING:
-    from worker_service.models.encoders.encoder import Encoder  # which imports transformers, two seconds of every start
+    from worker_service.models.encoders.encoder import Encoder  # imports transformers, two seconds of every start
 
 
 class EncoderRunner(Runner):
@@ -32,13 +32,13 @@ class EncoderRunner(Runner):
     def launch(
         self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
     ) -> RunningStep:
-        """Have a step computed. There is nothing to move, and nothing runs ahead."""
+        """Launch a step. There are no block moves, and no step runs ahead."""
         del output, before
         clock = StepClock(self.device)
         clock.mark()
         vectors = []
         if chunks:
-            ordered = sorted(chunks, key=lambda chunk: chunk.stop)  # for attention, which takes equal lengths together
+            ordered = sorted(chunks, key=lambda chunk: chunk.stop)  # for attention, which batches equal lengths
             lengths = [chunk.stop for chunk in ordered]
             starts = [0, *accumulate(lengths)]
             positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
@@ -57,6 +57,6 @@ class EncoderRunner(Runner):
 
 
 def _num_first_tokens(chunk: ScheduledChunk) -> int:
-    """Tokens before the second text of a pair; all, where there is none."""
+    """Tokens before the second text of a pair; all tokens of a single text."""
     pooling = chunk.sequence.sampling.pooling
     return (pooling and pooling.num_first_tokens) or chunk.stop

@@ -1,7 +1,7 @@
-"""Computes steps: moves blocks, runs the model over the batch, samples. It trusts that the session has judged the step.
+"""Computes steps: moves blocks, runs the model over the batch, samples. The session has already checked the step.
 
-Logits are made only for the rows that need them: one for each sequence that samples, and those of prompts whose
-log-probabilities were asked for.
+Logits are computed only for the rows that need them: one for each sequence that samples, and the rows of prompts with
+log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -29,37 +29,38 @@ from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput
 
 _LOGPROB_ROWS = 256
-"""Prompt rows whose logits exist at a time; 2,048 rows of 49,152 float32 logits would be 400 MB."""
+"""Prompt rows whose logits exist at one time; 2,048 rows of 49,152 float32 logits would be 400 MB."""
 
 
 def _choosers(chunk: ScheduledChunk) -> list[SequenceState]:
-    """The sequence as it would be at each token that is sampled, were the drafts right."""
+    """The state of the sequence at each sampled token, if all drafts are right."""
     sequence, drafts = chunk.sequence, chunk.drafts
     drafted = [replace(sequence, token_ids=sequence.token_ids + drafts[: n + 1]) for n in range(len(drafts))]
     return [sequence, *drafted]
 
 
 class Runner:
-    """What computes steps on one device."""
+    """Computes steps on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether steps may be launched before the one before them has finished, if they `follow` it."""
+        """Whether a step may be launched before the previous step has finished, if its chunks `follow`."""
         return False
 
     def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:  # noqa: ARG002 (others use it)
-        """Whether this step may be: it takes tokens that the host does not know from the device."""
+        """Whether a step of these chunks may run ahead: it reads tokens from the device that the host does not know
+        yet."""
         return False
 
     def launch(
         self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
     ) -> RunningStep:
-        """Have a step computed. `chunks` is `output`'s work as the session returned it.
+        """Launch a step. `chunks` is `output`'s work as the session returned it.
 
-        before: the previous step, if it has not finished; only a step whose chunks `follow` may then be launched.
+        before: the previous step, if it has not finished; requires that the chunks `follow`.
         """
         raise NotImplementedError
 
@@ -68,10 +69,11 @@ class Runner:
         return self.launch(output, chunks).finish()
 
     def recover(self) -> None:
-        """Free the memory that a failed step held, so that the next one has room; call it when its tensors are gone.
+        """Free the memory that a failed step held, for the next step; call it when the step's tensors have been
+        dropped.
 
-        Raises DeviceLostError if the device is lost to this process: after an illegal access or a failed assertion in a
-        kernel, every further call into CUDA fails.
+        Raises DeviceLostError if this process has lost the device: after an illegal access or a failed assertion in a
+        kernel, every further CUDA call fails.
         """
         if self.device.type != "cuda":
             return
@@ -85,7 +87,7 @@ class Runner:
 class ModelRunner(Runner):
     """A model and its cache on one device. Not thread-safe: one thread owns the device.
 
-    A step waits for a GPU when it finishes, and while it is launched only for log-probabilities of a prompt.
+    `finish` waits for a GPU; `launch` waits only for log-probabilities of a prompt.
     """
 
     def __init__(
@@ -105,18 +107,18 @@ class ModelRunner(Runner):
 
     @property
     def runs_ahead(self) -> bool:
-        """As `Runner` has it."""
+        """See `Runner`."""
         return self._decode_graphs is not None
 
     def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """As `Runner` has it."""
+        """See `Runner`."""
         return self._decode_graphs is not None and self._decode_graphs.fit(chunks)
 
     @torch.inference_mode()
     def launch(
         self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
     ) -> RunningStep:
-        """As `Runner` has it."""
+        """See `Runner`."""
         clock = StepClock(self.device)
         self.cache_engine.move(output)
         clock.mark()
@@ -151,7 +153,7 @@ class ModelRunner(Runner):
         return RunningStep(chunks, clock, logits, token_ids, prompt_logprobs, failed, vectors, masks)
 
     def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
-        """Have an encoder, if there is one, read what the step has for it; returns the other chunks."""
+        """Run the encoder, if there is one, over its inputs of the step; returns the other chunks."""
         return chunks
 
     def _begin_forms(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
@@ -162,7 +164,7 @@ class ModelRunner(Runner):
         return None
 
     def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
-        """The hidden states, and the first row of each chunk and behind the last one the number of rows."""
+        """The hidden states; and the first row of each chunk, then the number of rows."""
         lora_slots = None if self.adapters is None else self.adapters.slots(chunks)
         if self._decode_graphs is not None and (before is not None or self._decode_graphs.fit(chunks)):
             unseen = None if before is None else before.unseen_tokens()
@@ -178,15 +180,15 @@ class ModelRunner(Runner):
     def _pool(
         self, chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor
     ) -> list[tuple[ScheduledChunk, Tensor]]:
-        """What the chunks complete of sequences that are pooled. hidden, query_start: as `_forward` returns them."""
+        """The vectors that the chunks of pooled sequences complete. hidden, query_start: as `_forward` returns them."""
         return pool_all(chunks, query_start, hidden)
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[SampleLogprobs]:
-        """Log-probabilities of the prompt tokens that the chunk's rows predict: from its second to the one behind its
-        last.
+        """Log-probabilities of the prompt tokens that the chunk's rows predict: from its second token to the one after
+        its last.
 
-        hidden: [chunk's tokens, hidden_size]. One report, or none if none was asked for. Raises FloatingPointError if
-        there are no log-probabilities.
+        hidden: [chunk's tokens, hidden_size]. Returns one report, or none if the request asks for none. Raises
+        FloatingPointError if there are no log-probabilities.
         """
         num_top = chunk.sequence.sampling.prompt_logprobs
         first, last = chunk.start + 1, min(chunk.stop + 1, chunk.sequence.num_prompt_tokens)

@@ -1,4 +1,4 @@
-"""A step that the device has been asked to compute, until its results are read."""
+"""A launched step, until its results are read."""
 
 from collections.abc import Sequence, Set
 from itertools import accumulate
@@ -17,7 +17,7 @@ from worker_service.session.step import ModelOutput, SampleLogprobs, SequenceVec
 
 
 class RunningStep:
-    """A step that the device has been asked to compute."""
+    """A launched step."""
 
     def __init__(
         self,
@@ -30,11 +30,11 @@ class RunningStep:
         vectors: Sequence[tuple[ScheduledChunk, Tensor]] = (),
         masks: FormMasks | None = None,
     ) -> None:
-        """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that chooses a token, and one
-        more for each of its draft tokens.
+        """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that samples or is pooled, and
+        a row for each of its draft tokens.
 
-        failed: ids of sequences whose prompt has no log-probabilities. vectors: what chunks completed. masks: with
-        which tokens were chosen.
+        failed: ids of sequences whose prompt has no log-probabilities. vectors: vectors that chunks completed. masks:
+        masks of the sampled rows.
         """
         self.chunks = chunks
         self._sampling = [chunk for chunk in chunks if chunk.samples]
@@ -51,11 +51,11 @@ class RunningStep:
         clock.mark()
 
     def is_done(self) -> bool:
-        """Whether `finish` would not wait."""
+        """Whether `finish` would return at once."""
         return self._clock.has_stopped()
 
     def unseen_tokens(self) -> UnseenTokens:
-        """The tokens that it samples, for a step that is launched before this one has finished."""
+        """The sampled tokens on the device, for a step that is launched before this step has finished."""
         return UnseenTokens(
             self._token_ids, {sequence.sequence_id: row for row, sequence in enumerate(self._sequences)}
         )
@@ -129,15 +129,15 @@ class RunningStep:
 
 
 def _num_choices(chunk: ScheduledChunk) -> int:
-    """Tokens that are chosen: behind the sequence's last token, and behind each draft token."""
+    """Number of rows of logits: one after the sequence's last token, and one after each draft token."""
     return 1 + len(chunk.drafts) if chunk.chooses else 0
 
 
 def accepted(found: list[int], drafts: Sequence[int]) -> list[int]:
-    """What a sequence gained: the target's own tokens up to the first that differs from its draft.
+    """The tokens that a sequence gains: the target's own, up to the first that differs from its draft.
 
-    found: the token after the last known one and after each draft. Each is the one that would have been sampled there
-    anyway, because it is a function of the tokens before it alone; so drafts change no output.
+    found: the token sampled after the last known token and after each draft. Each is a function of the tokens before it
+    alone, and so equals the token sampled without drafts: drafts change no output.
     """
     gained = found[:1]
     for draft, token_id in zip(drafts, found[1:], strict=True):

@@ -1,4 +1,5 @@
-"""When a device reached the marks of a step. Setting a mark does not wait for the device; reading the times does."""
+"""The times at which a device reached the marks of a step. Setting a mark does not wait for the device; reading the
+times does."""
 
 import time
 from itertools import pairwise
@@ -17,7 +18,7 @@ class StepClock:
         self.mark()
 
     def mark(self) -> None:
-        """Set a mark: the work that the device has been given since the last mark is a part of the step."""
+        """Set a mark: the work submitted since the last mark is a part of the step."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -26,11 +27,11 @@ class StepClock:
             self._times.append(time.perf_counter_ns() // 1000)
 
     def has_stopped(self) -> bool:
-        """Whether the device has done all up to the last mark."""
+        """Whether the device has reached the last mark."""
         return not self._is_cuda or bool(self._events[-1].query())  # type: ignore[no-untyped-call]
 
     def durations(self) -> list[int]:
-        """Microseconds of each part; waits until the device has done the last."""
+        """Microseconds of each part; waits until the device has reached the last mark."""
         if not self._is_cuda:
             return [later - earlier for earlier, later in pairwise(self._times)]
         self._events[-1].synchronize()
