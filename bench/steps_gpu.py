@@ -40,7 +40,7 @@ from worker_service.session.step import TOKENS, Limits, NewSequence, SamplingPar
 BATCHES = (1, 32, 256)
 CONTEXT = 1024
 NUM_STEPS = 24
-NUM_GUESSES = 4
+NUM_DRAFTS = 4
 
 
 class Prompt(NamedTuple):
@@ -88,7 +88,7 @@ def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: b
     model.pack()
     weight_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if "embed" not in name)
     shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.bfloat16)
-    blocks_each = -(-(CONTEXT + max(NUM_STEPS + 1 + NUM_GUESSES, *(one.num_tokens for one in PROMPTS))) // BLOCK_SIZE)
+    blocks_each = -(-(CONTEXT + max(NUM_STEPS + 1 + NUM_DRAFTS, *(one.num_tokens for one in PROMPTS))) // BLOCK_SIZE)
     limits = Limits(BLOCK_SIZE, max(BATCHES) * blocks_each, 0, config.vocabulary_size, 8192, 2048, max(BATCHES))
     speed = measure_prefill(model, shape, device, limits.max_num_batched_tokens, 1)
     engine = CacheEngine(shape, limits.num_device_blocks, 0, device)
@@ -120,10 +120,10 @@ def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: b
         results.append({"batch": batch, "limit_ms": limit, "step_ms": step, "alone_ms": alone, "eager_ms": eager})
     say(f"{'sequences':>9}{'adapters':>12}{'without graphs':>16}{'guesses':>12}{'without graphs':>16}")
     for result, batch in zip(results, BATCHES, strict=True):
-        for name, num_guesses in (("adapters", 0), ("guesses", NUM_GUESSES)):
+        for name, num_drafts in (("adapters", 0), ("guesses", NUM_DRAFTS)):
             for way, runner in (("", replayed), ("_eager", launched)):
                 result[f"{name}{way}_ms"] = measure(
-                    runner, limits, batch, has_adapters=not num_guesses, num_guesses=num_guesses
+                    runner, limits, batch, has_adapters=not num_drafts, num_drafts=num_drafts
                 )
         say(
             f"{batch:>9}{result['adapters_ms']:>9.2f} ms{result['adapters_eager_ms']:>13.2f} ms"
@@ -163,12 +163,12 @@ def measure(
     *,
     ahead: bool = False,
     has_adapters: bool = False,
-    num_guesses: int = 0,
+    num_drafts: int = 0,
     prompt: Prompt | None = None,
 ) -> float:
     """Median milliseconds from the end of a step to the end of the next one.
 
-    num_guesses: for each sequence; prompt: one more sequence in each step, which leaves after it.
+    num_drafts: for each sequence; prompt: one more sequence in each step, which leaves after it.
     """
     session = Session(1, limits)
     blocks = torch.randperm(limits.num_device_blocks, generator=torch.Generator().manual_seed(0))
@@ -185,8 +185,8 @@ def measure(
         )
         for number, table in enumerate(tables[:batch])
     )
-    ids, counts = tuple(range(batch)), (1 + num_guesses,) * batch
-    rooms = (num_guesses,) * batch if num_guesses else ()
+    ids, counts = tuple(range(batch)), (1 + num_drafts,) * batch
+    rooms = (num_drafts,) * batch if num_drafts else ()
     running: RunningStep | None = None
     ends = []
     for step_id in range(1, NUM_STEPS + 1):
@@ -194,7 +194,7 @@ def measure(
         output = SchedulerOutput(1, step_id, new, ids, counts, (True,) * batch, num_draft_tokens=rooms)
         if prompt is not None:
             output = with_prompt(output, prompt, tables[batch])
-        assert step_id == 1 or num_guesses or session.follows_unseen(output)
+        assert step_id == 1 or num_drafts or session.follows_unseen(output)
         if running is not None and not ahead:
             ends.append(finish(session, running))
             running = None

@@ -48,4 +48,4 @@ def qkv_attention(
 
 def pack_float8(ops: Ops, weight: Float8Weight, wide: bool = False) -> Product:
     """The product of `kernels.float8` with a weight held in bfloat16. Batch-invariant."""
-    return product_in_16_bits(weight, ops.pack_alike, wide)
+    return product_in_16_bits(weight, ops.pack_batch_invariant, wide)

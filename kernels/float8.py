@@ -20,7 +20,7 @@ LARGEST = 448.0
 FLOAT8_CAPABILITY = (8, 9)
 """The first compute capability of GPUs with e4m3."""
 _Product = Callable[[Tensor, Tensor | None], Tensor]
-LEAST_SCALE = torch.finfo(torch.float32).tiny
+MIN_SCALE = torch.finfo(torch.float32).tiny
 """Scale of a row of zeros, which stays zeros."""
 
 
@@ -47,7 +47,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     A row that is not finite gets a scale or numbers that are NaN or infinite: all its products are NaN.
     """
     wide = x.float()
-    scales = (wide.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp_(min=LEAST_SCALE)
+    scales = (wide.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp_(min=MIN_SCALE)
     return narrowed(wide, scales), scales
 
 

@@ -22,7 +22,7 @@ from kernels.float8 import FLOAT8
 from kernels.linear.experts import combine_rows as combine_rows
 from kernels.linear.experts import grouped_float8 as grouped_float8
 from kernels.linear.experts import grouped_linear as grouped_linear
-from kernels.linear.experts import pack_alike as pack_alike
+from kernels.linear.experts import pack_batch_invariant as pack_batch_invariant
 from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-MOST_TEXT_BYTES = 16 << 20
+MAX_TEXT_BYTES = 16 << 20
 """The most of a prompt or a form. No server takes a longer message."""
 
 
@@ -21,14 +21,14 @@ def read_file(path: Path, most: int) -> bytes:
 
 def read_text(path: Path) -> str:
     """Raises ValueError as `read_file` does, and for what is not UTF-8."""
-    return _decoded(read_file(path, MOST_TEXT_BYTES), str(path))
+    return _decoded(read_file(path, MAX_TEXT_BYTES), str(path))
 
 
 def read_stdin() -> str:
     """All of it. Raises ValueError if that is too much, or is not UTF-8."""
-    data = sys.stdin.buffer.read(MOST_TEXT_BYTES + 1)
-    if len(data) > MOST_TEXT_BYTES:
-        raise ValueError(f"stdin has more than {MOST_TEXT_BYTES} bytes, the most that are read")
+    data = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise ValueError(f"stdin has more than {MAX_TEXT_BYTES} bytes, the most that are read")
     return _decoded(data, "stdin")
 
 

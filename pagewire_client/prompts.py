@@ -8,7 +8,7 @@ from typing import Self
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.files import read_file
 
-MOST_SOUND_BYTES = 16 << 20
+MAX_SOUND_BYTES = 16 << 20
 """The most of a sound's file. No server takes a longer message."""
 
 
@@ -22,7 +22,7 @@ class Sound:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Raises ValueError for a file that cannot be read, or has more bytes than a server takes."""
-        return cls(read_file(path, MOST_SOUND_BYTES))
+        return cls(read_file(path, MAX_SOUND_BYTES))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from llguidance import LLParserLimits
 
-MOST_SECONDS = 0.3
+MAX_SECONDS = 0.3
 """Seconds of CPU time: for a front end to compile a form and find out what its texts may begin with, and for a worker
 of one output's next token, compiling its form included. Of 300 schemas, 100 expressions and 20 grammars none took more
 than 0.003 for either, with a vocabulary of 49,152."""

@@ -13,8 +13,8 @@ from scheduler_service.lora_modules import parse_modules
 from scheduler_service.targets import is_name, parse_target
 
 # More could make an answer too large for a message: see core/step_bytes.py.
-MOST_BATCHED_TOKENS = 131_072
-MOST_SEQS = 8192
+MAX_BATCHED_TOKENS = 131_072
+MAX_SEQS = 8192
 
 Target = Annotated[str, AfterValidator(parse_target)]
 
@@ -93,13 +93,13 @@ class SchedulerSettings(ServiceSettings):
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
-        le=MOST_BATCHED_TOKENS,
+        le=MAX_BATCHED_TOKENS,
         description="most tokens in one step, where that is fewer than a worker's own limit; by default each worker's",
     )
     max_num_seqs: int | None = Field(
         None,
         ge=1,
-        le=MOST_SEQS,
+        le=MAX_SEQS,
         description="most sequences in one step, where that is fewer than a worker's own limit; by default each "
         "worker's",
     )

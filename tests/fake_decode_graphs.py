@@ -46,7 +46,7 @@ class WithoutPadding:
 
     def forward(self, *inputs: Any) -> Tensor:
         """As `CausalModel` has it."""
-        token_ids, positions, slots, attention, cache, lora_slots = inputs
+        token_ids, positions, slots, attention, cache, adapter_slots = inputs
         count = int((slots >= 0).sum())
         # Of the type that the networks of tests compute in, where that of the cache is none.
         dtype = cache.dtype if cache.is_floating_point() else torch.float32
@@ -59,8 +59,8 @@ class WithoutPadding:
                 block_tables=attention.block_tables[:count],
             )
             rows = (tensor[:count] for tensor in (token_ids, positions, slots))
-            lora_slots = None if lora_slots is None else lora_slots[:count]
-            hidden[:count] = self._model.forward(*rows, attention, cache, lora_slots)
+            adapter_slots = None if adapter_slots is None else adapter_slots[:count]
+            hidden[:count] = self._model.forward(*rows, attention, cache, adapter_slots)
         return hidden
 
 

@@ -18,7 +18,7 @@ from bench.__main__ import main as bench
 from pagewire.v1.inference_service_pb2 import SamplingParams
 from pagewire_client.cli.parser import parse_arguments as client_arguments
 from pagewire_client.cli.request_options import SAMPLING
-from pagewire_common.calls.errors import MOST_FIELDS
+from pagewire_common.calls.errors import MAX_FIELDS
 from pagewire_common.sampling import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
@@ -200,7 +200,7 @@ def test_every_variable_that_a_page_names_is_a_setting(page: Path) -> None:
     [
         *(MAX_N, MAX_STOP_STRINGS, MAX_STOP_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_MESSAGES, MAX_TOKENIZE),
         *(MAX_TEXTS, IN_FLIGHT),
-        *(MOST_FIELDS, BYTES_PER_TOKEN, MAX_SIDE_CALLS, MAX_WATCHES, dict(OPTIONS)["grpc.max_concurrent_streams"]),
+        *(MAX_FIELDS, BYTES_PER_TOKEN, MAX_SIDE_CALLS, MAX_WATCHES, dict(OPTIONS)["grpc.max_concurrent_streams"]),
     ],
 )
 def test_the_page_of_limits_has_the_numbers_of_the_code(number: int) -> None:

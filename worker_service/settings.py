@@ -119,7 +119,7 @@ class WorkerSettings(ServiceSettings):
 
     @field_validator("speculative_config")
     @classmethod
-    def _guesses_in_one_process(cls, text: str | None, info: ValidationInfo) -> str | None:
+    def _drafts_in_one_process(cls, text: str | None, info: ValidationInfo) -> str | None:
         if text is None:
             return None
         config = SpeculativeConfig.parse(text)

@@ -13,7 +13,7 @@ OLD_METHODS: dict[str, Method] = {"ngram": "ngram", "draft": "draft_model", "eag
 
 FEWEST = 2
 """Tokens that must have come before in the same order: one alone has nearly always come before."""
-MOST = 16
+MAX = 16
 """Tokens back that are compared: what is alike for longer is as good."""
 
 
@@ -64,4 +64,4 @@ class SpeculativeConfig(BaseModel):
     @property
     def longest(self) -> int:
         """Tokens back that are compared."""
-        return self.prompt_lookup_max or max(MOST, self.prompt_lookup_min or MOST)
+        return self.prompt_lookup_max or max(MAX, self.prompt_lookup_min or MAX)

@@ -22,7 +22,7 @@ from pagewire_client.local import ADMIN, ServiceProcess
 
 STEP_MS = 20.0
 WORKERS_A_PROCESS = 8
-MOST_IDLE_PERCENT = 5.0
+MAX_IDLE_PERCENT = 5.0
 WAITING_SHARE = 0.125
 """Streams beyond those that run, so that the queue is never empty."""
 RAMP_SECONDS = 60.0
@@ -57,7 +57,7 @@ class Feeding:
     @property
     def is_fed(self) -> bool:
         """Whether workers are not idle, and their steps full: a worker that is given half a step is half idle."""
-        return self.idle_percent < MOST_IDLE_PERCENT and self.sequences_a_step > 0.95 * MAX_NUM_SEQS
+        return self.idle_percent < MAX_IDLE_PERCENT and self.sequences_a_step > 0.95 * MAX_NUM_SEQS
 
 
 def measure(

@@ -62,7 +62,7 @@ LOADS = (
 """In the order of the time that they take: what a time limit cuts off is the last."""
 CPU_CACHE_GIB = 2
 STEP_TOKENS = 16
-MOST = ("--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
+MAX = ("--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
 
 Start = Callable[[], AbstractContextManager[Pagewire | Vllm]]
 
@@ -83,12 +83,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def systems(model: Path, device: str, peer: Path | None) -> Iterator[Start]:
     """How each system is started, ours first."""
-    ours = [*MOST, "--device", device, "--load-format", "dummy"]
+    ours = [*MAX, "--device", device, "--load-format", "dummy"]
     cache_gib = CPU_CACHE_GIB if device == "cpu" else None
-    yield lambda: Pagewire(model, cache_gib, *ours, context=CONTEXT, scheduler_flags=MOST)
+    yield lambda: Pagewire(model, cache_gib, *ours, context=CONTEXT, scheduler_flags=MAX)
     if peer:
         program, environment = vllm_in(peer)
-        theirs = [*MOST, "--load-format", "dummy"]
+        theirs = [*MAX, "--load-format", "dummy"]
         yield lambda: Vllm(program, model, *theirs, context=CONTEXT, environment=environment)
 
 

@@ -46,7 +46,7 @@ def write_adapters(folder: Path, model: str, count: int, rank: int) -> None:
     config = read_config(Checkpoint(find_model(model, Path("~/.cache/pagewire").expanduser()).path).config)
     if not isinstance(config, DecoderConfig):
         raise SystemExit("bench adapters: this model does not run natively")
-    places = Decoder(config, torch.float32, torch.device("meta")).allocate_lora(1, rank)
+    places = Decoder(config, torch.float32, torch.device("meta")).allocate_adapters(1, rank)
     for number in range(count):
         draw = torch.Generator().manual_seed(number)
         tensors = {}

@@ -1,4 +1,4 @@
-"""What guessing brings: the same requests to servers that guess in different ways, in turn, on one machine.
+"""What drafting brings: the same requests to servers that guess in different ways, in turn, on one machine.
 
     python -m bench speculation [--methods ngram,draft_model] [--model default] [--draft-model NAME]
         [--sequences 1,8,32]
@@ -104,7 +104,7 @@ def functions() -> Iterator[str]:
             yield found[1]
 
 
-async def guesses(server: LocalServer | Vllm) -> tuple[int, int]:
+async def drafts(server: LocalServer | Vllm) -> tuple[int, int]:
     """How many were verified, and how many were right; none of vLLM's, which are not asked for."""
     if isinstance(server, Vllm):
         return 0, 0
@@ -117,7 +117,7 @@ async def compare(
     servers: Mapping[str, LocalServer | Vllm], num_sequences: int, rounds: int, others: Callable[[], Iterator[str]]
 ) -> None:
     """servers: by how they guess; the first does not, and nor does the first that is vLLM."""
-    off, *guessing = servers
+    off, *drafting = servers
     references = {one: next(o for o in servers if type(servers[o]) is type(servers[one])) for one in servers}
     async with AsyncExitStack() as stack:
         calls = {name: await connect(server, stack) for name, server in servers.items()}
@@ -125,7 +125,7 @@ async def compare(
             sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=1, temperature=temperature)
             num_prompts = max(3, num_sequences + num_sequences // 2)
             texts = itertools.cycle(source())
-            before = {one: await guesses(servers[one]) for one in guessing}
+            before = {one: await drafts(servers[one]) for one in drafting}
             rates: dict[str, list[float]] = {one: [] for one in servers}
             are_same = True
             for number in range(rounds):
@@ -135,13 +135,13 @@ async def compare(
                 for one in (*list(servers)[first:], *list(servers)[:first]):
                     rate, outputs[one] = await run(calls[one], prompts, num_sequences, sampling)
                     rates[one].append(rate)
-                are_same &= all(outputs[one] == outputs[off] for one in guessing if references[one] == off)
+                are_same &= all(outputs[one] == outputs[off] for one in drafting if references[one] == off)
             sys.stdout.write(
                 f"{num_sequences:3} at once, text that {name:8}: {statistics.median(rates[off]):7.1f} tok/s"
             )
-            for one in guessing:
+            for one in drafting:
                 verified, right = (
-                    now - then for now, then in zip(await guesses(servers[one]), before[one], strict=True)
+                    now - then for now, then in zip(await drafts(servers[one]), before[one], strict=True)
                 )
                 ratio = statistics.median(b / a for a, b in zip(rates[references[one]], rates[one], strict=True))
                 sys.stdout.write(f"; {one} {statistics.median(rates[one]):.1f}, {ratio:.2f} x")

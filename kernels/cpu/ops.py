@@ -110,11 +110,11 @@ def pack(weight: Tensor, wide: bool = False) -> Product:
     # Products of packed weights are batch-invariant.
     outputs, inputs = weight.shape
     if not _library.can_pack(inputs):
-        return reference.pack_alike(weight, wide)
+        return reference.pack_batch_invariant(weight, wide)
     return _Packed(_library.pack(weight), outputs, inputs, wide)
 
 
-pack_alike = pack
+pack_batch_invariant = pack
 
 
 def wide_itemsize(dtype: torch.dtype) -> int:

@@ -16,8 +16,8 @@ from kernels.float8 import Float8Weight, product_in_16_bits
 from kernels.ops import Product
 
 _TILE_ROWS = 16
-"""Rows of each product of `pack_alike`. A library's order of summation depends on the number of rows (in MKL 3 and 4
-differ), but not on a row's place."""
+"""Rows of each product of `pack_batch_invariant`. A library's order of summation depends on the number of rows (in MKL
+3 and 4 differ), but not on a row's place."""
 
 
 class ExpertRows(NamedTuple):
@@ -61,7 +61,7 @@ def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False)
     dtype of x or, if `wide`, in float32.
     """
     parts = [
-        pack_alike(weight, wide)(x[start:stop], None)
+        pack_batch_invariant(weight, wide)(x[start:stop], None)
         for weight, (start, stop) in zip(weights, pairwise([0, *ends.tolist()]), strict=True)
     ]
     return torch.cat(parts)
@@ -74,7 +74,7 @@ def grouped_float8(x: Tensor, weight: Float8Weight, ends: Tensor, wide: bool = F
     parts = []
     for expert, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
         own = Float8Weight(numbers[expert], scales[expert])
-        parts.append(product_in_16_bits(own, pack_alike, wide)(x[start:stop], None))
+        parts.append(product_in_16_bits(own, pack_batch_invariant, wide)(x[start:stop], None))
     return torch.cat(parts)
 
 
@@ -91,7 +91,7 @@ def combine_rows(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def pack_alike(weight: Tensor, wide: bool = False) -> Product:
+def pack_batch_invariant(weight: Tensor, wide: bool = False) -> Product:
     """A batch-invariant `kernels.reference.pack`. It is slower for many rows, because every product has 16 rows, padded
     with zeros."""
     factor = weight.float() if wide else weight

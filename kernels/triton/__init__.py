@@ -21,7 +21,7 @@ from kernels.triton.linear.add_lora import add_lora
 from kernels.triton.linear.combine_rows import combine_rows
 from kernels.triton.linear.float8_linear import pack_float8
 from kernels.triton.linear.grouped_float8 import grouped_float8
-from kernels.triton.linear.grouped_linear import grouped_linear, pack_alike
+from kernels.triton.linear.grouped_linear import grouped_linear, pack_batch_invariant
 from kernels.triton.linear.linear import pack
 
 WIDE_PRODUCTS = False
@@ -38,7 +38,7 @@ __all__ = [
     "grouped_float8",
     "grouped_linear",
     "pack",
-    "pack_alike",
+    "pack_batch_invariant",
     "pack_float8",
     "pack_grouped",
     "pack_int4",

@@ -18,7 +18,7 @@ from pagewire_common.calls.unknown_fields import unknown_field
 
 log = structlog.get_logger()
 
-MOST_STATUS_BYTES = 4096
+MAX_STATUS_BYTES = 4096
 """Bytes of an error's sentence, encoded for the header that it travels in."""
 
 
@@ -33,7 +33,7 @@ class RequestError(Exception):
 Behavior = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
 
 
-MOST_FIELDS = 6 << 10
+MAX_FIELDS = 6 << 10
 """Fields of a request: more than all its lists together may have, and few enough to be counted and parsed quickly."""
 
 
@@ -67,7 +67,7 @@ _HEALTH = "/grpc.health."
 _SERVED = ("/pagewire.", "/vllm.", _HEALTH, "/grpc.reflection.")
 _CLIENTS = ("/pagewire.v1.InferenceService/", "/pagewire.v1.AdminService/")
 """Prefixes of the methods that clients of any release call. Services check each other's protocol version instead."""
-MOST_HEALTH_BYTES = 256
+MAX_HEALTH_BYTES = 256
 """Bytes of a service's name in a health check, which every caller may make."""
 
 
@@ -100,7 +100,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             if handler_call_details.method.startswith(_CLIENTS):
                 parse = _known(parse)
             if handler_call_details.method.startswith(_HEALTH):
-                parse = _bounded(parse, descriptor, lambda: RequestLimits(MOST_HEALTH_BYTES))
+                parse = _bounded(parse, descriptor, lambda: RequestLimits(MAX_HEALTH_BYTES))
             elif self._limits is not None:
                 parse = _bounded(parse, descriptor, self._limits)
             handler = handler._replace(request_deserializer=parse)
@@ -160,9 +160,9 @@ def _bounded(
             if will_grow:
                 return _Unparsed(f"{reason} {will_grow}", grpc.StatusCode.UNAVAILABLE)
             return _Unparsed(reason)
-        if has_more_fields(data, descriptor, MOST_FIELDS):
+        if has_more_fields(data, descriptor, MAX_FIELDS):
             return _Unparsed(
-                f"the request has more than {MOST_FIELDS} fields, entries of lists such as chat.messages among them; "
+                f"the request has more than {MAX_FIELDS} fields, entries of lists such as chat.messages among them; "
                 "send shorter lists, and packed ones of numbers"
             )
         request_size.set(len(data))
@@ -203,8 +203,8 @@ def _short(sentence: str) -> str:
 
     It travels in a header, percent-encoded, and gRPC libraries drop calls whose headers are larger than 8 KiB.
     """
-    short = sentence[:MOST_STATUS_BYTES]
-    while len(quote(short)) > MOST_STATUS_BYTES:
+    short = sentence[:MAX_STATUS_BYTES]
+    while len(quote(short)) > MAX_STATUS_BYTES:
         short = short[: len(short) // 2]
     return sentence if short == sentence else f"{short}…"
 

@@ -13,7 +13,7 @@ from pagewire_common.sampling import NUMBERS, SamplerParams
 from pagewire_common.start_error import StartError
 
 FILE = "generation_config.json"
-_MOST_SHOWN = 8
+_MAX_SHOWN = 8
 _NUMBERS = tuple(name for name, number in NUMBERS.items() if number.in_files)
 _LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 
@@ -42,8 +42,8 @@ class GenerationConfig:
         said = {key: value for key, value in said.items() if value is not None and value not in ([], {}, "")}
         known = kinds(said)
         if unknown := [key for key in said if key not in known]:
-            what = ", ".join(f"{shown(key)} = {shown(said[key])}" for key in unknown[:_MOST_SHOWN])
-            more = f" and {len(unknown) - _MOST_SHOWN} more" if len(unknown) > _MOST_SHOWN else ""
+            what = ", ".join(f"{shown(key)} = {shown(said[key])}" for key in unknown[:_MAX_SHOWN])
+            more = f" and {len(unknown) - _MAX_SHOWN} more" if len(unknown) > _MAX_SHOWN else ""
             raise StartError(
                 f"{file} says {what}{more}, which is not known and may change which tokens are chosen; remove what you "
                 "know to change nothing"

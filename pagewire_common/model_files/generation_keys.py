@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from pagewire_common.sampling import MAX_BIAS, MAX_STOP_STRINGS, MAX_STRING, NUMBERS, Bounds, Number
 
-MOST_LISTED = 1024
+MAX_LISTED = 1024
 """Token ids or words in one list: each request carries them to its worker."""
 _LONGEST_WORD = 256
 """Token ids of a word that is banned."""
-_MOST_HEADS = 1024
+_MAX_HEADS = 1024
 
 
 class Kind(NamedTuple):
@@ -29,7 +29,7 @@ def is_token(value: object, vocabulary_size: int) -> bool:
     return type(value) is int and 0 <= value < vocabulary_size
 
 
-def _are_tokens(value: object, vocabulary_size: int, most: int = MOST_LISTED) -> bool:
+def _are_tokens(value: object, vocabulary_size: int, most: int = MAX_LISTED) -> bool:
     return (
         isinstance(value, list)
         and len(value) <= most
@@ -66,13 +66,13 @@ def _are_texts(value: object, _: int) -> bool:
 
 
 def _are_words(value: object, vocabulary_size: int) -> bool:
-    return isinstance(value, list) and len(value) <= MOST_LISTED and all(
+    return isinstance(value, list) and len(value) <= MAX_LISTED and all(
         word != [] and _are_tokens(word, vocabulary_size, _LONGEST_WORD) for word in value
     )  # fmt: skip
 
 
 def _are_biases(value: object, vocabulary_size: int) -> bool:
-    if not (isinstance(value, list) and len(value) <= MOST_LISTED):
+    if not (isinstance(value, list) and len(value) <= MAX_LISTED):
         return False
     found = set()
     for pair in value:
@@ -89,7 +89,7 @@ def _are_biases(value: object, vocabulary_size: int) -> bool:
 _ANYTHING = Kind("anything", lambda *_: True)
 _FLAG = Kind("true or false", lambda value, _: isinstance(value, bool))
 TOKEN = Kind("a token id of the model's vocabulary", is_token)
-_TOKENS = Kind(f"a list of at most {MOST_LISTED} token ids of the model's vocabulary", _are_tokens)
+_TOKENS = Kind(f"a list of at most {MAX_LISTED} token ids of the model's vocabulary", _are_tokens)
 ENDS = Kind(
     "a token id of the model's vocabulary, or a list of some", lambda value, size: is_token(value, size)
     or _are_tokens(value, size)
@@ -108,8 +108,8 @@ _FORCED = Kind(
 )  # fmt: skip
 
 _HEADS = Kind(
-    f"a list of at most {_MOST_HEADS} different pairs of a layer and a head, each counted from 0",
-    lambda value, _: isinstance(value, list) and len(value) <= _MOST_HEADS and all(
+    f"a list of at most {_MAX_HEADS} different pairs of a layer and a head, each counted from 0",
+    lambda value, _: isinstance(value, list) and len(value) <= _MAX_HEADS and all(
         isinstance(pair, list) and len(pair) == 2 and all(type(number) is int and number >= 0 for number in pair)
         for pair in value
     ) and len({*map(tuple, value)}) == len(value),
@@ -130,11 +130,11 @@ _OBEYED: Mapping[str, Kind] = {
     "suppress_tokens": _TOKENS,
     "begin_suppress_tokens": _TOKENS,
     "bad_words_ids": Kind(
-        f"a list of at most {MOST_LISTED} lists of token ids of the model's vocabulary, each of 1 to {_LONGEST_WORD}",
+        f"a list of at most {MAX_LISTED} lists of token ids of the model's vocabulary, each of 1 to {_LONGEST_WORD}",
         _are_words,
     ),
     "sequence_bias": Kind(
-        f"a list of at most {MOST_LISTED} pairs [[token id], bias], each of another single token of the model's "
+        f"a list of at most {MAX_LISTED} pairs [[token id], bias], each of another single token of the model's "
         f"vocabulary and a bias in [-{MAX_BIAS}, {MAX_BIAS}]",
         _are_biases,
     ),
@@ -143,20 +143,20 @@ _OBEYED: Mapping[str, Kind] = {
     ),
 }
 
-_AT_LEAST_0, _AT_LEAST_1 = _whole(Bounds(0, math.inf)), _whole(Bounds(1, math.inf))
+_FROM_0, _FROM_1 = _whole(Bounds(0, math.inf)), _whole(Bounds(1, math.inf))
 CHOSEN_BY_REQUESTS: Mapping[str, tuple[Kind, object]] = {
     "diversity_penalty": (_number(Bounds(0, math.inf)), 0),
     "early_stopping": (
         Kind("true, false or 'never'", lambda value, _: value == "never" or isinstance(value, bool)),
         False,
     ),
-    "encoder_no_repeat_ngram_size": (_AT_LEAST_0, 0),
+    "encoder_no_repeat_ngram_size": (_FROM_0, 0),
     "forced_eos_token_id": (ENDS, None),
     "length_penalty": (_number(Bounds(-1e9, 1e9)), 1),
-    "no_repeat_ngram_size": (_AT_LEAST_0, 0),
-    "num_beam_groups": (_AT_LEAST_1, 1),
-    "num_beams": (_AT_LEAST_1, 1),
-    "num_return_sequences": (_AT_LEAST_1, 1),
+    "no_repeat_ngram_size": (_FROM_0, 0),
+    "num_beam_groups": (_FROM_1, 1),
+    "num_beams": (_FROM_1, 1),
+    "num_return_sequences": (_FROM_1, 1),
 }
 """Keys of the author's preferred decoding method (mostly beam search), with the value that says nothing. A request
 chooses its method itself, because its answer has another shape and another price. As in vLLM, a model is

@@ -19,7 +19,7 @@ from pagewire_common.start_error import StartError
 log = structlog.get_logger()
 
 FILE = "tokenizer_config.json"
-MOST_MORE = 1 << 16
+MAX_MORE = 1 << 16
 """Most tokens that a tokenizer may have beyond its model's vocabulary. Some have a few; memory grows with the largest
 id."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -262,7 +262,7 @@ def _object(files: Mapping[str, Path], name: str) -> dict[str, Any]:
 def check_ids(vocabulary: Mapping[str, int], num_tokens: int, whose: str) -> None:
     """Raise StartError for an id far beyond the number of tokens that a model, or a file, has."""
     token = max(vocabulary, key=vocabulary.__getitem__, default=None)
-    if token is not None and vocabulary[token] >= (most := num_tokens + MOST_MORE):
+    if token is not None and vocabulary[token] >= (most := num_tokens + MAX_MORE):
         raise StartError(
             f"the tokenizer's files give the token {shown(token)} the id {vocabulary[token]}; {whose} has {num_tokens} "
             f"tokens, and ids must be below {most}"

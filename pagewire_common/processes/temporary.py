@@ -18,14 +18,14 @@ import structlog
 log = structlog.get_logger()
 
 _PREFIX = "pagewire-tmp-"
-_MOST_TRIES = 5
+_MAX_TRIES = 5
 
 
 class TemporaryFolder:
     """A new folder that only its owner may enter, until it is closed, or the process is over. Raises OSError."""
 
     def __init__(self, kind: str) -> None:
-        for _ in range(_MOST_TRIES):
+        for _ in range(_MAX_TRIES):
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
             self._lock = _locked(self.path)
             if self._lock is not None:

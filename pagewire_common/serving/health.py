@@ -13,8 +13,8 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer
 from pagewire_common.calls.errors import RequestError
 from pagewire_common.calls.patient_writer import PatientWriter
 
-MOST_WATCHES = 4096
-MOST_SECONDS = 60.0
+MAX_WATCHES = 4096
+MAX_SECONDS = 60.0
 """Seconds that a watcher may leave a status unread."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -42,11 +42,11 @@ class Health(HealthServicer):  # type: ignore[misc]  # its package has no types
 
     async def Watch(self, request: pb.HealthCheckRequest, context: Context) -> None:  # noqa: N802
         """The status now, and whenever it changes."""
-        if self._num_watches >= MOST_WATCHES:
+        if self._num_watches >= MAX_WATCHES:
             raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._num_watches} watches are open already")
         service, last = request.service, None
         self._num_watches += 1
-        writer = PatientWriter(context, MOST_SECONDS)
+        writer = PatientWriter(context, MAX_SECONDS)
         try:
             while True:
                 changed = self._changed

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 SCRAPE_SECONDS = 10.0
-MOST_SECONDS = 30.0
+MAX_SECONDS = 30.0
 """Seconds of one connection."""
-MOST_CONNECTIONS = 16
-MOST_HEAD_BYTES = 16 << 10
+MAX_CONNECTIONS = 16
+MAX_HEAD_BYTES = 16 << 10
 _PEER_NAMES = "pagewire.peer_names"
 """Key of a request's WSGI environment: the names in the client's certificate."""
 
@@ -133,7 +133,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._room = threading.Semaphore(MOST_CONNECTIONS)
+        self._room = threading.Semaphore(MAX_CONNECTIONS)
 
     def speak_tls(self, tls: TlsFolder, *, mutual: bool) -> None:
         self._loaded = tls.refresh()
@@ -159,7 +159,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Each has its time as a whole: a client may send a byte now and then."""
-        end = threading.Timer(MOST_SECONDS, _cut, (request,))
+        end = threading.Timer(MAX_SECONDS, _cut, (request,))
         end.start()
         try:
             super().process_request_thread(request, client_address)
@@ -186,7 +186,7 @@ class _Head:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._left = MOST_HEAD_BYTES
+        self._left = MAX_HEAD_BYTES
 
     def readline(self, limit: int = -1) -> bytes:
         line: bytes = self._stream.readline(self._left if limit < 0 else min(limit, self._left))

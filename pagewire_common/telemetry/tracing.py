@@ -21,7 +21,7 @@ from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 TRACE_PARENT = "traceparent"
-MOST_HEADER = 1024
+MAX_HEADER = 1024
 """Characters of a header that is looked at; a traceparent has 55."""
 _HEADERS = (TRACE_PARENT, "tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -77,7 +77,7 @@ def parent_of(metadata: Iterable[tuple[str, Any]]) -> Context:
     carrier = {
         name: value
         for name, value in metadata
-        if name in _HEADERS and isinstance(value, str) and len(value) <= MOST_HEADER
+        if name in _HEADERS and isinstance(value, str) and len(value) <= MAX_HEADER
     }
     return _PROPAGATOR.extract(carrier, Context()) if carrier else Context()
 

@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 MAX_NOTED = 256
 """Characters of a name in a line."""
-MOST_REFUSED = 20
+MAX_REFUSED = 20
 """Calls without a valid key that have a line, in each period."""
 PERIOD_SECONDS = 10.0
 _HEALTH = "/grpc.health.v1.Health/"
@@ -83,7 +83,7 @@ class Audit(grpc.aio.ServerInterceptor):
             if not self._num_refused:
                 asyncio.get_running_loop().call_later(PERIOD_SECONDS, self._end_period)
             self._num_refused += 1
-            if self._num_refused > MOST_REFUSED:
+            if self._num_refused > MAX_REFUSED:
                 return
         names = _noted.get() or {}
         if (key := caller.get()) is not None:
@@ -91,8 +91,8 @@ class Audit(grpc.aio.ServerInterceptor):
         log.info("call closed", method=method, status=status.name, peer=peer, total_seconds=round(seconds, 6), **names)
 
     def _end_period(self) -> None:
-        if self._num_refused > MOST_REFUSED:
+        if self._num_refused > MAX_REFUSED:
             log.warning(
-                "more calls without a valid key", not_logged=self._num_refused - MOST_REFUSED, seconds=PERIOD_SECONDS
+                "more calls without a valid key", not_logged=self._num_refused - MAX_REFUSED, seconds=PERIOD_SECONDS
             )
         self._num_refused = 0

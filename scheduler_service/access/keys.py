@@ -31,7 +31,7 @@ from pagewire.v1 import engine_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 
 MAX_NAME = 64
-MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 """Bytes of a key file, which the engine sends to front ends in one message."""
 _SCHEME = "bearer "
 _START = 8
@@ -185,8 +185,8 @@ ENVIRONMENT_KEY = "environment"
 
 def read_keys(file: Path | None, plain: str | None) -> Keyring:
     """The keys of a file, and one given by itself, which may do everything. Raises ValueError that names the place."""
-    if file is not None and (size := file.stat().st_size) > MOST_BYTES:
-        raise ValueError(f"the file has {size} bytes; at most {MOST_BYTES} are read")
+    if file is not None and (size := file.stat().st_size) > MAX_BYTES:
+        raise ValueError(f"the file has {size} bytes; at most {MAX_BYTES} are read")
     keys = [] if file is None else parse_keys(file.read_text())
     if plain is not None:
         if not plain.strip():

@@ -72,7 +72,7 @@ class SchedulerOutput:
     """Waiting groups that this step takes, or that it left to other workers: those should be asked now."""
     moved: list[Placement] = field(default_factory=list)
     """Swapped groups that went back to waiting, because another worker has room for them."""
-    lacking_loras: list[str] = field(default_factory=list)
+    lacking_adapters: list[str] = field(default_factory=list)
     """Adapters that waiting groups need and the worker does not hold, for which it is worth it to bring them there."""
     ask_again_at: float | None = None
     """When `schedule` should be called again at the latest: a group is left to another worker until then."""

@@ -32,8 +32,8 @@ from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, SchedulerOutput, SequenceOutput
 from scheduler_service.core.placement.worker import Member
+from scheduler_service.core.planning.adapters import AdapterFetch, Adapters
 from scheduler_service.core.planning.answers import Answers
-from scheduler_service.core.planning.loras import LoraFetch, Loras
 from scheduler_service.core.planning.preemption import Preemption
 from scheduler_service.core.planning.queue_view import QueueView
 from scheduler_service.core.planning.running import ChunkSizes, DraftRoom, RunningPlanner
@@ -71,12 +71,12 @@ class Scheduler:
             balancer.leave(self.member)
             raise
         self._in_flight = StepsInFlight()
-        self.loras = Loras(
-            config.max_loras, config.max_held_loras, waiting.live_loras, balancer.lora_directory, self.member.bit
+        self.adapters = Adapters(
+            config.max_loras, config.max_held_loras, waiting.live_adapters, balancer.adapter_directory, self.member.bit
         )
-        self._groups = WorkerGroups(config, waiting, self.blocks, self._in_flight, self.loras)
+        self._groups = WorkerGroups(config, waiting, self.blocks, self._in_flight, self.adapters)
         session = Session(
-            config, worker, waiting, balancer, self.member, self.blocks, self._in_flight, self.loras, self._groups
+            config, worker, waiting, balancer, self.member, self.blocks, self._in_flight, self.adapters, self._groups
         )
         chunk_sizes = ChunkSizes(session)
         prefixes = SharedPrefixes(session)
@@ -123,7 +123,7 @@ class Scheduler:
         output = self._writer.write(step)
         self._steady.look_ahead(step)
         self._admission.report(step)
-        self.loras.planned()
+        self.adapters.planned()
         return output
 
     def _schedule_all(self, step: Step) -> None:
@@ -212,30 +212,30 @@ class Scheduler:
         """Admit waiting groups from now on, or none while the worker is drained; those that it has go on either way."""
         self._admission.set_admission(admits)
 
-    def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str] = ()) -> LoraFetch | None:
-        """Choose an adapter to bring to the worker: of `wanted`, as of a step's `lacking_loras`, the first that it does
-        not hold, or else of `preloads`, for which none gives way.
+    def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str] = ()) -> AdapterFetch | None:
+        """Choose an adapter to bring to the worker: of `wanted`, as of a step's `lacking_adapters`, the first that it
+        does not hold, or else of `preloads`, for which none gives way.
 
         None where there is no place or nothing to bring, and while one is being brought.
         """
-        return self.loras.begin_fetch(wanted, preloads)
+        return self.adapters.begin_fetch(wanted, preloads)
 
     def end_fetch(self, seconds: float | None) -> None:
         """The worker has, after so many seconds, what `begin_fetch` chose last; None if it could not be brought."""
-        self.loras.end_fetch(is_held=seconds is not None)
+        self.adapters.end_fetch(is_held=seconds is not None)
         if seconds is not None:
-            self.member.brought_lora(seconds)
+            self.member.brought_adapter(seconds)
 
-    def hold_lora(self, lora_name: str) -> None:
+    def hold_adapter(self, adapter_id: str) -> None:
         """The worker has an adapter already."""
-        self.loras.hold(lora_name)
+        self.adapters.hold(adapter_id)
 
-    def drop_lora(self, lora_name: str) -> bool:
+    def drop_adapter(self, adapter_id: str) -> bool:
         """The worker is to forget an adapter, once all steps in flight are answered; returns whether it has it.
 
         Raises ValueError while a group here needs it.
         """
-        return self.loras.drop(lora_name)
+        return self.adapters.drop(adapter_id)
 
     def reset_prefix_cache(self) -> int:
         """Have no request find the blocks computed so far; requests in flight keep theirs.
@@ -258,7 +258,7 @@ class Scheduler:
             group.history.num_recomputes += 1
         assert self.blocks.device.num_free == self.blocks.device.num_blocks
         self.blocks.device.withdraw_all()
-        self.loras.withdraw_all()
+        self.adapters.withdraw_all()
         self.balancer.leave(self.member)
         return ended
 
@@ -290,9 +290,9 @@ class Scheduler:
         return self._groups.num_running_seqs
 
     @property
-    def running_loras(self) -> Mapping[str, int]:
+    def running_adapters(self) -> Mapping[str, int]:
         """Adapters, and how many running groups need each."""
-        return self.loras.running
+        return self.adapters.running
 
     @property
     def steps_in_flight(self) -> SequenceOf[SchedulerOutput]:
@@ -308,13 +308,13 @@ class Scheduler:
         """Cached tokens that a waiting group would find here, if the next step could take it; else None."""
         return self._admission.room_for(group)
 
-    def has_lora_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
+    def has_adapter_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
         """Whether the group's adapter can join those of the running groups, `without` those that would make room."""
-        return self.loras.has_slot(group, without=without)
+        return self.adapters.has_slot(group, without=without)
 
     def seconds_to_copy(self, group: SequenceGroup) -> float:
         """Seconds that the first step with the group's adapter takes longer, if the adapter is not on the device."""
-        return 0.0 if self.loras.is_on_device(group.lora_name) else self.config.lora_copy_seconds
+        return 0.0 if self.adapters.is_on_device(group.adapter_id) else self.config.lora_copy_seconds
 
 
 def _blocks(config: SchedulerConfig, member: Member, waiting: WaitingQueue) -> BlockManager:

@@ -18,7 +18,7 @@ from scheduler_service.frontend.forms.forms import Forms
 from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
 from scheduler_service.frontend.text.tokenization import Tokenizer
 
-MOST_SCORED = 2
+MAX_SCORED = 2
 """Classes among which one is the score."""
 
 
@@ -80,7 +80,7 @@ class ServedModel:
             "generate": self.generates,
             "embed": self.embedding_size > 0,
             "transcribe": self.speech_tokens is not None,
-            "score": self.embedding_size > 0 or 0 < self.num_labels <= MOST_SCORED,
+            "score": self.embedding_size > 0 or 0 < self.num_labels <= MAX_SCORED,
         }
         return [task for task, is_able in able.items() if is_able]
 

@@ -32,7 +32,7 @@ SERVICES = [
 LOOK_SECONDS = 1.0
 UNLOADED_SECONDS = 5.0
 """How long a front end that cannot load the model says so to calls, until it ends and is started again."""
-MOST_SILENT_SECONDS = 30.0
+MAX_SILENT_SECONDS = 30.0
 """The engine says something every five seconds, and a step may keep it busy for milliseconds."""
 LONGEST_MESSAGE = 16 << 20
 """Bytes: prompts of contexts of more than a million tokens."""
@@ -122,12 +122,12 @@ async def watch_engine(link: EngineLink, server: GrpcServer) -> None:
     is_alive = True
     while True:
         await asyncio.sleep(LOOK_SECONDS)
-        if (time.monotonic() - link.connection.heard_at < MOST_SILENT_SECONDS) is not is_alive:
+        if (time.monotonic() - link.connection.heard_at < MAX_SILENT_SECONDS) is not is_alive:
             is_alive = not is_alive
             if is_alive:
                 log.info("the engine answers again")
             else:
-                log.error("the engine hangs", seconds=MOST_SILENT_SECONDS)
+                log.error("the engine hangs", seconds=MAX_SILENT_SECONDS)
             await server.set_alive(is_alive)
             await server.set_serving(is_alive and link.serving)
 

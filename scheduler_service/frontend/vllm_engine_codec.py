@@ -17,7 +17,7 @@ from scheduler_service.frontend.checking.checks import invalid
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.streams import OutputDelta
 
-MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 """Bytes of an output that is sent as one message: gRPC libraries read no larger ones unless told to."""
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 9
@@ -131,9 +131,9 @@ class WholeAnswers:
         """Raises INVALID_ARGUMENT when an output becomes larger than a message may be."""
         self._state.stream.keep(delta)
         self._num_bytes[delta.index] += TOKEN_BYTES * len(delta.token_ids) + _logprob_bytes(delta.logprobs)
-        if self._num_bytes[delta.index] > MOST_BYTES:
+        if self._num_bytes[delta.index] > MAX_BYTES:
             invalid(
-                f"output {delta.index} has more than {MOST_BYTES >> 20} MiB, which a gateway would not read; ask for "
+                f"output {delta.index} has more than {MAX_BYTES >> 20} MiB, which a gateway would not read; ask for "
                 "fewer log-probabilities, or for a stream"
             )
         output = self._outputs[delta.index]

@@ -48,11 +48,11 @@ def _encode_worker(worker: Worker) -> pb.WorkerState:
         num_preemptions=worker.num_preemptions,
         last_error=worker.last_error,
         step_split=_encode_split(worker.split),
-        num_guessed_tokens=worker.guesses.verified.num_tokens,
-        num_accepted_tokens=worker.guesses.right.num_tokens,
-        num_guessed_by_position=worker.guesses.verified.by_position(),
-        num_accepted_by_position=worker.guesses.right.by_position(),
-        proposer=worker.guesses.proposer,
+        num_guessed_tokens=worker.drafts.verified.num_tokens,
+        num_accepted_tokens=worker.drafts.right.num_tokens,
+        num_guessed_by_position=worker.drafts.verified.by_position(),
+        num_accepted_by_position=worker.drafts.right.by_position(),
+        proposer=worker.drafts.proposer,
     )
     if (scheduler := worker.scheduler) is not None:
         state.connected = True

@@ -12,7 +12,7 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from pagewire.v1 import admin_service_pb2 as pb
-from scheduler_service.engine.adapters.adapter_counts import MOST_COUNTED
+from scheduler_service.engine.adapters.adapter_counts import MAX_COUNTED
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.front_ends.servicer import FrontEnds
 from scheduler_service.operations.cluster_state import cluster_state
@@ -233,7 +233,7 @@ def _adapters_in_use(prefix: str, engine: Engine) -> Metric:
 
 
 def _most_used(adapters: Counter[str]) -> str:
-    return ",".join(sorted(name for name, _ in adapters.most_common(MOST_COUNTED)))
+    return ",".join(sorted(name for name, _ in adapters.most_common(MAX_COUNTED)))
 
 
 def _status(worker: pb.WorkerState) -> str:

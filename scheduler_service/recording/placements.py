@@ -11,7 +11,7 @@ def encode_placements(output: SchedulerOutput, plan: pb.RecordedPlan, session_of
     """Write a step's choices into its plan; `session_of` numbers schedulers."""
     plan.placements.extend(_encode(output.placements, session_of))
     plan.moved.extend(_encode(output.moved, session_of))
-    plan.lacking_loras.extend(output.lacking_loras)
+    plan.lacking_adapters.extend(output.lacking_adapters)
 
 
 def compare_placements(recorded: pb.RecordedPlan, replayed: pb.RecordedPlan) -> str:
@@ -23,8 +23,8 @@ def compare_placements(recorded: pb.RecordedPlan, replayed: pb.RecordedPlan) -> 
             one, other = (side[number] if number < len(side) else None for side in (ours, theirs))
             if one != other:
                 return f"{what}, number {number + 1}: recorded {_words(one)}; replayed {_words(other)}"
-    if recorded.lacking_loras != replayed.lacking_loras:
-        return f"adapters that are lacking: recorded {recorded.lacking_loras}; replayed {replayed.lacking_loras}"
+    if recorded.lacking_adapters != replayed.lacking_adapters:
+        return f"adapters that are lacking: recorded {recorded.lacking_adapters}; replayed {replayed.lacking_adapters}"
     return ""
 
 

@@ -29,7 +29,7 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
-from scheduler_service.core.planning.loras import LoraFetch
+from scheduler_service.core.planning.adapters import AdapterFetch
 from scheduler_service.recording.format import FORMAT, VERSION, frame
 from scheduler_service.recording.placements import encode_placements
 from scheduler_service.wire.codec import encode_scheduler_output
@@ -214,11 +214,11 @@ class RecordedScheduler(Scheduler):
             lambda event: event.admission.MergeFrom(pb.RecordedAdmission(session=self.session, admits=admits))
         )
 
-    def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str] = ()) -> LoraFetch | None:
+    def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str] = ()) -> AdapterFetch | None:
         fetch = super().begin_fetch(wanted, preloads)
         if fetch is not None:
             self._note_adapter(
-                "BEGUN", lora_name=fetch.lora_name, dropped=fetch.dropped, is_wanted=self.loras.is_for_group
+                "BEGUN", adapter_id=fetch.adapter_id, dropped=fetch.dropped, is_wanted=self.adapters.is_for_group
             )
         return fetch
 
@@ -226,14 +226,14 @@ class RecordedScheduler(Scheduler):
         super().end_fetch(seconds)
         self._note_adapter("FAILED" if seconds is None else "CAME", seconds=seconds)
 
-    def hold_lora(self, lora_name: str) -> None:
-        super().hold_lora(lora_name)
-        self._note_adapter("HELD", lora_name=lora_name)
+    def hold_adapter(self, adapter_id: str) -> None:
+        super().hold_adapter(adapter_id)
+        self._note_adapter("HELD", adapter_id=adapter_id)
 
-    def drop_lora(self, lora_name: str) -> bool:
-        was_held = super().drop_lora(lora_name)
+    def drop_adapter(self, adapter_id: str) -> bool:
+        was_held = super().drop_adapter(adapter_id)
         if was_held:
-            self._note_adapter("DROPPED", lora_name=lora_name)
+            self._note_adapter("DROPPED", adapter_id=adapter_id)
         return was_held
 
     def _note_adapter(self, change: str, **about: Any) -> None:

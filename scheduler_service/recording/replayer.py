@@ -176,7 +176,7 @@ class Replayer:
 
     def _adapter(self, adapter: pb.RecordedAdapter, at: float) -> Moment:
         session = self._sessions[adapter.session]
-        scheduler, name = session.scheduler, adapter.lora_name
+        scheduler, name = session.scheduler, adapter.adapter_id
         match adapter.change:
             case pb.RECORDED_ADAPTER_CHANGE_BEGUN:
                 found = scheduler.begin_fetch(*(([name], []) if adapter.is_wanted else ([], [name])))
@@ -190,9 +190,9 @@ class Replayer:
             case pb.RECORDED_ADAPTER_CHANGE_FAILED:
                 scheduler.end_fetch(None)
             case pb.RECORDED_ADAPTER_CHANGE_HELD:
-                scheduler.hold_lora(name)
+                scheduler.hold_adapter(name)
             case pb.RECORDED_ADAPTER_CHANGE_DROPPED:
-                scheduler.drop_lora(name)
+                scheduler.drop_adapter(name)
             case _:
                 raise ValueError("an adapter of which nothing has become")
         return Moment(at, session)
@@ -243,7 +243,7 @@ class Replayer:
             return Moment(at, session)
         for group in {item.sequence.group.request_id: item.sequence.group for item in gained}.values():
             self._forget_if_finished(group)
-        step.answer, step.work = answer.answer, step.work.with_guesses(sum(decoded.num_draft_tokens))
+        step.answer, step.work = answer.answer, step.work.with_drafts(sum(decoded.num_draft_tokens))
         step.began_at, session.answered_at = max(step.sent_at, session.answered_at), at
         return Moment(at, session, step=step, gained=gained)
 

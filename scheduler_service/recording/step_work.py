@@ -30,6 +30,6 @@ class StepWork(NamedTuple):
                 prefill += num_tokens
         return cls(prefill, decode, context, len(output.blocks_to_swap_out) + len(output.blocks_to_swap_in))
 
-    def with_guesses(self, number: int) -> "StepWork":
+    def with_drafts(self, number: int) -> "StepWork":
         """The work of the same step in which so many guesses are verified."""
         return self._replace(prefill_tokens=self.prefill_tokens + number)

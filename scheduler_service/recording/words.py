@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from pagewire.v1 import scheduler_output_pb2 as wire
 
-MOST_ITEMS = 8
+MAX_ITEMS = 8
 
 
 def compare_steps(recorded: wire.SchedulerOutput | None, replayed: wire.SchedulerOutput | None) -> str:
@@ -32,9 +32,9 @@ def _summary(step: wire.SchedulerOutput | None) -> str:
 
 
 def _list(items: Sequence[str], first: int) -> str:
-    shown = list(items[first : first + MOST_ITEMS])
+    shown = list(items[first : first + MAX_ITEMS])
     before = [f"(the same {first})"] if first else []
-    after = [f"(and {len(items) - first - MOST_ITEMS} more)"] if len(items) > first + MOST_ITEMS else []
+    after = [f"(and {len(items) - first - MAX_ITEMS} more)"] if len(items) > first + MAX_ITEMS else []
     return ", ".join([*before, *shown, *after]) or "nothing"
 
 
@@ -70,7 +70,7 @@ PARTS: dict[str, Callable[[wire.SchedulerOutput], list[str]]] = {
         for new in step.new_sequences
     ],
     "adapters of new sequences": lambda step: [
-        f"{new.sequence_id}: {new.lora_name}" for new in step.new_sequences if new.lora_name
+        f"{new.sequence_id}: {new.adapter_id}" for new in step.new_sequences if new.adapter_id
     ],
     "sampling of new sequences": lambda step: [
         f"{new.sequence_id}: {str(new.sampling).replace(chr(10), ' ')}" for new in step.new_sequences

@@ -36,9 +36,9 @@ class CostModel:
     acceptance: tuple[float, ...] = ()
     """How often the first guess is right, how often the second is if the first was, and so on: as many numbers."""
 
-    def step_seconds(self, output: SchedulerOutput, num_guesses: int = 0) -> float:
+    def step_seconds(self, output: SchedulerOutput, num_drafts: int = 0) -> float:
         """How long a step takes that verifies so many guesses; to be asked before the next one is planned."""
-        work = StepWork.of(output).with_guesses(num_guesses)
+        work = StepWork.of(output).with_drafts(num_drafts)
         compute_us = (
             self.step_us
             + self.prefill_token_us * work.prefill_tokens

@@ -14,7 +14,7 @@ from scheduler_service.core import SchedulerConfig
 from scheduler_service.recording.replayer import Moment
 from scheduler_service.recording.step_work import StepWork
 from scheduler_service.simulation.cost_model import CostModel
-from scheduler_service.simulation.guesses import GuessCounts
+from scheduler_service.simulation.drafts import DraftCounts
 
 COLUMNS = ("step", *StepWork._fields)
 OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # a worker may never have to swap
@@ -41,7 +41,7 @@ class Measurements:
 
     def __init__(self, worker: str | None = None) -> None:
         self.steps: list[Step] = []
-        self.guesses = GuessCounts()
+        self.guesses = DraftCounts()
         self._worker = worker
         self._configs: dict[str, SchedulerConfig] = {}  # by worker, of its last session
 

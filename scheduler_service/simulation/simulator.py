@@ -23,8 +23,8 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.config import default_prefill_chunk
 from scheduler_service.simulation.cost_model import CostModel
+from scheduler_service.simulation.drafts import Drafting
 from scheduler_service.simulation.fairness import ServiceGap
-from scheduler_service.simulation.guesses import Guessing
 from scheduler_service.simulation.trace import Arrival, longest_sequence
 
 TOKEN = 7  # what simulated workers sample
@@ -108,10 +108,10 @@ class Simulator:
         slowness: Mapping[int, float] | None = None,
     ) -> None:
         pool, longest = cost_model.num_device_blocks * cost_model.block_size, longest_sequence(arrivals)
-        num_guesses = len(cost_model.acceptance)
-        if num_guesses and num_guesses >= pool:
-            raise ValueError(f"a worker's pool has {pool} tokens, and no room behind {num_guesses} guesses")
-        pool -= num_guesses
+        num_drafts = len(cost_model.acceptance)
+        if num_drafts and num_drafts >= pool:
+            raise ValueError(f"a worker's pool has {pool} tokens, and no room behind {num_drafts} guesses")
+        pool -= num_drafts
         if not pool:  # an encoder: a text is computed whole, and what it gains takes no room
             pool, longest = cost_model.max_num_batched_tokens, longest - 1
             if any(arrival.output_tokens > 1 for arrival in arrivals):
@@ -125,7 +125,7 @@ class Simulator:
             max_num_batched_tokens=cost_model.max_num_batched_tokens,
             max_num_seqs=cost_model.max_num_seqs,
             max_model_len=pool,
-            num_lookahead_slots=num_guesses,
+            num_lookahead_slots=num_drafts,
             preemption_mode=preemption_mode,
             phase_rule=phase_rule,
             max_prefill_chunk=max_prefill_chunk or default_prefill_chunk(cost_model.max_num_batched_tokens),
@@ -144,7 +144,7 @@ class Simulator:
         self._verified: list[list[int]] = [[] for _ in self._workers]  # in the step that each runs
         self._retries: list[tuple[float, int]] = []  # time, and the idle worker that is asked again then
         self._service_gap = ServiceGap()
-        self._guessing = Guessing(cost_model.guesses, cost_model.acceptance) if num_guesses else None
+        self._drafting = Drafting(cost_model.guesses, cost_model.acceptance) if num_drafts else None
         self.result = Result([RequestTimes(arrival) for arrival in arrivals], busy_seconds=[0.0] * num_workers)
 
     def run(self, progress: Callable[[int], None] = lambda _: None) -> Result:
@@ -231,17 +231,17 @@ class Simulator:
                 request.admitted = now
                 self.result.cached_tokens += group.history.num_cached_tokens or 0
                 self._service_gap.admitted(request.arrival.tenant, request.arrival.prompt_tokens)
-        if self._guessing is not None:
-            self._verified[worker] = self._guessing.make(output)
-        num_guesses = sum(self._verified[worker])
-        seconds = self._cost_model.step_seconds(output, num_guesses) * self._slowness.get(worker, 1.0)
+        if self._drafting is not None:
+            self._verified[worker] = self._drafting.make(output)
+        num_drafts = sum(self._verified[worker])
+        seconds = self._cost_model.step_seconds(output, num_drafts) * self._slowness.get(worker, 1.0)
         self.result.busy_seconds[worker] += seconds
         self.result.num_steps += 1
         heapq.heappush(self._ends, (now + seconds, worker, output))
 
     def _end_step(self, now: float, worker: int, output: SchedulerOutput) -> int:
-        if self._guessing is not None:
-            answer = self._guessing.answer(output, self._verified[worker], TOKEN)
+        if self._drafting is not None:
+            answer = self._drafting.answer(output, self._verified[worker], TOKEN)
         else:
             answer = ModelOutput(output.step_id, [TOKEN] * output.num_samples)
         num_finished = 0

@@ -31,7 +31,7 @@ LENGTH_BOUNDS = (*(float(first * 10**power) for power in range(6) for first in (
 # As vLLM has them.
 STEP_BOUNDS = (1.0, *(float(8 << power) for power in range(12)))
 CHOICE_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
-MOST_TENANTS = 32
+MAX_TENANTS = 32
 OTHER_TENANTS = "(others)"
 
 
@@ -155,7 +155,7 @@ class CountsByTenant:
 
     def of(self, tenant: str) -> RequestCounts:
         if tenant not in self._names:
-            if len(self._names) < MOST_TENANTS:
+            if len(self._names) < MAX_TENANTS:
                 self._names.add(tenant)
             else:
                 tenant = OTHER_TENANTS

@@ -97,7 +97,7 @@ def _fill_new_sequence(message: pb.NewSequence, new: NewSequence) -> None:
     message.sequence_id = sequence.id
     message.num_computed_tokens = new.num_computed_tokens
     fill_column(message, "block_ids", _encode_table(new.block_ids))
-    message.lora_name = sequence.group.lora_name
+    message.adapter_id = sequence.group.adapter_id
     message.trace_parent = sequence.group.trace_parent
     if isinstance(sequence, EncoderSequence):
         message.encoder_input.num_tokens = sequence.num_prompt_tokens
@@ -157,7 +157,7 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
     return message
 
 
-MOST_POSITIONS = 1 << 18
+MAX_POSITIONS = 1 << 18
 """Positions of one sequence in an answer: more than a step has tokens. Each takes some 200 bytes, 9 in a message."""
 
 
@@ -165,7 +165,7 @@ def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
     """Cut the columns of one sequence into positions; raises ValueError when they do not fit together, or hold
     nothing."""
     width, positions = columns.width, len(columns.ranks)
-    if positions > (MOST_POSITIONS if width else 0):
+    if positions > (MAX_POSITIONS if width else 0):
         raise ValueError(f"log-probabilities of sequence {columns.sequence_id} have {positions} positions of {width}")
     if not len(columns.token_ids) == len(columns.logprobs) == width * positions:
         raise ValueError(f"log-probabilities of sequence {columns.sequence_id} have columns of different lengths")

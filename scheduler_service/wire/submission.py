@@ -59,7 +59,7 @@ def decode_group(request_id: str, submission: pb.Submit, now: float, adapter: st
         arrived_at=now,
         output_token_ids=tuple(output.token_ids for output in submission.output_token_ids),
         ended=frozenset(submission.ended),
-        lora_name=adapter,
+        adapter_id=adapter,
         encoder_input=(
             decode_fields(EncoderInput, submission.encoder_input) if submission.HasField("encoder_input") else None
         ),

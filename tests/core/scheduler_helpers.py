@@ -48,7 +48,7 @@ def make_group(
     root: bytes = b"",
     priority: int = 0,
     tenant: str = "",
-    lora_name: str = "",
+    adapter_id: str = "",
     encoder: Iterable[int] = (),
     **sampling: object,
 ) -> SequenceGroup:
@@ -62,7 +62,7 @@ def make_group(
         root,
         priority=priority,
         tenant=tenant,
-        lora_name=lora_name,
+        adapter_id=adapter_id,
         encoder_input=EncoderInput(num_tokens=len(tokens), token_ids=tokens) if tokens else None,
     )
 

@@ -4,7 +4,7 @@ Nothing is kept in heaps, sums or directories: each worker's scheduler and alloc
 """
 
 from scheduler_service.core import Balancer, SequenceGroup
-from scheduler_service.core.placement.balancer import MOST_CANDIDATES
+from scheduler_service.core.placement.balancer import MAX_CANDIDATES
 from scheduler_service.core.placement.worker import SEQUENCE_TOKENS, Member
 
 
@@ -15,9 +15,9 @@ class CheckedBalancer(Balancer):
     def _next_lightest(self, member: Member, group: SequenceGroup) -> list[Member]:
         others = [other for other in self._open_members() if other is not member and other.entry >= 0]
         others.sort(key=lambda other: ((other.backlog + SEQUENCE_TOKENS * other.num_seqs) / other.speed, other.entry))
-        slotless = [other for other in others if not other.scheduler.has_lora_slot(group)]
-        if len(slotless) >= MOST_CANDIDATES:
-            others = others[: others.index(slotless[MOST_CANDIDATES - 1])]
+        slotless = [other for other in others if not other.scheduler.has_adapter_slot(group)]
+        if len(slotless) >= MAX_CANDIDATES:
+            others = others[: others.index(slotless[MAX_CANDIDATES - 1])]
         expected = [other for other in others if other.scheduler.room_for(group) is not None][:1]
         found = super()._next_lightest(member, group)
         assert found == expected
@@ -38,7 +38,7 @@ class CheckedBalancer(Balancer):
         expected = [other for other, length in lengths.items() if length == max(lengths.values())]
         found = super()._holders(member, group)
         assert set(found) <= set(expected)
-        assert len(found) == len(set(found)) == min(len(expected), MOST_CANDIDATES)
+        assert len(found) == len(set(found)) == min(len(expected), MAX_CANDIDATES)
         return found
 
     def _is_share(self, member: Member, group: SequenceGroup, cached: int, num_waiting: int) -> bool:
@@ -59,11 +59,11 @@ class CheckedBalancer(Balancer):
             for key in _found_or_expected(member):
                 found[key] = found.get(key, 0) | member.bit
         assert self.directory._holders == found
-        loras: dict[bytes, int] = {}
+        adapters: dict[bytes, int] = {}
         for member in self._members.values():
-            for name in member.scheduler.loras.held:
-                loras[name.encode()] = loras.get(name.encode(), 0) | member.bit
-        assert self.lora_directory._holders == loras
+            for name in member.scheduler.adapters.held:
+                adapters[name.encode()] = adapters.get(name.encode(), 0) | member.bit
+        assert self.adapter_directory._holders == adapters
         live = [member for entry in self._lightest if (member := self._member_of(entry)) is not None]
         assert set(live) == {member for member in self._open_members() if member.entry >= 0}
         assert len(live) == len(set(live))

@@ -30,7 +30,7 @@ class SlowScheduler(SlowBlocks):
     def __init__(self, config: SchedulerConfig, queue: SlowQueue) -> None:
         super().__init__(config)
         self.queue = queue
-        self.loras = SlowLoras(self)
+        self.adapters = SlowLoras(self)
         self.ended: list[SlowSequence] = []  # that the worker is to be told of
         self.prompt_seconds = 0.0
         self.num_preemptions = dict.fromkeys((PreemptionMode.RECOMPUTE, PreemptionMode.SWAP), 0)
@@ -96,7 +96,7 @@ class SlowScheduler(SlowBlocks):
         self.lacking: list[str] = []
         self.num_swapped_out = self.num_swapped_in = 0
         has_work = self.running or self.swapped or self.queue.groups or self.ended
-        to_try = set(self.loras.unused) if has_work else set()
+        to_try = set(self.adapters.unused) if has_work else set()
         for group in self.running:
             for sequence in group.live if self.config.sliding_window else ():
                 first_needed = max(0, sequence.computed - sequence.num_drafted - self.config.sliding_window + 1)
@@ -129,7 +129,7 @@ class SlowScheduler(SlowBlocks):
             self.admit()
             self.hand_out_rest()
         self.hand_out_rooms()
-        self.loras.tried |= to_try
+        self.adapters.tried |= to_try
         return self.write(began)
 
     def may_admit(self, now: float) -> bool:
@@ -226,25 +226,25 @@ class SlowScheduler(SlowBlocks):
             self.drop_blocks(sequence)
             sequence.begin_anew()
         self.running.remove(group)
-        self.loras.left(group)
+        self.adapters.left(group)
         self.queue.put_back(group)
 
     def resume(self, phase: str = "both") -> None:
         while self.next_swapped() and self.tokens_left and self.bytes_left > 0 and not self.has_preempted:
             group = self.next_swapped()
-            has_lora_slot = self.has_lora_slot(group, self.running)
-            if has_lora_slot and phase == ("decodes" if group.is_behind else "prompts"):
+            has_adapter_slot = self.has_adapter_slot(group, self.running)
+            if has_adapter_slot and phase == ("decodes" if group.is_behind else "prompts"):
                 return
             if self.num_blocks_back(group, alone=True) > self.config.num_device_blocks:
                 self.ignore(group)
                 continue
             has_room = self.num_blocks_back(group, alone=False) + self.num_reserved <= self.num_free
-            if not has_lora_slot and self.may_pass_over(group):
+            if not has_adapter_slot and self.may_pass_over(group):
                 self.slotless.append(group)
                 continue
             if not has_room or not self.has_slots(group, self.running):
                 return
-            if self.is_next_waiting() and self.loras.has(self.next_waiting().lora):
+            if self.is_next_waiting() and self.adapters.has(self.next_waiting().lora):
                 return
             if any(other.num_overtaken == 16 for other in self.slotless):
                 return
@@ -256,16 +256,16 @@ class SlowScheduler(SlowBlocks):
             self.grow(group)
             self.num_swapped_in += num_swapped_in
 
-    def has_lora_slot(self, group: SlowGroup, running: list[SlowGroup]) -> bool:
+    def has_adapter_slot(self, group: SlowGroup, running: list[SlowGroup]) -> bool:
         others = {other.lora for other in running if other is not group} - {"", group.lora}
-        return not group.lora or (self.loras.has(group.lora) and len(others) < self.config.max_loras)
+        return not group.lora or (self.adapters.has(group.lora) and len(others) < self.config.max_loras)
 
     def has_slots(self, group: SlowGroup, running: list[SlowGroup]) -> bool:
         """Whether its sequences and its adapter can join those of the groups that run."""
         num_seqs = (
             group.num_seqs + sum(other.num_seqs for other in running if other is not group) + self.num_reserved_seqs
         )
-        return num_seqs <= self.config.max_num_seqs and self.has_lora_slot(group, running)
+        return num_seqs <= self.config.max_num_seqs and self.has_adapter_slot(group, running)
 
     def fits(self, group: SlowGroup, victims: list[SlowGroup]) -> bool:
         """Whether a waiting group could start if these running ones were not there."""
@@ -290,7 +290,7 @@ class SlowScheduler(SlowBlocks):
 
     def make_room(self, group: SlowGroup) -> bool:
         victims: list[SlowGroup] = []
-        if not self.loras.has(group.lora) or not self.can_encode(group):
+        if not self.adapters.has(group.lora) or not self.can_encode(group):
             return False
         while not self.fits(group, victims):
             rest = [other for other in self.running if other not in victims]
@@ -316,7 +316,7 @@ class SlowScheduler(SlowBlocks):
     def is_lane_full(self, group: SlowGroup) -> bool:
         """Whether so many wait for prefixes that it is not looked at: of its tenant, if tenants take turns."""
         lane = [other for other in self.sharing if self.queue.policy != "fair" or other.tenant == group.tenant]
-        return len(lane) >= queue_view.MOST_SHARING
+        return len(lane) >= queue_view.MAX_SHARING
 
     def next_swapped(self) -> SlowGroup | None:
         return next((group for group in self.swapped if group not in self.slotless), None)
@@ -331,10 +331,10 @@ class SlowScheduler(SlowBlocks):
         num_seqs = sum(other.num_seqs for other in self.running) + self.num_reserved_seqs
         if num_seqs >= self.config.max_num_seqs or not self.tokens_left:
             return False
-        has_adapter = self.loras.has(group.lora)
+        has_adapter = self.adapters.has(group.lora)
         if not has_adapter and group.lora not in self.lacking:
             self.lacking.append(group.lora)
-        self.is_awaiting = not has_adapter and self.loras.can_come(group.lora) and len(self.awaiting) < 256
+        self.is_awaiting = not has_adapter and self.adapters.can_come(group.lora) and len(self.awaiting) < 256
         return self.is_awaiting or (group.num_overtaken < 16 and len(self.slotless) < 32)
 
     def admit(self) -> None:
@@ -353,7 +353,7 @@ class SlowScheduler(SlowBlocks):
                 continue
             has_room = self.fits(group, []) if self.slotless else self.make_room(group)
             if not has_room:
-                if self.has_lora_slot(group, self.running) or not self.may_pass_over(group):
+                if self.has_adapter_slot(group, self.running) or not self.may_pass_over(group):
                     return
                 (self.awaiting if self.is_awaiting else self.slotless).append(group)
                 continue
@@ -361,7 +361,7 @@ class SlowScheduler(SlowBlocks):
                 other.num_overtaken += 1
             self.queue.leave(group)
             self.running.append(group)
-            self.loras.came(group)
+            self.adapters.came(group)
             group.first_missing = None
             for sequence in group.live:
                 most = min(len(group.prompt) + group.sampling.max_tokens, self.config.max_sequence_tokens)
@@ -548,7 +548,7 @@ class SlowScheduler(SlowBlocks):
             if group.encoder:
                 self.leave_worker(group.encoder)
             if group in self.running + self.swapped:
-                self.loras.left(group)
+                self.adapters.left(group)
             self.running = [other for other in self.running if other is not group]
             self.swapped = [other for other in self.swapped if other is not group]
             if group in self.queue.groups:

@@ -87,11 +87,11 @@ class Both:
             request.name,
             request.prompt,
             request.sampling,
-            request.root + request.lora_name.encode(),  # no cache is shared between adapters
+            request.root + request.adapter_id.encode(),  # no cache is shared between adapters
             request.encoder,
             priority=request.priority,
             tenant=request.tenant,
-            lora=request.lora_name,
+            lora=request.adapter_id,
             arrived_at=now,
         )
         self.groups.append((fast, slow))
@@ -123,7 +123,7 @@ class Both:
             "copies": len(output.blocks_to_copy),
             "swapped out": len(output.blocks_to_swap_out),
             "swapped in": len(output.blocks_to_swap_in),
-            "lacking": output.lacking_loras,
+            "lacking": output.lacking_adapters,
         }
         assert decisions == step.decisions
         assert output.is_empty == step.is_empty
@@ -138,7 +138,7 @@ class Both:
         assert len(fast.waiting) == len(slow.queue.groups)
         if fast.waiting:
             assert fast.waiting.head.request_id == slow.queue.head.name
-        assert fast.loras.held == set(slow.loras.held)
+        assert fast.adapters.held == set(slow.adapters.held)
         assert fast.blocks.device.num_free == slow.num_free
         assert fast.blocks.host.num_free == slow.num_host_free
         assert fast.num_preemptions == slow.num_preemptions
@@ -163,17 +163,17 @@ class Both:
         """One ends that was begun, or fails; another begins, also one that no group lacks; one is dropped or is there
         of itself."""
         fast, slow = self.fast, self.slow
-        if slow.loras.fetching and rng.random() < 0.5:
+        if slow.adapters.fetching and rng.random() < 0.5:
             is_held = rng.random() < 0.8
             fast.end_fetch(0.1 if is_held else None)
-            slow.loras.end_fetch(is_held)
+            slow.adapters.end_fetch(is_held)
         wanted = rng.choice([lacking, lacking, lacking, ["c", *lacking]])
         preloads = rng.choice([[], ["b", "d"]])
-        assert fast.begin_fetch(wanted, preloads) == slow.loras.begin_fetch(wanted, preloads)
+        assert fast.begin_fetch(wanted, preloads) == slow.adapters.begin_fetch(wanted, preloads)
         name = rng.choice("abcd")
         if rng.random() < 0.1 and name not in {group.lora for group in slow.running + slow.swapped}:
-            assert fast.drop_lora(name) == (name in slow.loras.held)
-            slow.loras.drop(name)
+            assert fast.drop_adapter(name) == (name in slow.adapters.held)
+            slow.adapters.drop(name)
         self.compare()
 
     def take_in(self, output: SchedulerOutput, step: SlowStep, now: float, drafting: Random) -> None:
@@ -214,7 +214,7 @@ class Both:
 def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: list[bool], share: bool) -> None:
     """What may happen follows from the seed; which requests take part is chosen, so that a failure shrinks to few, and
     whether they share their prompts. A step's looks at those that wait for a prefix may end early."""
-    with mock.patch.object(queue_view, "MOST_SHARING", Random(f"{seed} most").choice([1, 2, 256])):
+    with mock.patch.object(queue_view, "MAX_SHARING", Random(f"{seed} most").choice([1, 2, 256])):
         compare_decisions(seed, takes_part, share=share)
 
 
@@ -239,7 +239,7 @@ def compare_decisions(seed: int, takes_part: list[bool], *, share: bool) -> None
             both.reset_prefix_cache()
         output, step = both.schedule(now)
         if config.max_held_loras:
-            both.bring_adapters(output.lacking_loras, adapters)
+            both.bring_adapters(output.lacking_adapters, adapters)
         if not output.is_empty:
             in_flight.append((output, step))
         if in_flight and (output.is_empty or len(in_flight) == max_in_flight):

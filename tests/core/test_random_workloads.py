@@ -106,7 +106,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
             root=bytes(i % 3 // 2),  # two in three may share
             priority=-(i % 4),
             tenant=str(i % 3),
-            lora_name=["", "a", "b", "c"][i % 4],
+            adapter_id=["", "a", "b", "c"][i % 4],
             encoder=range(num_encoder_tokens),
             **(
                 {"max_tokens": 1, "pooling": PoolingParams(type=pooled, dimensions=1)}
@@ -152,7 +152,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
         chunks = [scheduled for scheduled in output.scheduled if not scheduled.sequence.is_encoder]
         assert sum(chunk.num_tokens for chunk in chunks) <= sizes["max_num_batched_tokens"]
         assert output.num_tokens - sum(chunk.num_tokens for chunk in chunks) <= sizes["max_num_encoder_tokens"]
-        assert len({group.lora_name for group in scheduler.running} - {""}) <= max_loras
+        assert len({group.adapter_id for group in scheduler.running} - {""}) <= max_loras
         assert len(chunks) <= sum(group.num_seqs for group in scheduler.running) <= max_num_seqs
         if not output.is_empty:
             in_flight.append((output, worker.execute(output)))

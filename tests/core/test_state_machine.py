@@ -93,7 +93,7 @@ class Fleet(RuleBasedStateMachine):
         served = dict(self.waiting.counters) if self.policy == "fair" else {}
         output = session.scheduler.schedule(self.now)
         self.see_which_started(output, served, session.scheduler)
-        session.lacking = output.lacking_loras
+        session.lacking = output.lacking_adapters
         for group in output.ignored:
             assert group.error
             self.see_end_of(group, SequenceStatus.FINISHED_IGNORED)
@@ -118,26 +118,26 @@ class Fleet(RuleBasedStateMachine):
     def bring_adapter(self, which: int, is_held: bool, preloads: list[str]) -> None:
         """One comes, or fails to, and another one is on its way from then on."""
         session = self.sessions[which % len(self.sessions)]
-        loras = session.scheduler.loras
-        if loras.is_fetching:
+        adapters = session.scheduler.adapters
+        if adapters.is_fetching:
             session.scheduler.end_fetch(0.5 if is_held else None)
-        before = loras.held
+        before = adapters.held
         fetch = session.scheduler.begin_fetch(session.lacking, preloads)
         if fetch is not None:
-            assert fetch.lora_name not in before
-            assert loras.held == before - {fetch.dropped}
+            assert fetch.adapter_id not in before
+            assert adapters.held == before - {fetch.dropped}
             is_full = len(before) == self.config.max_held_loras
             assert bool(fetch.dropped) == is_full
-            assert fetch.lora_name in (session.lacking if is_full else [*session.lacking, *preloads])
+            assert fetch.adapter_id in (session.lacking if is_full else [*session.lacking, *preloads])
 
     @rule(which=ANY, name=st.sampled_from("abcd"))
     def unload_adapter(self, which: int, name: str) -> None:
         scheduler = self.sessions[which % len(self.sessions)].scheduler
-        if any(group.lora_name == name for group in (*scheduler.running, *scheduler.swapped)):
+        if any(group.adapter_id == name for group in (*scheduler.running, *scheduler.swapped)):
             return
-        was_held = name in scheduler.loras.held
-        assert scheduler.drop_lora(name) == was_held
-        assert name not in scheduler.loras.held
+        was_held = name in scheduler.adapters.held
+        assert scheduler.drop_adapter(name) == was_held
+        assert name not in scheduler.adapters.held
 
     @rule(num_rounds=st.integers(1, 12))
     def serve(self, num_rounds: int) -> None:
@@ -237,12 +237,12 @@ class Fleet(RuleBasedStateMachine):
             for other in self.groups:
                 if other.request_id not in self.waiting or other in self.has_started:
                     continue
-                if not scheduler.loras.holds(other.lora_name):
+                if not scheduler.adapters.holds(other.adapter_id):
                     continue
                 if self.is_later(group, other, served):
                     self.overtaken[other] += 1
                     assert self.overtaken[other] <= MAX_OVERTAKES
-                    assert other.lora_name or len(self.sessions) > 1
+                    assert other.adapter_id or len(self.sessions) > 1
             if self.policy == "fair":
                 served[group.tenant] += group.num_prompt_tokens / WEIGHTS.get(group.tenant, 1.0)
 
@@ -263,12 +263,12 @@ class Fleet(RuleBasedStateMachine):
             scheduler.blocks.check()
             assert scheduler.num_running_seqs == sum(group.num_seqs for group in scheduler.running)
             assert sum(group.num_seqs for group in scheduler.running) <= self.config.max_num_seqs
-            assert scheduler.running_loras == Counter(g.lora_name for g in scheduler.running if g.lora_name)
-            assert len(scheduler.running_loras) <= self.config.max_loras
+            assert scheduler.running_adapters == Counter(g.adapter_id for g in scheduler.running if g.adapter_id)
+            assert len(scheduler.running_adapters) <= self.config.max_loras
             if self.config.max_held_loras:
-                here = {group.lora_name for group in (*scheduler.running, *scheduler.swapped)} - {""}
-                assert here <= scheduler.loras.held
-                assert len(scheduler.loras.held) + scheduler.loras.is_fetching <= self.config.max_held_loras
+                here = {group.adapter_id for group in (*scheduler.running, *scheduler.swapped)} - {""}
+                assert here <= scheduler.adapters.held
+                assert len(scheduler.adapters.held) + scheduler.adapters.is_fetching <= self.config.max_held_loras
             self.check_sharing(session)
         self.balancer.check()
         assert len(self.balancer) == len(self.sessions)

@@ -26,7 +26,7 @@ class Request:
     root: bytes
     priority: int
     tenant: str
-    lora_name: str
+    adapter_id: str
     encoder: tuple[int, ...] = ()
     """What its encoder reads."""
 
@@ -50,7 +50,7 @@ class Request:
             self.root,
             priority=self.priority,
             tenant=self.tenant,
-            lora_name=self.lora_name,
+            adapter_id=self.adapter_id,
             encoder_input=(
                 EncoderInput(num_tokens=len(self.encoder), token_ids=self.encoder) if self.encoder else None
             ),
@@ -80,16 +80,16 @@ def random_request(rng: Random, number: int) -> Request:
 
 def with_encoder(rng: Random, request: Request) -> Request:
     """Many read the same and share it, some nothing, and some more than a worker ever lets them."""
-    encoder = tuple(range(rng.choice([0, 1, 3, 6, 6, 6, MOST_ENCODED, MOST_ENCODED + 1])))
+    encoder = tuple(range(rng.choice([0, 1, 3, 6, 6, 6, MAX_ENCODED, MAX_ENCODED + 1])))
     if rng.random() < 0.7:
-        return replace(request, encoder=encoder, root=b"", lora_name="")
+        return replace(request, encoder=encoder, root=b"", adapter_id="")
     return replace(request, encoder=encoder)
 
 
 def sharing(request: Request) -> Request:
     """The same with a prompt that others have too, and that takes several blocks."""
     num_tokens = 12 + request.num_tokens
-    return replace(request, num_tokens=num_tokens, num_shared=num_tokens - request.number % 3, root=b"", lora_name="")
+    return replace(request, num_tokens=num_tokens, num_shared=num_tokens - request.number % 3, root=b"", adapter_id="")
 
 
 def with_shared_prefixes(config: SchedulerConfig, seed: int) -> SchedulerConfig:
@@ -106,7 +106,7 @@ def with_shared_prefixes(config: SchedulerConfig, seed: int) -> SchedulerConfig:
     )
 
 
-MOST_ENCODED = 9
+MAX_ENCODED = 9
 
 
 def with_few_adapters(config: SchedulerConfig, seed: int) -> SchedulerConfig:
@@ -136,7 +136,7 @@ def random_config(rng: Random, num_device_blocks: SequenceOf[int]) -> SchedulerC
         "block_bytes": 1000,
         "swap_bytes_per_second": rng.choice([0, 100_000]),
         "prefill_tokens_per_second": rng.choice([0, 49 * block_size, 51 * block_size]),
-        "max_num_encoder_tokens": MOST_ENCODED,
+        "max_num_encoder_tokens": MAX_ENCODED,
         "max_step_bytes": rng.choice([1, 300, 700, 2000, 8 << 20, 8 << 20, 8 << 20]),
     }
     return SchedulerConfig(**sizes)

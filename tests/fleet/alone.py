@@ -13,7 +13,7 @@ from drawn_settings import Model, roomy
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import LocalServer
 
-MOST_SERVERS = 3
+MAX_SERVERS = 3
 """That are kept: a start takes a second and more."""
 
 
@@ -39,7 +39,7 @@ class Alone:
             path = self._folder / model.name
             if not path.exists():
                 model.write(path)
-            if len(self._servers) == MOST_SERVERS:
+            if len(self._servers) == MAX_SERVERS:
                 self._servers.popitem(last=False)[1].local.stop()
             settings = roomy(model, dtype, self.adapters)
             self._servers[key] = Roomy(

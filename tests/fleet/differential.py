@@ -29,7 +29,7 @@ from pagewire_common.serving.open_files import raise_open_files_limit
 
 NUM_REQUESTS = 40
 ROUND_SECONDS = 400.0
-MOST_LINES = 30
+MAX_LINES = 30
 """Of what the services wrote, that are shown with what is found."""
 
 
@@ -92,7 +92,7 @@ async def run_seeds(minutes: float, seed: int | None, *, is_patient: bool) -> bo
             print(f"differential seed {drawn}: {Totals(totals - before)}", flush=True)  # noqa: T201
             if wrong:
                 num_found += 1
-                lines = "\n  ".join([*wrong, *said.getvalue().splitlines()[-MOST_LINES:]])
+                lines = "\n  ".join([*wrong, *said.getvalue().splitlines()[-MAX_LINES:]])
                 again = f"{sys.executable} tests/fuzz.py --seed {drawn}{' --patient' * is_patient}"
                 print(f"FOUND: differential seed {drawn}\n  {lines}\nagain: {again}\n", flush=True)  # noqa: T201
     print(f"one core: {totals}; {num_found} seeds found something", flush=True)  # noqa: T201

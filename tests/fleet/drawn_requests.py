@@ -18,7 +18,7 @@ LORA_NAMES = ("one", "two", "three")
 WORDS = ("one two three ", "abcabcabc", "a long beginning that many have, ", "x" * 40, "{'role': 'é'} ")
 BEGINNINGS = ("", *(word * number for number, word in enumerate(WORDS, 1)))
 LETTERS = tuple("aeinorst ")
-MOST_PROMPT_TOKENS, MOST_TOKENS, MOST_OUTPUTS = 180, 60, 4
+MAX_PROMPT_TOKENS, MAX_TOKENS, MAX_OUTPUTS = 180, 60, 4
 FORMS: tuple[dict[str, Any], ...] = (
     {"regex": "([a-z]{1,9} ){1,20}"},
     {"regex": "abX|c{40}", "bad_words": ["X"], "stop": ["ab"]},
@@ -98,7 +98,7 @@ def without_priority(asked: Asked) -> Asked:
 
 def _text(draw: Random) -> str:
     tail = "".join(draw.choices("abcde fé", k=draw.randint(1, 25)))
-    return (draw.choice(BEGINNINGS) + tail).encode()[:MOST_PROMPT_TOKENS].decode(errors="ignore")
+    return (draw.choice(BEGINNINGS) + tail).encode()[:MAX_PROMPT_TOKENS].decode(errors="ignore")
 
 
 def _vectors(draw: Random) -> pb.EmbedRequest:
@@ -115,9 +115,9 @@ def _vectors(draw: Random) -> pb.EmbedRequest:
 
 def _sampling(draw: Random, kind: Kind) -> pb.SamplingParams:
     """Any fields that may stand together; each sampled output has a seed, without which it could not be compared."""
-    fields: dict[str, Any] = {"max_tokens": draw.randint(1, MOST_TOKENS)}
+    fields: dict[str, Any] = {"max_tokens": draw.randint(1, MAX_TOKENS)}
     if draw.random() < 0.12:
-        width = draw.randint(2, MOST_OUTPUTS)
+        width = draw.randint(2, MAX_OUTPUTS)
         fields |= {"beam_width": width, "n": draw.randint(1, width), "length_penalty": draw.choice([0.0, 1.0, -1.5])}
         return pb.SamplingParams(**fields, early_stopping=draw.random() < 0.5, logprobs=_maybe(draw, 0.3, 2))
     fields |= {"temperature": draw.choice([0.0, 0.3, 0.8, 1.3]), "seed": draw.getrandbits(40)}
@@ -138,12 +138,12 @@ def _sampling(draw: Random, kind: Kind) -> pb.SamplingParams:
         "logit_bias": {draw.randrange(259): draw.uniform(-5, 5) for _ in range(20)},
         "bad_words": [*draw.sample(LETTERS, 3), "ab"],
         "allowed_token_ids": sorted(draw.sample(range(259), draw.choice([3, 30, 150]))),
-        "n": draw.randint(2, MOST_OUTPUTS),
+        "n": draw.randint(2, MAX_OUTPUTS),
     }
     others |= {name: drawn(name, draw) for name in NUMBERS if name not in fields | others}
     fields |= {name: value for name, value in others.items() if draw.random() < 0.15}
     if draw.random() < 0.1:
-        fields |= {"best_of": draw.randint(fields.get("n", 1), MOST_OUTPUTS)}
+        fields |= {"best_of": draw.randint(fields.get("n", 1), MAX_OUTPUTS)}
     if kind.has_forms and draw.random() < 0.25:
         fields.pop("allowed_token_ids", None)
         return pb.SamplingParams(**fields | draw.choice(FORMS))

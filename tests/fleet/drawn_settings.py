@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from drawn_requests import MOST_OUTPUTS, Asked, Kind
+from drawn_requests import MAX_OUTPUTS, Asked, Kind
 from tiny_adapters import write_three
 from tiny_encoder_decoder import write_encoder_decoder
 from tiny_model import write_byte_tokenizer, write_tiny_llama
@@ -14,7 +14,7 @@ from tiny_model import write_byte_tokenizer, write_tiny_llama
 WINDOW = 24
 """Tokens that a layer of the model with sliding windows sees."""
 
-MOST_ENCODER_TOKENS = 264
+MAX_ENCODER_TOKENS = 264
 
 
 def _llama(folder: Path) -> None:
@@ -103,12 +103,12 @@ def draw_settings(draw: Random, model: Model, dtype: str, adapters: Path, asked:
     largest = max(one.num_blocks(block_size, lookahead) for one in asked)
     num_blocks = int(largest * draw.choice([1.1, 1.3, 2.0])) + 2
     if model.kind.has_encoder:  # for the longest input that an encoder may have, room is kept
-        num_blocks += MOST_ENCODER_TOKENS // block_size + 3
+        num_blocks += MAX_ENCODER_TOKENS // block_size + 3
     policy = draw.choice(["fcfs", "priority", "fair"])
     worker = [
         *flags_of(model, dtype),
         *("--block-size", str(block_size), "--num-gpu-blocks-override", str(num_blocks)),
-        *("--max-num-seqs", str(draw.choice([MOST_OUTPUTS, 2 * MOST_OUTPUTS, 32]))),
+        *("--max-num-seqs", str(draw.choice([MAX_OUTPUTS, 2 * MAX_OUTPUTS, 32]))),
         *("--max-num-batched-tokens", str(draw.choice([128, 256] if model.kind.has_encoder else [16, 32, 64, 256]))),
         *("--swap-space", draw.choice(["0", "0.0001", "0.002"])),
     ]

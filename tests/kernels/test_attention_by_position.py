@@ -77,7 +77,7 @@ def test_results_that_would_take_too_much_memory_are_merged_by_the_program_that_
 ) -> None:
     case = by_position([(1, 1600), (1, 0)])
     expected = case.run()
-    monkeypatch.setattr(module, "_MOST_PARTIAL_BYTES", 0)
+    monkeypatch.setattr(module, "_MAX_PARTIAL_BYTES", 0)
     monkeypatch.delattr(module, "merge_parts")
     assert torch.equal(case.run(), expected)
 

@@ -88,7 +88,7 @@ def test_what_experts_return_is_summed_up_by_weight(dtype: torch.dtype, generato
 def check_rows_alike(backend: ModuleType, weight: Tensor, x: Tensor) -> None:
     bias = torch.ones(len(weight), dtype=weight.dtype)
     for wide in (False, True):
-        product = backend.pack_alike(weight, wide)
+        product = backend.pack_batch_invariant(weight, wide)
         found = product(x, None)
         assert found.dtype is (torch.float32 if wide else x.dtype)
         tolerance = 1e-3 if found.dtype is torch.float32 else 0.3

@@ -65,7 +65,7 @@ def test_rows_are_multiplied_with_their_experts_weights_in_8_bits(
 def test_a_row_is_summed_up_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
     x, weights = randn(40, 129, dtype=dtype), randn(3, 70, 129, dtype=dtype, seed=1)
     together = ops.grouped_linear(x, weights, torch.tensor([0, 21, 40], device=DEVICE))
-    product = ops.pack_alike(weights[1])
+    product = ops.pack_batch_invariant(weights[1])
     for row in (0, 5, 20):
         alone = x[row : row + 1]
         found = ops.grouped_linear(alone, weights, torch.tensor([0, 1, 1], device=DEVICE))

@@ -34,7 +34,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     A suspect may wait for three seconds on a busy machine, and it may be ended there after a loss or two more.
     """
     monkeypatch.setattr(worker_loop, "LAST_RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(rule, "MOST_CONTROL_SECONDS", 3.0)
+    monkeypatch.setattr(rule, "MAX_CONTROL_SECONDS", 3.0)
     monkeypatch.setattr(rule, "NOTICE_SECONDS", 0.001)
 
 

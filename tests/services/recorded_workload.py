@@ -200,7 +200,7 @@ class Workload:
             connection = Connection(next(self._epochs))
             scheduler = self.recorder.scheduler(self.config, self.waiting, f"worker:{number}", connection)
             if self.random.random() < 0.5:
-                scheduler.hold_lora("a")
+                scheduler.hold_adapter("a")
             self.workers[number] = Worker(scheduler, connection)
 
     def _step(self, number: int) -> None:
@@ -209,7 +209,7 @@ class Workload:
         is_full = len(worker.in_flight) == self.most_in_flight
         if not is_full:
             output = worker.plan(self.clock())
-            self._bring_adapter(worker.scheduler, output.lacking_loras)
+            self._bring_adapter(worker.scheduler, output.lacking_adapters)
             if not output.is_empty and self.random.random() < 0.7:
                 return
         if worker.in_flight and not worker.answer(self.random, self.clock(), failures=self.failures):
@@ -217,12 +217,12 @@ class Workload:
 
     def _bring_adapter(self, scheduler: Scheduler, lacking: list[str]) -> None:
         """As the engine does it: what is on its way comes or does not, and then the next one is."""
-        if scheduler.loras.is_fetching and self.random.random() < 0.5:
+        if scheduler.adapters.is_fetching and self.random.random() < 0.5:
             scheduler.end_fetch(self.random.choice([None, 0.1, 0.1, 2.0]))
         scheduler.begin_fetch(lacking, self.random.choice([[], ["b", "c"]]))
-        unused = scheduler.loras.held - {group.lora_name for group in (*scheduler.running, *scheduler.swapped)}
+        unused = scheduler.adapters.held - {group.adapter_id for group in (*scheduler.running, *scheduler.swapped)}
         if unused and self.random.random() < 0.05:
-            scheduler.drop_lora(min(unused))
+            scheduler.drop_adapter(min(unused))
 
     def _arrive(self) -> None:
         random = self.random
@@ -248,7 +248,7 @@ class Workload:
             bytes([random.randrange(2)]),
             priority=random.randint(-2, 2),
             tenant=str(random.randrange(3)),
-            lora_name=random.choice(["", "", "a", "b"]),
+            adapter_id=random.choice(["", "", "a", "b"]),
             arrived_at=self.clock(),
             output_token_ids=tuple((5,) * random.randrange(max_tokens) for _ in range(n)) if resumed else (),
             ended=frozenset(random.sample(range(n), random.randrange(n))) if resumed else frozenset(),

@@ -17,7 +17,7 @@ TOKENIZER = LLTokenizer("byte")
 WEIGHTS = [12.0 if chr(byte) in '",}]:' else 6.0 if chr(byte).isdigit() else 1.0 for byte in range(256)]
 """So that most texts end: a string that is ended by one of 200 bytes is long."""
 FEW = {9: 0.1, 10: 0.1, 13: 0.1, 32: 0.1}
-MOST_BYTES = 120
+MAX_BYTES = 120
 EXACT = decimal.Context(prec=1000)
 
 
@@ -49,7 +49,7 @@ def texts_of(grammar: str, seeds: int) -> Iterator[str]:
     whole = matcher_of(grammar)
     for seed in range(seeds):
         random, matcher, text = Random(seed), whole.deep_copy(), bytearray()
-        while len(text) < MOST_BYTES and not matcher.is_stopped():
+        while len(text) < MAX_BYTES and not matcher.is_stopped():
             mask = matcher.compute_bitmask()
             may = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
             assert may or matcher.is_accepting(), (grammar, bytes(text), matcher.get_error())

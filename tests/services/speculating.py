@@ -13,7 +13,7 @@ from worker_in_process import worker_in_process
 
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
-from scheduler_service.engine.workers.guesses import Guesses
+from scheduler_service.engine.workers.drafts import Drafts
 
 PROMPTS = ["abcabcabcabc", "one two three one two three one two", "hello", "x" * 40]
 KINDS: dict[str, dict[str, Any]] = {
@@ -115,7 +115,7 @@ async def answers_of(target: str) -> Plain:
 
 async def guesses_alone_and_together(
     one: InProcess, expected: Sequence[tuple[tuple[str, dict[str, Any]], list[Shown]]], num_alone: int
-) -> Guesses:
+) -> Drafts:
     """Of its only worker, when the first requests had their expected outputs alone, and all had theirs at once."""
     async with Client(one.target) as client:
         for (prompt, sampling), wanted in expected[:num_alone]:
@@ -131,7 +131,7 @@ def num_preemptions(one: InProcess) -> int:
     return sum(worker.scheduler.num_preemptions.values())
 
 
-async def guesses_after_a_loss(expected: list[list[Shown]], model: Path, **settings: Any) -> Guesses:
+async def guesses_after_a_loss(expected: list[list[Shown]], model: Path, **settings: Any) -> Drafts:
     """Of the worker that is left: one of two is lost after it has guessed, and the outputs are those expected."""
     async with (
         worker_in_process(model, forms=True, **settings) as first,

@@ -27,7 +27,7 @@ OWN_LINES = {"Generate", "Embed", "Score", "Transcribe"}
 
 @pytest.fixture
 async def locked(byte_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[InProcess]:
-    monkeypatch.setattr(audit, "MOST_REFUSED", 1000)
+    monkeypatch.setattr(audit, "MAX_REFUSED", 1000)
     async with (
         serving(FakeWorkerService(byte_tokenizer_directory)) as address,
         scheduler(address, keyring=KEYRING) as one,
@@ -123,7 +123,7 @@ async def test_a_request_that_is_refused_before_it_is_read_leaves_a_line(locked:
 async def test_a_flood_of_wrong_keys_is_a_few_lines_and_a_number(
     locked: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit, "MOST_REFUSED", 3)
+    monkeypatch.setattr(audit, "MAX_REFUSED", 3)
     monkeypatch.setattr(audit, "PERIOD_SECONDS", 0.5)
     with capture_logs() as logs:
         async with grpc.aio.insecure_channel(locked.target) as channel:

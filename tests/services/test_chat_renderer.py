@@ -14,7 +14,7 @@ from tiny_model import write_byte_tokenizer
 from scheduler_service.frontend.limited.limited_process import LimitedProcess, Limits
 from scheduler_service.frontend.text import chat_renderer
 from scheduler_service.frontend.text.chat_marks import ChatMarks
-from scheduler_service.frontend.text.chat_renderer import MOST_REASON, ChatRenderer
+from scheduler_service.frontend.text.chat_renderer import MAX_REASON, ChatRenderer
 from scheduler_service.frontend.text.encoding_errors import TemplateError, TooManyTokensError
 from scheduler_service.frontend.text.tokenization import Tokenizer
 from scheduler_service.frontend.text.word_finder import WordFinder
@@ -106,7 +106,7 @@ async def test_what_a_template_says_is_text_and_short(renderer: ChatRenderer) ->
         await render(renderer, "half")
     with pytest.raises(TemplateError, match=r"refuses these messages: (refuses)+") as error:
         await render(renderer, "refuses")
-    assert len(str(error.value)) == MOST_REASON + 1
+    assert len(str(error.value)) == MAX_REASON + 1
 
 
 async def test_a_chat_is_rendered_by_another_process_when_one_is_killed(renderer: ChatRenderer) -> None:

@@ -7,7 +7,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from scheduler_service.frontend.text.chat_template import ChatTemplate
 from scheduler_service.frontend.text.encoding_errors import TemplateError
 
-MOST = 10_000
+MAX = 10_000
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>"}
 CHATS: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "héllo <b>\n & 'you' {{ x }}"}],
@@ -58,7 +58,7 @@ def test_a_template_renders_as_in_transformers(name: str) -> None:
         (expected,), _ = render_jinja_template(
             [chat], chat_template=TEMPLATES[name], add_generation_prompt=True, **TOKENS
         )
-        assert ChatTemplate(TEMPLATES[name], TOKENS).render(chat, MOST) == expected
+        assert ChatTemplate(TEMPLATES[name], TOKENS).render(chat, MAX) == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -68,6 +68,6 @@ def test_what_transformers_refuses_is_refused(name: str) -> None:
         with pytest.raises((JinjaError, ArithmeticError, OverflowError)) as refusal:
             render_jinja_template([chat], chat_template=REFUSED[name], add_generation_prompt=True)
         with pytest.raises(TemplateError, match="the model's chat template refuses these messages: ") as error:
-            template.render(chat, MOST)
+            template.render(chat, MAX)
         if "own" in name:
             assert str(error.value).endswith(str(refusal.value))

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire_common.epochs import LAST, MOST, check_epoch, next_epoch
+from pagewire_common.epochs import LAST, MAX, check_epoch, next_epoch
 
-EPOCHS = st.one_of(st.integers(0, LAST - 1), st.sampled_from([0, 1, MOST - 1, MOST, MOST + 1, LAST - 1]))
+EPOCHS = st.one_of(st.integers(0, LAST - 1), st.sampled_from([0, 1, MAX - 1, MAX, MAX + 1, LAST - 1]))
 
 
 @given(EPOCHS, EPOCHS)
@@ -21,10 +21,10 @@ def test_no_epoch_that_is_taken_leaves_out_more_than_clocks_need(newest: int, ep
     try:
         check_epoch(epoch, newest)
     except ValueError:
-        assert epoch <= newest or epoch > max(MOST, newest + 1)
+        assert epoch <= newest or epoch > max(MAX, newest + 1)
     else:
         assert newest < epoch
-        assert epoch <= MOST or epoch == newest + 1
+        assert epoch <= MAX or epoch == newest + 1
 
 
 def test_after_the_last_epoch_there_is_none() -> None:

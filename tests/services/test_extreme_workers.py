@@ -15,7 +15,7 @@ from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire_common.calls.errors import RequestError
 
-MOST: dict[int, tuple[float, ...]] = {
+MAX: dict[int, tuple[float, ...]] = {
     FieldDescriptor.TYPE_UINT32: (2**32 - 1,),
     FieldDescriptor.TYPE_UINT64: (2**64 - 1,),
     FieldDescriptor.TYPE_ENUM: (2**31 - 1,),
@@ -31,7 +31,7 @@ def numbers(kind: type[Message]) -> list[tuple[tuple[str, ...], float]]:
     for field in kind.DESCRIPTOR.fields:
         if field.message_type is not None:
             found += [((field.name, *path), value) for path, value in numbers(field.message_type._concrete_class)]
-        found += [((field.name,), value) for value in MOST.get(field.type, ())]
+        found += [((field.name,), value) for value in MAX.get(field.type, ())]
     return found
 
 

@@ -24,8 +24,8 @@ from scheduler_service.recording.recorder import Recorder
 from scheduler_service.recording.replayer import Replayer
 from scheduler_service.recording.step_work import StepWork
 from scheduler_service.simulation.cost_model import CostModel
+from scheduler_service.simulation.drafts import Drafting
 from scheduler_service.simulation.fit import MIN_STEPS, Fit, Measurements, fit
-from scheduler_service.simulation.guesses import Guessing
 from scheduler_service.wire.codec import decode_model_output
 
 COSTS = CostModel(
@@ -68,7 +68,7 @@ def record_worker(
         group = SequenceGroup(str(number), prompt, sampling, arrived_at=now)
         waiting.append(group)
         recorder.arrived(group)
-    guessing = Guessing(costs.guesses, costs.acceptance)
+    guessing = Drafting(costs.guesses, costs.acceptance)
     in_flight: deque[tuple[SchedulerOutput, list[int], float, float]] = deque()
     answered_at = now
     while scheduler.has_work or in_flight:

@@ -17,7 +17,7 @@ from pagewire_client import LocalServer, SamplingParams
 
 DEADLINE = 20.0
 """Seconds. A bomb is refused in half a second. Without limits, most of these take more than 20, or do not end."""
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 """Of memory that a front end and its processes gain. Without limits the first one takes gigabytes."""
 
 
@@ -110,7 +110,7 @@ async def test_bombs_whose_clients_leave_keep_neither_memory_nor_the_forms_behin
         schema = json.dumps({"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2})
         pair = json.loads(await text_of(stub, max_tokens=100, json_schema=schema, temperature=0, seed=1))
     assert [type(value) for value in pair] == [bool, bool]
-    assert memory(tiny_server) - before < MOST_BYTES
+    assert memory(tiny_server) - before < MAX_BYTES
     await asyncio.gather(*bombs, return_exceptions=True)
 
 

@@ -109,7 +109,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 async def test_grammars_that_were_used_lately_are_kept_and_so_are_reasons(
     forms: Forms, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms_module, "MOST_KEPT_BYTES", 1000)
+    monkeypatch.setattr(forms_module, "MAX_KEPT_BYTES", 1000)
     first = await forms.read(regex("a"))
     assert await forms.read(regex("a")) is first
     for _ in range(2):
@@ -186,7 +186,7 @@ async def test_a_form_that_takes_too_much_memory_is_refused(
     await forms.read(regex("a"))
     most = own()[-1].memory_info().data + (4 << 20)
     with monkeypatch.context() as patch:
-        patch.setattr(forms_module, "MOST_MEMORY", most)
+        patch.setattr(forms_module, "MAX_MEMORY", most)
         with pytest.raises(FormError, match=rf"it takes more than {most >> 20} MiB of memory to compile"):
             await forms.read(regex(r"(?i)\p{L}" * 5000))
     assert await forms.read(regex("b"))

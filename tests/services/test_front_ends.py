@@ -145,7 +145,7 @@ async def test_health_and_liveness_tell_of_an_engine_that_hangs(
 ) -> None:
     """It alone can be restarted, by what asks for liveness."""
     monkeypatch.setattr(front_end_server, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(front_end_server, "MOST_SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(front_end_server, "MAX_SILENT_SECONDS", 0.5)
     monkeypatch.setattr(engine_servicer, "BEAT_SECONDS", 0.05)
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as one:
         server = front_end_server.front_end_server(one.link, shares_port=False)
@@ -229,7 +229,7 @@ async def test_a_front_end_that_is_to_be_killed_is_and_another_begins() -> None:
 async def test_a_front_end_that_hangs_before_it_listens_is_ended_and_another_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(front_end_processes, "MOST_DEAF_SECONDS", 0.01)
+    monkeypatch.setattr(front_end_processes, "MAX_DEAF_SECONDS", 0.01)
     processes, listening = FrontEndProcesses(1), set[int]()
 
     def listens(process_id: int) -> bool:
@@ -273,7 +273,7 @@ class Ended:
 
 
 async def test_a_front_end_that_ends_as_it_is_to_be_killed_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_end_processes, "MOST_DEAF_SECONDS", 0.01)
+    monkeypatch.setattr(front_end_processes, "MAX_DEAF_SECONDS", 0.01)
     monkeypatch.setattr(front_end_processes, "FIRST_PAUSE_SECONDS", 0.0)
     started: list[Ended] = []
 
@@ -299,7 +299,7 @@ async def test_the_engine_knows_of_each_front_end_whether_it_listens() -> None:
 
 
 async def test_a_front_end_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_servicer, "MOST_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(engine_servicer, "MAX_SILENT_SECONDS", 0.01)
     killed: list[int] = []
     async with running("127.0.0.1:1") as one:
         one.front_ends.kill = killed.append

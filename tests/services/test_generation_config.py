@@ -22,7 +22,7 @@ from pagewire_client import Client
 from pagewire_client.llm import collect
 from pagewire_common.model_files.eos_tokens import eos_token_ids
 from pagewire_common.model_files.generation_config import GenerationConfig, GenerationDefaults
-from pagewire_common.model_files.generation_keys import MOST_LISTED, kinds
+from pagewire_common.model_files.generation_keys import MAX_LISTED, kinds
 from pagewire_common.start_error import StartError
 from scheduler_service.engine.worker_link.client import TOKENIZER_FILES
 from scheduler_service.frontend.model import ServedModel
@@ -147,7 +147,7 @@ WRONG = [
     ("forced_bos_token_id", 1.0),
     ("suppress_tokens", 3),
     ("suppress_tokens", [-1]),
-    ("suppress_tokens", [1] * (MOST_LISTED + 1)),
+    ("suppress_tokens", [1] * (MAX_LISTED + 1)),
     ("begin_suppress_tokens", ["a"]),
     ("bad_words_ids", [3]),
     ("bad_words_ids", [[]]),

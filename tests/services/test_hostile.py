@@ -29,7 +29,7 @@ GROWTH = 64 << 20
 """Bytes that a front end may have more at the end than after the first tenth: what its allocator keeps of large
 requests."""
 
-MOST_SLOWER = 3.0
+MAX_SLOWER = 3.0
 """Times that a bystander's median may be longer beside requests at a pace than alone, measured in the same run."""
 
 PACE = 10
@@ -176,6 +176,6 @@ async def test_what_is_meant_to_do_harm_gets_a_right_status_and_nothing_else(
         median = [sorted(times)[len(times) // 2] for times in (alone, paced, beside)]
         bystander = f"a bystander's median {median[0]:.3f} s alone, {median[1]:.3f} s beside {PACE} requests a second, "
         bystander += f"{median[2]:.3f} s beside as many as the machine takes"
-        assert median[1] < MOST_SLOWER * median[0], bystander
+        assert median[1] < MAX_SLOWER * median[0], bystander
         print(f"\n{dict(found)}\nMiB grown: {grown}; {bystander}")  # noqa: T201
     assert max(grown.values()) < GROWTH / 2**20

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire_common.calls.errors import RequestError
-from scheduler_service.access.keys import MOST_BYTES, ApiKey, Keyring, digest_of, parse_keys, read_keys
+from scheduler_service.access.keys import MAX_BYTES, ApiKey, Keyring, digest_of, parse_keys, read_keys
 from scheduler_service.access.quotas import Quotas
 
 DIGEST = hashlib.sha256(b"secret").hexdigest()
@@ -227,8 +227,8 @@ def test_a_request_that_takes_the_place_of_a_broken_one_needs_no_other() -> None
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "keys.toml").open("wb") as file:
-        file.truncate(MOST_BYTES + 1)
-    with pytest.raises(ValueError, match=f"has {MOST_BYTES + 1} bytes"):
+        file.truncate(MAX_BYTES + 1)
+    with pytest.raises(ValueError, match=f"has {MAX_BYTES + 1} bytes"):
         read_keys(tmp_path / "keys.toml", None)
 
 

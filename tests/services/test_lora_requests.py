@@ -18,7 +18,7 @@ from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
-from scheduler_service.engine.adapters.adapter_counts import MOST_COUNTED, OTHERS, AdapterCounts
+from scheduler_service.engine.adapters.adapter_counts import MAX_COUNTED, OTHERS, AdapterCounts
 from scheduler_service.recording.replayer import Replayer
 from worker_service.speculation import drafter
 
@@ -72,7 +72,7 @@ async def test_outputs_of_adapters_are_the_same_alone_and_together(
         (worker,) = one.engine.workers.all
         assert worker.scheduler is not None
         assert sum(worker.scheduler.num_preemptions.values()) > 0 or "num_gpu_blocks_override" not in settings
-        assert worker.guesses.verified.num_tokens > 0 or "speculative_config" not in settings
+        assert worker.drafts.verified.num_tokens > 0 or "speculative_config" not in settings
     assert sum(1 for _ in Replayer().run(recording)) > 100
 
 
@@ -133,7 +133,7 @@ async def test_many_adapters_share_few_slots(tiny_model_directory: Path, tmp_pat
         held = worker.worker.adapters
         assert len(held._slots) == 4
         assert len(held.fingerprints) <= 8
-        await until(lambda: set(held.fingerprints) == one.engine.workers.all[0].scheduler.loras.held)
+        await until(lambda: set(held.fingerprints) == one.engine.workers.all[0].scheduler.adapters.held)
         assert one.engine.workers.all[0].fetch_counts.num_adapters > 30
         assert one.engine.workers.all[0].num_losses == 0
 
@@ -156,8 +156,8 @@ async def test_a_request_id_in_flight_is_not_gone_on_with_by_another_adapter(
 
 def test_adapters_are_counted_by_name_up_to_a_number() -> None:
     counts = AdapterCounts()
-    for number in range(MOST_COUNTED + 5):
+    for number in range(MAX_COUNTED + 5):
         counts.add(f"a{number}", FinishedRequest(prompt_tokens=2, output_tokens=3))
-    assert len(counts.num_requests) == MOST_COUNTED + 1
+    assert len(counts.num_requests) == MAX_COUNTED + 1
     assert counts.num_requests[OTHERS] == 5
     assert (counts.num_prompt_tokens[OTHERS], counts.num_output_tokens[OTHERS]) == (10, 15)

@@ -78,10 +78,10 @@ async def test_adapters_that_come_and_go_leave_nothing(
         assert psutil.Process().memory_info().rss < first + GROWTH
         assert loop.num_losses == 0
         await until(lambda: not one.engine.requests.in_flight and not one.engine.adapters.catalogue.leaving)
-        assert not one.engine.requests.waiting.live_loras
+        assert not one.engine.requests.waiting.live_adapters
         for name in names:
             if name in {adapter.name for adapter in one.engine.adapters.catalogue.listed}:
                 await admin.unload_adapter(name)
         await until(lambda: not held.fingerprints)
         assert not one.engine.adapters.catalogue.wanted
-        assert not one.engine.requests.waiting.balancer.lora_directory
+        assert not one.engine.requests.waiting.balancer.adapter_directory

@@ -25,7 +25,7 @@ from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
 from scheduler_service.frontend.output.turns import Turns
 from scheduler_service.frontend.servicer import encode_delta
-from scheduler_service.frontend.vllm_engine_codec import MOST_BYTES, WholeAnswers
+from scheduler_service.frontend.vllm_engine_codec import MAX_BYTES, WholeAnswers
 from scheduler_service.statistics.counts import RequestCounts
 
 LARGEST = 300 << 10
@@ -213,6 +213,6 @@ async def test_a_whole_answer_is_one_message_of_bounded_size_and_counts_until_it
     for _ in range(size):
         assert list(fits.encode(delta)) == []
     (message,) = fits.encode(OutputDelta(0, status=ENDED, num_output_tokens=40 * size))
-    assert 0.4 * MOST_BYTES < message.ByteSize() <= MOST_BYTES
+    assert 0.4 * MAX_BYTES < message.ByteSize() <= MAX_BYTES
     state.stream.leave()
     assert unread.num_bytes == 0

@@ -22,11 +22,11 @@ from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
 from pagewire_common.start_error import StartError
-from pagewire_common.telemetry.metrics import MOST_CONNECTIONS, MOST_HEAD_BYTES, serve_metrics
+from pagewire_common.telemetry.metrics import MAX_CONNECTIONS, MAX_HEAD_BYTES, serve_metrics
 from scheduler_service.core import ModelOutput, PlacementReason
-from scheduler_service.engine.workers.guesses import proposer_of
+from scheduler_service.engine.workers.drafts import proposer_of
 from scheduler_service.operations.metrics import SchedulerMetrics
-from scheduler_service.statistics.counts import MOST_TENANTS, CountsByTenant, Histogram
+from scheduler_service.statistics.counts import MAX_TENANTS, CountsByTenant, Histogram
 from worker_service.serving.metrics import WorkerStatistics
 from worker_service.serving.metrics import families as worker_families
 
@@ -290,17 +290,17 @@ def test_tenants_are_told_apart_as_long_as_they_are_few() -> None:
     counts = CountsByTenant()
     for number in range(200):
         counts.of(f"tenant {number % 100}").finished(3, 2)
-    assert len(counts.tenants) == MOST_TENANTS + 1
+    assert len(counts.tenants) == MAX_TENANTS + 1
     few = counts.tenants["tenant 5"]
     assert (few.num_requests, few.num_prompt_tokens, few.num_output_tokens) == (2, 6, 4)
-    assert counts.tenants["(others)"].num_requests == 2 * (100 - MOST_TENANTS)
+    assert counts.tenants["(others)"].num_requests == 2 * (100 - MAX_TENANTS)
     assert counts.total.num_requests == 200
 
 
 def test_tenants_that_are_told_apart_stay_so_in_whatever_order_front_ends_are_summed() -> None:
     parts = [CountsByTenant(), CountsByTenant()]
     for part, start in zip(parts, (0, 20), strict=True):
-        for number in range(start, start + MOST_TENANTS):
+        for number in range(start, start + MAX_TENANTS):
             part.of(f"tenant {number}").finished(1, 1)
     names: set[str] = set()
     sums = []
@@ -310,8 +310,8 @@ def test_tenants_that_are_told_apart_stay_so_in_whatever_order_front_ends_are_su
             total.add(CountsByTenant.decode(part.encode()))
         sums.append({tenant: counts.num_requests for tenant, counts in total.tenants.items()})
     assert sums[0] == sums[1]
-    assert sum(sums[0].values()) == 2 * MOST_TENANTS
-    assert len(sums[0]) == MOST_TENANTS + 1
+    assert sum(sums[0].values()) == 2 * MAX_TENANTS
+    assert len(sums[0]) == MAX_TENANTS + 1
 
 
 def test_a_histogram_counts_every_value_once() -> None:
@@ -379,8 +379,8 @@ async def test_a_head_has_a_length_and_connections_a_number() -> None:
     async with serve_metrics("127.0.0.1:0", nothing) as address:
         assert address is not None
         assert "200 OK" in await exchange(address, f"GET /metrics HTTP/1.0\r\nX: {'x' * 1000}\r\n\r\n")
-        assert not await exchange(address, f"GET /metrics HTTP/1.0\r\nX: {'x' * MOST_HEAD_BYTES}\r\n\r\n")
-        silent = [await asyncio.open_connection(*address.rsplit(":", 1)) for _ in range(MOST_CONNECTIONS)]
+        assert not await exchange(address, f"GET /metrics HTTP/1.0\r\nX: {'x' * MAX_HEAD_BYTES}\r\n\r\n")
+        silent = [await asyncio.open_connection(*address.rsplit(":", 1)) for _ in range(MAX_CONNECTIONS)]
         assert not await exchange(address, "GET /metrics HTTP/1.0\r\n\r\n")
         for _, writer in silent:
             writer.close()

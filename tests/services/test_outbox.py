@@ -19,7 +19,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.engine.calls import outbox as outbox_module
-from scheduler_service.engine.calls.outbox import MOST_LOGPROBS, MOST_ROWS, MOST_WAITING, Outbox
+from scheduler_service.engine.calls.outbox import MAX_LOGPROBS, MAX_ROWS, MAX_WAITING, Outbox
 
 
 def sequence() -> Sequence:
@@ -46,8 +46,8 @@ def take_all(outbox: Outbox) -> list[pb.AttachResponse]:
 @given(st.lists(st.sampled_from(["row", "event", "logprobs"]), max_size=60))
 def test_rows_and_events_come_in_the_order_in_which_they_were_told(kinds: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outbox_module, "MOST_ROWS", 4)
-        patch.setattr(outbox_module, "MOST_LOGPROBS", 30)
+        patch.setattr(outbox_module, "MAX_ROWS", 4)
+        patch.setattr(outbox_module, "MAX_LOGPROBS", 30)
         outbox, told = Outbox(), []
         for number, kind in enumerate(kinds):
             told.append((kind, number))
@@ -79,7 +79,7 @@ def test_many_vectors_come_in_events_of_bounded_size(dimensions: int, num_vector
     assert pooling is not None
     data = bytes(number % 251 for number in range(pooling.vector_bytes)) * num_vectors
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outbox_module, "MOST_VECTOR_BYTES", 5000)
+        patch.setattr(outbox_module, "MAX_VECTOR_BYTES", 5000)
         outbox = Outbox()
         outbox.tell_gained(3, SequenceOutput(one, 0, prompt_start=8, vectors=data))
     events = [event for message in take_all(outbox) for event in message.events]
@@ -95,13 +95,13 @@ def test_many_vectors_come_in_events_of_bounded_size(dimensions: int, num_vector
 
 def test_a_message_has_a_bounded_number_of_rows_and_of_log_probabilities() -> None:
     outbox = Outbox()
-    outbox.outputs += range(3 * MOST_ROWS)
-    outbox.token_ids += [7] * (3 * MOST_ROWS)
-    assert [len(message.outputs) for message in take_all(outbox)] == [MOST_ROWS] * 3
+    outbox.outputs += range(3 * MAX_ROWS)
+    outbox.token_ids += [7] * (3 * MAX_ROWS)
+    assert [len(message.outputs) for message in take_all(outbox)] == [MAX_ROWS] * 3
     outbox.tell_gained(1, SequenceOutput(sequence(), 7, entry(21), [entry(21)] * 2048, 1))
     messages = take_all(outbox)
     gained = [event.gained for message in messages for event in message.events]
-    assert max(sum(len(e.gained.prompt_logprobs.token_ids) for e in m.events) for m in messages) <= MOST_LOGPROBS
+    assert max(sum(len(e.gained.prompt_logprobs.token_ids) for e in m.events) for m in messages) <= MAX_LOGPROBS
     assert sum(len(part.prompt_logprobs.ranks) for part in gained) == 2048
     starts = [1 + sum(len(part.prompt_logprobs.ranks) for part in gained[:number]) for number in range(len(gained))]
     assert [part.prompt_start for part in gained] == starts
@@ -130,7 +130,7 @@ async def test_events_and_log_probabilities_count_as_rows_do() -> None:
     outbox = Outbox()
     while outbox.has_room:
         outbox.tell_gained(1, SequenceOutput(sequence(), 7, entry(21)))
-    assert MOST_WAITING // 40 < len(outbox) < MOST_WAITING // 20
+    assert MAX_WAITING // 40 < len(outbox) < MAX_WAITING // 20
     waiting = asyncio.create_task(outbox.room())
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -150,8 +150,8 @@ async def test_a_front_end_that_leaves_too_much_untaken_is_told_of() -> None:
 
 async def test_a_step_waits_for_a_front_end_that_takes_and_not_for_one_that_has_stopped() -> None:
     outbox = Outbox()
-    outbox.outputs += [1] * (MOST_WAITING + 2 * MOST_ROWS)
-    outbox.token_ids += [1] * (MOST_WAITING + 2 * MOST_ROWS)
+    outbox.outputs += [1] * (MAX_WAITING + 2 * MAX_ROWS)
+    outbox.token_ids += [1] * (MAX_WAITING + 2 * MAX_ROWS)
     waiting = asyncio.create_task(outbox.room())
     await asyncio.sleep(0)
     outbox.take()
@@ -160,14 +160,14 @@ async def test_a_step_waits_for_a_front_end_that_takes_and_not_for_one_that_has_
     outbox.take()
     async with asyncio.timeout(30):
         await waiting  # there is room
-        outbox.outputs += [1] * MOST_ROWS
-        outbox.token_ids += [1] * MOST_ROWS
+        outbox.outputs += [1] * MAX_ROWS
+        outbox.token_ids += [1] * MAX_ROWS
         await outbox.room()  # nothing was taken for a while
         stuck = asyncio.create_task(outbox.room())
         await asyncio.sleep(0)
         assert stuck.done()  # at once, from then on
-    outbox.outputs += [1] * MOST_ROWS
-    outbox.token_ids += [1] * MOST_ROWS
+    outbox.outputs += [1] * MAX_ROWS
+    outbox.token_ids += [1] * MAX_ROWS
     outbox.take()
     waiting = asyncio.create_task(outbox.room())
     await asyncio.sleep(0)

@@ -58,11 +58,11 @@ def test_a_fork_carries_the_tokens_that_are_not_its_parents() -> None:
 
 
 def test_entries_behind_a_sliding_window_and_adapters_are_written() -> None:
-    group = SequenceGroup("r", [1, 2, 3], SamplingParams(max_tokens=1), lora_name="poet")
+    group = SequenceGroup("r", [1, 2, 3], SamplingParams(max_tokens=1), adapter_id="poet")
     new = NewSequence(group.sequences[0], [NO_BLOCK, 4], 2)
     message = encode_scheduler_output(SchedulerOutput(step_id=1, new_sequences=[new]), epoch=1)
     assert list(message.new_sequences[0].block_ids) == [0, 4]
-    assert (message.new_sequences[0].lora_name, message.new_sequences[0].num_computed_tokens) == ("poet", 2)
+    assert (message.new_sequences[0].adapter_id, message.new_sequences[0].num_computed_tokens) == ("poet", 2)
 
 
 def test_room_for_guesses_goes_out_and_what_became_of_it_comes_back() -> None:
@@ -148,7 +148,7 @@ def test_no_sequence_takes_more_bytes_on_the_wire_than_the_core_counts(data: st.
             allowed_token_ids=tuple(data.draw(numbers)),
             bad_words=tuple(map(tuple, data.draw(st.lists(numbers, max_size=10)))),
         ),
-        lora_name=data.draw(st.text(max_size=9)),
+        adapter_id=data.draw(st.text(max_size=9)),
     )
     leader, follower = group.sequences
     leader.id = follower.id = 2**64 - 1

@@ -54,7 +54,7 @@ def test_guesses_save_steps_and_cost_what_tokens_of_a_prompt_cost() -> None:
     (request,) = result.requests
     prefill = (1000 + 10 * 100 + 10) / 1e6
     steps = [(3, 11), (1, 15), (0, 17), (0, 18)]  # guesses, and what is attended to
-    decodes = [(1000 + 500 + num_guesses * 100 + context) / 1e6 for num_guesses, context in steps]
+    decodes = [(1000 + 500 + num_drafts * 100 + context) / 1e6 for num_drafts, context in steps]
     assert result.num_steps == 6  # the last one tells the worker that the request has ended
     assert request.e2e == pytest.approx(prefill + sum(decodes))
     assert request.tpot == pytest.approx(sum(decodes) / 8)

@@ -22,7 +22,7 @@ from scheduler_service.core import FairQueue, PriorityQueue
 NUM_CLIENTS = 32
 MAX_MODEL_LEN = 8192
 NUM_TENANTS = 20
-MOST_STALE = 200  # entries of heaps, which are dropped when most are stale
+MAX_STALE = 200  # entries of heaps, which are dropped when most are stale
 GROWTH = 32 << 20  # bytes: what the allocator keeps of large requests, which need not be in the first tenth
 
 
@@ -84,15 +84,15 @@ def sizes(one: InProcess) -> dict[str, int]:
         "sessions": len(engine.workers.serving) + len(waiting.balancer),
         "tasks": len(asyncio.all_tasks()),
         "open files": len(os.listdir("/proc/self/fd")),
-        "arrivals": max(0, len(waiting._arrivals) - MOST_STALE),
-        "entries of workers": max(0, len(waiting.balancer._lightest) - MOST_STALE),
+        "arrivals": max(0, len(waiting._arrivals) - MAX_STALE),
+        "entries of workers": max(0, len(waiting.balancer._lightest) - MAX_STALE),
         "kinds of ends": len(link.requests.counts.total.num_outputs),
     }
     if isinstance(waiting, FairQueue):
         found["tenants"] = max(0, len(waiting.counters) - NUM_TENANTS) + len(waiting._tenants)
-        found["entries of tenants"] = max(0, len(waiting._heap) - MOST_STALE)
+        found["entries of tenants"] = max(0, len(waiting._heap) - MAX_STALE)
     if isinstance(waiting, PriorityQueue):
-        found["ranks"] = max(0, len(waiting._ranks) - MOST_STALE)
+        found["ranks"] = max(0, len(waiting._ranks) - MAX_STALE)
     return found
 
 

@@ -185,9 +185,9 @@ def test_an_ogg_file_with_a_page_that_is_lost_or_comes_twice_or_late_is_refused(
 
 
 def test_an_ogg_file_of_more_pages_than_a_sound_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ogg, "_MOST_PAGES", len(PAGES) + 1)
+    monkeypatch.setattr(ogg, "_MAX_PAGES", len(PAGES) + 1)
     Sound(OGG, 60)
-    monkeypatch.setattr(ogg, "_MOST_PAGES", len(PAGES))
+    monkeypatch.setattr(ogg, "_MAX_PAGES", len(PAGES))
     with pytest.raises(SoundError, match=f"data has {len(PAGES)} pages or more"):
         Sound(OGG, 60)
 

@@ -29,7 +29,7 @@ from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import Client, LocalServer
 from pagewire_client.channel import connect
 from pagewire_client.http.gateway import is_ready
-from scheduler_service.frontend.output.request_trace import MOST_REQUESTS
+from scheduler_service.frontend.output.request_trace import MAX_REQUESTS
 
 SECRET = "what no span may tell"
 HEADERS = {"traceparent": caller()[0][1]}
@@ -84,9 +84,9 @@ async def test_a_call_of_texts_has_a_span_in_its_callers_trace_and_one_for_each_
 async def test_of_a_call_of_many_texts_the_first_ones_have_spans(traced: tuple[InProcess, Memory]) -> None:
     one, memory = traced
     async with Client(one.target) as client:
-        await client.embed(["a"] * (3 * MOST_REQUESTS))
+        await client.embed(["a"] * (3 * MAX_REQUESTS))
     await until(lambda: memory.names[-1:] == ["embeddings encoder"])
-    assert {attributes(span)["pagewire.part"] for span in memory.spans[:-1]} == {*range(MOST_REQUESTS)}
+    assert {attributes(span)["pagewire.part"] for span in memory.spans[:-1]} == {*range(MAX_REQUESTS)}
 
 
 async def test_a_refused_call_of_texts_has_a_span_that_says_why(traced: tuple[InProcess, Memory]) -> None:

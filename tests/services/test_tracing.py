@@ -28,7 +28,7 @@ from pagewire_client.llm import collect
 from pagewire_common.telemetry.tracing import check_endpoint, trace_parent
 from scheduler_service import core
 from scheduler_service.frontend.output.request import GenerationRequest
-from scheduler_service.frontend.output.request_trace import MOST_PHASES, TEXT_COMPLETION, CallTrace, RequestTrace
+from scheduler_service.frontend.output.request_trace import MAX_PHASES, TEXT_COMPLETION, CallTrace, RequestTrace
 from scheduler_service.recording.replayer import Replayer
 
 SECRET = "a secret that no span may tell"
@@ -92,11 +92,11 @@ def test_a_request_that_is_preempted_and_taken_again_between_two_looks_has_its_p
 def test_a_request_that_is_preempted_for_ever_has_not_spans_for_ever() -> None:
     memory = Memory()
     call, trace = trace_of(memory)
-    for number in range(MOST_PHASES):
+    for number in range(MAX_PHASES):
         trace.stands(standing(2.0 + 2 * number, runs=True, recomputes=number))
         trace.stands(standing(3.0 + 2 * number, runs=False, recomputes=number + 1))
     call.end("OK", "", {})
-    assert len(memory.spans) == MOST_PHASES + 1
+    assert len(memory.spans) == MAX_PHASES + 1
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://a:1", "http://", "http://a:1/v1/traces"])

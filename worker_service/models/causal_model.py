@@ -18,7 +18,7 @@ def widest(windows: Iterable[int | None]) -> int | None:
 
 
 @dataclass(frozen=True)
-class LoraPlace:
+class AdapterPlace:
     """The place of one projection's adapters: part number `part` of a product."""
 
     weights: LoraWeights
@@ -85,7 +85,7 @@ class Loadable(Protocol):
         that cannot be quantised as requested.
         """
 
-    def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
+    def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
         """Allocate slots for `num_slots` adapters of rank up to `max_rank`. Called once, before `pack`.
 
         Returns the place of each projection by its name in a checkpoint; empty for a network that takes no adapters.
@@ -105,12 +105,12 @@ class CausalModel(Loadable, Protocol):
         slots: Tensor,
         attention: AttentionMetadata,
         cache: Tensor,
-        lora_slots: Tensor | None = None,
+        adapter_slots: Tensor | None = None,
     ) -> Tensor:
         """Compute tokens and store their keys and values. Returns hidden states, [num_tokens, hidden_size].
 
         token_ids, positions, slots: [num_tokens] int64; cache: [num_blocks, num_layers, 2, block_size, num_kv_heads,
-        head_dim]; lora_slots: [num_tokens] int32, the slot of each token's adapter, negative for none, or None if no
+        head_dim]; adapter_slots: [num_tokens] int32, the slot of each token's adapter, negative for none, or None if no
         token has an adapter.
         """
 

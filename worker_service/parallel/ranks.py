@@ -78,7 +78,7 @@ class Ranks:
         header = b"".join(number.to_bytes(8, "little") for number in (epoch, len(message), len(drafted)))
         content = header + message + drafted
         packet, rest = content[:_PACKET_BYTES].ljust(_PACKET_BYTES, b"\0"), content[_PACKET_BYTES:]
-        with self.alike():
+        with self.together():
             dist.broadcast(torch.frombuffer(bytearray(packet), dtype=torch.uint8), 0)
             if rest:
                 dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0)
@@ -103,7 +103,7 @@ class Ranks:
         return epoch, message, [array("q", islice(numbers, number)) for number in numbers]
 
     @contextmanager
-    def alike(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
         """A context for work that all ranks do together. A rank that fails is out of step: it ends, and so do the
         others.
 

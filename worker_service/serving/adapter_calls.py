@@ -16,7 +16,7 @@ from pagewire_common.calls.errors import RequestError
 
 STALL_SECONDS = 30.0
 """Time limit for the next piece, which has at most some MiB."""
-MOST_SECONDS = 600.0
+MAX_SECONDS = 600.0
 """Time limit for a whole call: twice the scheduler's own limit."""
 
 Pieces = AsyncIterator[TakeAdapterRequest]
@@ -82,7 +82,7 @@ class AdapterCalls:
 async def _in_time(pieces: Pieces) -> Pieces:
     """The pieces as they arrive. Raises DEADLINE_EXCEEDED, and INVALID_ARGUMENT for an empty piece."""
     loop = asyncio.get_running_loop()
-    end, is_first = loop.time() + MOST_SECONDS, True
+    end, is_first = loop.time() + MAX_SECONDS, True
     while True:
         try:
             async with asyncio.timeout_at(min(end, loop.time() + STALL_SECONDS)):
@@ -90,7 +90,7 @@ async def _in_time(pieces: Pieces) -> Pieces:
         except TimeoutError:
             raise RequestError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"an adapter's next piece may take {STALL_SECONDS:g} s, and all of it {MOST_SECONDS:g} s",
+                f"an adapter's next piece may take {STALL_SECONDS:g} s, and all of it {MAX_SECONDS:g} s",
             ) from None
         if piece is None:
             return

@@ -184,8 +184,8 @@ def encode_worker_info(
 
 def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:
     where = f"new_sequences: sequence {message.sequence_id}"
-    if message.lora_name and not limits.max_loras:
-        raise InvalidStepError(f"{where}: lora_name: this worker takes no adapters")
+    if message.adapter_id and not limits.max_loras:
+        raise InvalidStepError(f"{where}: adapter_id: this worker takes no adapters")
     if message.HasField("encoder_input"):
         return _encoder_input(where, message, limits)
     num_tokens = len(message.token_ids)
@@ -198,7 +198,7 @@ def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:
         message.num_computed_tokens,
         _block_ids(message.block_ids, limits),
         _sampling(f"{where}: sampling", message, limits),
-        message.lora_name,
+        message.adapter_id,
         encoder_id=message.encoder_sequence_id,
     )
 
@@ -226,7 +226,7 @@ def _encoder_input(where: str, message: pb.NewSequence, limits: Limits) -> NewSe
         message.num_computed_tokens,
         _block_ids(message.block_ids, limits),
         SamplingParams(),
-        message.lora_name,
+        message.adapter_id,
         is_encoder=True,
         features=given.features,
     )

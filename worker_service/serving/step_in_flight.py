@@ -78,7 +78,7 @@ class StepInFlight(Pending[ModelOutput]):
     def launch(self, before: "StepInFlight | None" = None) -> None:
         """Launch it. before: the session's last step, if it has not finished and this step may run ahead of it."""
         worker, began = self._worker, time.perf_counter()
-        with worker.ranks.alike():
+        with worker.ranks.together():
             running = None if before is None else before._running
             self._running = worker.runner.launch(self._output, self.chunks, running)
         if worker.drafter is not None:
@@ -97,7 +97,7 @@ class StepInFlight(Pending[ModelOutput]):
     def answer(self) -> ModelOutput:
         """Wait for the device, and return the answer."""
         chunks = self._running.chunks
-        with self._worker.ranks.alike():
+        with self._worker.ranks.together():
             answer = self._running.finish()
         self._session.fill_in(chunks, answer.token_ids, answer.num_tokens)
         if (drafter := self._worker.drafter) is not None:

@@ -10,10 +10,10 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import SchedulerOutput
 from worker_service.speculation.drafter import Beginning
 from worker_service.speculation.policy import StepCost
-from worker_service.speculative_config import FEWEST, MOST
+from worker_service.speculative_config import FEWEST, MAX
 
 
-def draft(token_ids: npt.NDArray[np.int64], most: int, fewest: int = FEWEST, longest: int = MOST) -> list[int]:
+def draft(token_ids: npt.NDArray[np.int64], most: int, fewest: int = FEWEST, longest: int = MAX) -> list[int]:
     """The draft of the next tokens: the continuation of the latest of the longest earlier occurrences.
 
     token_ids: [tokens]. Returns `most` tokens, or none if the last `fewest` have not occurred before. Matches of at
@@ -48,7 +48,7 @@ class Ngrams:
 
     cost: StepCost | None = None
 
-    def __init__(self, fewest: int = FEWEST, longest: int = MOST) -> None:
+    def __init__(self, fewest: int = FEWEST, longest: int = MAX) -> None:
         """Tokens that must have come before in the same order, and tokens back that are compared."""
         self._fewest = fewest
         self._longest = longest

@@ -40,10 +40,10 @@ from kernels.triton.launch import OPTIONS
 
 _NUM_WARPS = 4
 _NUM_STAGES = 3
-_MOST_TILE_KEYS = 32
+_MAX_TILE_KEYS = 32
 """Largest number of keys of a tile. With 64 keys and heads of 128 a thread spills 200 bytes of registers, by ptxas for
 9.0; with 32 keys, 48 bytes."""
-_MOST_PARTIAL_BYTES = 2**28
+_MAX_PARTIAL_BYTES = 2**28
 """Largest size of the results for `merge_parts`. Beyond it one program takes all parts of a tile, which changes no
 bit."""
 
@@ -74,7 +74,7 @@ def attention_by_position(
     if window is not None:  # a window may begin within a part
         num_parts = min(num_parts, triton.cdiv(window + tile_tokens - 1, PART_KEYS) + 1)
     num_programs = min(num_parts, 2 * num_processors(query.device) // (num_tiles * num_kv_heads))
-    apart = num_programs > 1 and num_parts * num_tokens * num_heads * head_dim * 4 <= _MOST_PARTIAL_BYTES
+    apart = num_programs > 1 and num_parts * num_tokens * num_heads * head_dim * 4 <= _MAX_PARTIAL_BYTES
     shared = metadata.shared if only_decodes and window is None and bias is None and causal else None
 
     # Results are in the order of a row's parts; some rows have fewer parts.
@@ -118,7 +118,7 @@ def attention_by_position(
             biased=bias is not None,
             causal=causal,
             tile_rows=tile_rows,
-            tile_keys=min(_MOST_TILE_KEYS, tile_keys_of(head_dim, query.dtype)),
+            tile_keys=min(_MAX_TILE_KEYS, tile_keys_of(head_dim, query.dtype)),
             head_columns=columns_of(head_dim),
             part_keys=PART_KEYS,
             num_warps=_NUM_WARPS,

@@ -20,14 +20,14 @@ from kernels.triton.launch import OPTIONS
 
 _TILE = 8192
 """Elements that a program holds, 64 a thread."""
-_MOST_PAIRS = 256
+_MAX_PAIRS = 256
 """Most pairs of a program: with more, less than 64 bytes of a half-precision block would be contiguous in a tile."""
 
 
 def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """See `kernels.reference.copy_blocks`."""
     num_pairs = len(sources)
-    if num_pairs > _MOST_PAIRS:
+    if num_pairs > _MAX_PAIRS:
         reference.copy_blocks(cache, sources, destinations)
     elif num_pairs:
         blocks = (cache if cache.dtype.itemsize > 1 else cache.view(torch.int8)).view(len(cache), -1)

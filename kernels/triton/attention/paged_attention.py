@@ -43,7 +43,7 @@ from kernels.triton.attention.merge_splits import merge_splits
 from kernels.triton.attention.narrow_cache import scale_bytes_of
 from kernels.triton.launch import OPTIONS
 
-_MOST_SPLITS = 64
+_MAX_SPLITS = 64
 
 
 def paged_attention(
@@ -159,7 +159,7 @@ def _chunk_tile(max_query_len: int, groups: int, head_columns: int, dtype: torch
 def _num_splits(num_programs: int, num_key_tiles: int, device: torch.device) -> int:
     """Programs that share the keys of a tile: a power of two, so that at most two programs run on each
     multiprocessor."""
-    most = min(2 * num_processors(device) // num_programs, num_key_tiles, _MOST_SPLITS)
+    most = min(2 * num_processors(device) // num_programs, num_key_tiles, _MAX_SPLITS)
     return 1 << max(most, 1).bit_length() - 1
 
 

@@ -23,14 +23,14 @@ from kernels.triton.launch import OPTIONS
 
 _INPUTS = 128
 _OUTPUTS = 256
-_MOST_PARTS = 3
+_MAX_PARTS = 3
 
 
 def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
     """See `kernels.reference.add_lora`; up to three fused projections."""
     _, parts, max_rank, inputs = weights.a.shape
-    if parts > _MOST_PARTS:
-        raise ValueError(f"there are {parts} fused projections; at most {_MOST_PARTS} are supported")
+    if parts > _MAX_PARTS:
+        raise ValueError(f"there are {parts} fused projections; at most {_MAX_PARTS} are supported")
     if not len(x):
         return
     outputs = y.shape[1]

@@ -29,7 +29,7 @@ from kernels.triton.launch import OPTIONS
 from kernels.triton.linear.grouped_linear import most_blocks, place_of_block
 from kernels.triton.linear.round_rows import round_rows
 
-_MOST_DEPTH = 128
+_MAX_DEPTH = 128
 
 
 class _Tile(NamedTuple):
@@ -54,7 +54,7 @@ def grouped_float8(x: Tensor, weight: Float8Weight, ends: Tensor, wide: bool = F
             groups=groups, size=inputs // groups,
             experts=triton.next_power_of_2(num_experts),
             rows=tile.rows, tile=tile.outputs,
-            depth=max(16, min(_MOST_DEPTH, triton.next_power_of_2(inputs // groups))),
+            depth=max(16, min(_MAX_DEPTH, triton.next_power_of_2(inputs // groups))),
             num_warps=tile.num_warps, **OPTIONS,
         )  # fmt: skip
     return result

@@ -48,8 +48,8 @@ def most_blocks(num_rows: int, num_experts: int, size: int) -> int:
     return (num_rows + min(num_experts, num_rows) * (size - 1)) // size
 
 
-def pack_alike(weight: Tensor, wide: bool = False) -> Product:
-    """See `kernels.linear.experts.pack_alike`: the product of a mixture with one expert."""
+def pack_batch_invariant(weight: Tensor, wide: bool = False) -> Product:
+    """See `kernels.linear.experts.pack_batch_invariant`: the product of a mixture with one expert."""
     return partial(_linear, weight[None], wide)
 
 

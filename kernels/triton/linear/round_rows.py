@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.float8 import FLOAT8, LARGEST, LEAST_SCALE
+from kernels.float8 import FLOAT8, LARGEST, MIN_SCALE
 from kernels.triton.launch import OPTIONS, num_warps
 
 
@@ -30,7 +30,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
             numbers,
             scales,
             largest=LARGEST,
-            least_scale=LEAST_SCALE,
+            least_scale=MIN_SCALE,
             width=width,
             columns=columns,
             num_warps=num_warps(columns),

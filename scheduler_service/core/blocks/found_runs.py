@@ -35,9 +35,9 @@ class FoundRuns:
         if start >= end:
             return Run(start, 0)
         known, known_end = self._runs.get(keys[start], ((), start))
-        alike = range(start, min(end, known_end))
-        begin = start + bisect_left(alike, True, key=lambda place: keys[place] != known[place])
+        common = range(start, min(end, known_end))
+        begin = start + bisect_left(common, True, key=lambda place: keys[place] != known[place])
         stop = self._blocks.end_of_run(keys, begin, end)
         if stop > known_end:
             self._runs[keys[start]] = keys, stop
-        return Run(stop, len(alike).bit_length() + stop - begin + 1)
+        return Run(stop, len(common).bit_length() + stop - begin + 1)

@@ -34,7 +34,7 @@ def encoder_keys(first: bytes, num_blocks: int) -> list[bytes]:
 def first_key(group: SequenceGroup) -> bytes:
     """The beginning of the chain of a group's keys: keys and values differ from adapter to adapter, and with what an
     encoder has read."""
-    return key_of_adapter(root_behind(group.cache_root, group.encoder_input), group.lora_name)
+    return key_of_adapter(root_behind(group.cache_root, group.encoder_input), group.adapter_id)
 
 
 def key_of_adapter(root: bytes, adapter: str) -> bytes:

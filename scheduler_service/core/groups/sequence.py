@@ -175,7 +175,7 @@ class SequenceGroup:
     """Lower numbers run first, under the policy that looks at them."""
     tenant: str
     """The tenant whose share of the service it takes."""
-    lora_name: str
+    adapter_id: str
     """The adapter that it needs, empty for the base model."""
     arrived_at: float
     """Seconds of the clock that `Scheduler.schedule` is told."""
@@ -214,7 +214,7 @@ class SequenceGroup:
         *,
         priority: int = 0,
         tenant: str = "",
-        lora_name: str = "",
+        adapter_id: str = "",
         encoder_input: EncoderInput | None = None,
         arrived_at: float = 0.0,
         output_token_ids: tuple[SequenceOf[int], ...] = (),
@@ -223,7 +223,7 @@ class SequenceGroup:
         self.request_id = request_id
         self.priority = priority
         self.tenant = tenant
-        self.lora_name = lora_name
+        self.adapter_id = adapter_id
         self.arrived_at = arrived_at
         self.rank = (0, 0)
         self.cache_root = cache_root

@@ -33,7 +33,7 @@ from scheduler_service.core.placement.step_times import StepTimes
 from scheduler_service.core.placement.worker import SEQUENCE_TOKENS, Member, WorkerScheduler
 
 MAX_OVERTAKES = 16
-MOST_CANDIDATES = 4  # of each kind that are looked at closely
+MAX_CANDIDATES = 4  # of each kind that are looked at closely
 
 
 class Balancer:
@@ -42,7 +42,7 @@ class Balancer:
     def __init__(self) -> None:
         self.times = StepTimes()
         self.directory = PrefixDirectory()
-        self.lora_directory = PrefixDirectory()
+        self.adapter_directory = PrefixDirectory()
         self.num_placed = dict.fromkeys(PlacementReason, 0)
         """Groups that were taken, by reason."""
         self.num_left = dict.fromkeys(PlacementReason, 0)
@@ -145,12 +145,12 @@ class Balancer:
                 # Most often there is no other with room while many wait.
                 lightest = self._next_lightest(member, group) if self.has_others(member) else []
                 return self._others(member, group, now, lightest) if lightest else []
-            case Here.LACKS_LORA:
-                others = self._with_room(member, group, now, self._lora_holders(member, group))
+            case Here.LACKS_ADAPTER:
+                others = self._with_room(member, group, now, self._adapter_holders(member, group))
                 if not others:
                     return []
                 own = self._offer(member, group, member.scheduler.blocks.cache.num_shared_tokens(group.live[0]), now)
-                own = own._replace(seconds=own.seconds + member.lora_seconds, order=LAST, lacks_lora=True)
+                own = own._replace(seconds=own.seconds + member.adapter_seconds, order=LAST, lacks_adapter=True)
                 return [own, *others]
 
     def choose(
@@ -176,7 +176,7 @@ class Balancer:
         if own[:2] < best[:2]:
             has_more = own.cached_tokens > best.cached_tokens
             return placement._replace(reason=PlacementReason.AFFINITY if has_more else PlacementReason.LOAD)
-        if own.lacks_lora:
+        if own.lacks_adapter:
             return placement._replace(reason=PlacementReason.AFFINITY, to=to)
         if group.is_suspect:
             return placement._replace(reason=PlacementReason.SUSPECT, to=to)
@@ -187,9 +187,9 @@ class Balancer:
         return placement._replace(reason=PlacementReason.LOAD, to=to)
 
     def _first_members(self, bits: int) -> list[Member]:
-        """Up to MOST_CANDIDATES of the workers of these bits."""
+        """Up to MAX_CANDIDATES of the workers of these bits."""
         members: list[Member] = []
-        while bits and len(members) < MOST_CANDIDATES:
+        while bits and len(members) < MAX_CANDIDATES:
             slot = bits.bit_length() - 1
             bits ^= 1 << slot
             members.append(self._members[slot])
@@ -198,13 +198,13 @@ class Balancer:
     def _others(self, member: Member, group: SequenceGroup, now: float, lightest: list[Member]) -> list[Offer]:
         """Offers of the `lightest`, and of those that hold the longest prefix or the adapter."""
         holders = self._holders(member, group)
-        if group.lora_name:
-            holders += self._lora_holders(member, group)
+        if group.adapter_id:
+            holders += self._adapter_holders(member, group)
         return self._with_room(member, group, now, [*holders, *lightest])
 
-    def _lora_holders(self, member: Member, group: SequenceGroup) -> list[Member]:
+    def _adapter_holders(self, member: Member, group: SequenceGroup) -> list[Member]:
         """Some others that hold the group's adapter."""
-        bits = self.lora_directory.holders([group.lora_name.encode()], 0, self._is_open & ~member.bit)
+        bits = self.adapter_directory.holders([group.adapter_id.encode()], 0, self._is_open & ~member.bit)
         return self._first_members(bits)
 
     def _with_room(self, member: Member, group: SequenceGroup, now: float, others: list[Member]) -> list[Offer]:
@@ -227,19 +227,19 @@ class Balancer:
         """The other worker with the least to do that has room, in a list, or none.
 
         One that has no room is not asked again before there is another amount to do there. One that only has no slot
-        for the group's adapter may have room for others; after MOST_CANDIDATES of those nothing more is looked for.
+        for the group's adapter may have room for others; after MAX_CANDIDATES of those nothing more is looked for.
         """
         aside: list[tuple[float, int, int]] = []
         found: list[Member] = []
         num_slotless = 0
-        while self._lightest and not found and num_slotless < MOST_CANDIDATES:
+        while self._lightest and not found and num_slotless < MAX_CANDIDATES:
             entry = heapq.heappop(self._lightest)
             other = self._member_of(entry)
             if other is None:
                 continue
             if other is member:
                 aside.append(entry)
-            elif not other.scheduler.has_lora_slot(group):
+            elif not other.scheduler.has_adapter_slot(group):
                 aside.append(entry)
                 num_slotless += 1
             elif other.scheduler.room_for(group) is None:
@@ -272,7 +272,7 @@ class Balancer:
         tokens = _num_tokens(group) - cached + SEQUENCE_TOKENS * group.num_seqs
         factor = 1000 / member.speed
         seconds = factor * self.times.seconds(member.work + tokens) + self._seconds_in_flight(member, factor, now)
-        return seconds + member.scheduler.seconds_to_copy(group) if group.lora_name else seconds
+        return seconds + member.scheduler.seconds_to_copy(group) if group.adapter_id else seconds
 
     def _seconds_in_flight(self, member: Member, factor: float, now: float) -> float:
         """Seconds that the worker's steps in flight still take; an overdue step is expected to take as long again."""

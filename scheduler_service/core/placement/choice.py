@@ -16,7 +16,7 @@ class Here(enum.Enum):
 
     HAS_ROOM = enum.auto()
     IS_FULL = enum.auto()
-    LACKS_LORA = enum.auto()
+    LACKS_ADAPTER = enum.auto()
     """Only after the group's adapter was brought to it."""
 
 
@@ -30,7 +30,7 @@ class Offer(NamedTuple):
     member: Member
     cached_tokens: int
     """Tokens of the group that are cached there, or are being computed."""
-    lacks_lora: bool = False
+    lacks_adapter: bool = False
     """Whether `seconds` have those that bringing the group's adapter takes."""
 
 

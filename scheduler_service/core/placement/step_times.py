@@ -10,7 +10,7 @@ PRIOR_TOKENS_PER_SECOND = 10_000
 # In tokens squared: of steps that differ by fewer tokens than this, what they say of a token's time counts little.
 PRIOR_VARIANCE = 16.0**2
 NUM_REMEMBERED = 512  # steps
-MOST_OFF = 8.0  # a step that took so many times what was expected says something of that moment, not of steps
+MAX_OFF = 8.0  # a step that took so many times what was expected says something of that moment, not of steps
 
 
 class StepTimes:
@@ -36,8 +36,8 @@ class StepTimes:
         """Learn from a step; returns how many times the expected time it took."""
         expected = self.seconds(num_tokens)
         ratio = seconds / expected
-        if self._num_seen and ratio > MOST_OFF:
-            ratio, seconds = MOST_OFF, MOST_OFF * expected
+        if self._num_seen and ratio > MAX_OFF:
+            ratio, seconds = MAX_OFF, MAX_OFF * expected
         if self._num_seen < NUM_REMEMBERED:
             self._num_seen += 1
         weight = 1 / self._num_seen

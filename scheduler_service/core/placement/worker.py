@@ -12,7 +12,7 @@ from scheduler_service.core.placement.step_times import Slowness
 # What a running sequence goes on for, in tokens: about half of those of public traces stop before this.
 SEQUENCE_TOKENS = 128
 # Until one has been brought to the worker: about an adapter of rank 16 for 7 billion weights over a fast network.
-LORA_SECONDS = 1.0
+ADAPTER_SECONDS = 1.0
 
 
 class StepInFlight(Protocol):
@@ -53,7 +53,7 @@ class WorkerScheduler(Protocol):
     def room_for(self, group: SequenceGroup) -> int | None:
         """Tokens that a waiting group would find, cached or being computed; None if the next step could not take it."""
 
-    def has_lora_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
+    def has_adapter_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
         """Whether the group's adapter is held and has a slot, `without` the groups that would make room."""
 
     def seconds_to_copy(self, group: SequenceGroup) -> float:
@@ -64,11 +64,11 @@ class Member:
     """One worker, as its scheduler reported it last."""
 
     __slots__ = (
+        "adapter_seconds",
         "backlog",
         "bit",
         "entry",
         "is_open",
-        "lora_seconds",
         "num_seqs",
         "scheduler",
         "slot",
@@ -86,13 +86,13 @@ class Member:
         self.slowness = Slowness()
         self.speed = self.slowness.speed  # that its work is counted with
         self.entry = -1  # in the heap that counts; the others are stale
-        self.lora_seconds = LORA_SECONDS  # that bringing an adapter takes
+        self.adapter_seconds = ADAPTER_SECONDS  # that bringing an adapter takes
 
     @property
     def work(self) -> int:
         """In tokens."""
         return self.backlog + SEQUENCE_TOKENS * self.num_seqs
 
-    def brought_lora(self, seconds: float) -> None:
+    def brought_adapter(self, seconds: float) -> None:
         """An adapter was brought to the worker; they differ in size, so the mean follows slowly."""
-        self.lora_seconds += (seconds - self.lora_seconds) / 4
+        self.adapter_seconds += (seconds - self.adapter_seconds) / 4

@@ -21,7 +21,7 @@ class Preemption:
         self._waiting = session.waiting
         self._blocks = session.blocks
         self._groups = session.groups
-        self._loras = session.loras
+        self._adapters = session.adapters
         self._prefixes = prefixes
         self.counts = {PreemptionMode.RECOMPUTE: 0, PreemptionMode.SWAP: 0}
 
@@ -46,7 +46,7 @@ class Preemption:
         while (
             not num_tokens
             or num_seqs < group.num_seqs
-            or not self._loras.has_slot(group, without=victims)
+            or not self._adapters.has_slot(group, without=victims)
             or self._blocks.can_allocate(group, leave_watermark=bool(candidates), without=victims) is not AllocStatus.OK
         ):
             victim = self._waiting.victim(candidates)

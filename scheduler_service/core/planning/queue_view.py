@@ -18,10 +18,10 @@ from scheduler_service.core.placement.balancer import MAX_OVERTAKES
 from scheduler_service.core.placement.choice import Placement
 from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
-MOST_LEFT = 8  # groups left to other workers that a step looks past
-MOST_SLOTLESS = 32  # groups without a slot for their adapter that it looks past as well
-MOST_AWAITING = 256  # groups whose adapter is still to be brought that it looks past, which costs little
-MOST_SHARING = 256  # groups of one lane that wait for a prefix, which it looks past; the rest of the lane comes later
+MAX_LEFT = 8  # groups left to other workers that a step looks past
+MAX_SLOTLESS = 32  # groups without a slot for their adapter that it looks past as well
+MAX_AWAITING = 256  # groups whose adapter is still to be brought that it looks past, which costs little
+MAX_SHARING = 256  # groups of one lane that wait for a prefix, which it looks past; the rest of the lane comes later
 
 
 class QueueView:
@@ -53,7 +53,7 @@ class QueueView:
                 return None
             passed = {*self.left, *self.slotless, *self.awaiting, *self.sharing, *self.held}
             most = 2 * len(passed) + 1  # each refill asks for twice as many
-            full = {lane for lane, number in self._num_sharing.items() if number >= MOST_SHARING}
+            full = {lane for lane, number in self._num_sharing.items() if number >= MAX_SHARING}
             groups = self._waiting.upcoming(most, equals=bool(self.left), without=full)
             self._upcoming = [group for group in reversed(groups) if group not in passed]
         return self._upcoming[-1] if self._upcoming else None
@@ -76,7 +76,7 @@ class QueueView:
     @property
     def _is_looked_past_enough(self) -> bool:
         return (
-            len(self.left) > MOST_LEFT
+            len(self.left) > MAX_LEFT
             or any(
                 group.placement.num_overtaken >= MAX_OVERTAKES and self._worker not in group.lost_on
                 for group in self.left
@@ -91,18 +91,18 @@ class QueueView:
 
     def pass_slotless(self, group: SequenceGroup) -> bool:
         """Look past a waiting or swapped group without a slot, if others may overtake it; returns whether they may."""
-        return group.placement.num_overtaken < MAX_OVERTAKES and self._pass_into(self.slotless, group, MOST_SLOTLESS)
+        return group.placement.num_overtaken < MAX_OVERTAKES and self._pass_into(self.slotless, group, MAX_SLOTLESS)
 
     def pass_awaiting(self, group: SequenceGroup) -> bool:
         """Look past a group whose adapter is still to be brought here; returns whether that was done."""
-        return self._pass_into(self.awaiting, group, MOST_AWAITING)
+        return self._pass_into(self.awaiting, group, MAX_AWAITING)
 
     def pass_sharing(self, group: SequenceGroup) -> None:
         """Look past a group that waits for a prefix which others compute."""
         self._pass(self.sharing, group)
         lane = self._waiting.lane(group)
         self._num_sharing[lane] += 1
-        if self._num_sharing[lane] == MOST_SHARING:
+        if self._num_sharing[lane] == MAX_SHARING:
             self.renew()
 
     def look_again(self) -> None:

@@ -8,7 +8,7 @@ request waits for at most the time that computing the rest of its own prompt wou
 begins anew when another of its blocks is there, or when another request has given up waiting for the same block. While
 it waits, its sequences count as if they ran, up to half of all, so that those behind it take no place from it.
 
-A step's look at the waiting requests ends when `MOST_LOOKED_UP` block hashes were looked up.
+A step's look at the waiting requests ends when `MAX_LOOKED_UP` block hashes were looked up.
 """
 
 from scheduler_service.core.blocks.found_runs import FoundRuns
@@ -17,7 +17,7 @@ from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.planning.step import Chunk, Step
 from scheduler_service.core.planning.worker_groups import Session
 
-MOST_LOOKED_UP = 1 << 12
+MAX_LOOKED_UP = 1 << 12
 """Block hashes, in one step. For a request that waits about five are looked up or compared, and more if its prefix has
 grown: what was found for one is not looked up for others."""
 
@@ -55,7 +55,7 @@ class SharedPrefixes:
 
     def may_look(self, step: Step) -> bool:
         """Whether a step may look at another waiting group."""
-        return step.num_looked_up < MOST_LOOKED_UP
+        return step.num_looked_up < MAX_LOOKED_UP
 
     def awaits(self, group: SequenceGroup, step: Step) -> bool:
         """Whether a waiting group is to wait for a block that another group is going to compute here.

@@ -45,7 +45,7 @@ def bytes_to_tell(sequence: Sequence, num_blocks: int) -> int:
     if sequence.is_known:
         pass
     elif isinstance(sequence, EncoderSequence):
-        num_bytes += CHARACTER_BYTES * len(sequence.group.lora_name)
+        num_bytes += CHARACTER_BYTES * len(sequence.group.adapter_id)
         if not sequence.is_computed:
             num_numbers += len(sequence.input.token_ids)
             num_bytes += sequence.input.num_feature_bytes
@@ -53,7 +53,7 @@ def bytes_to_tell(sequence: Sequence, num_blocks: int) -> int:
         num_numbers += sequence.num_tokens - sequence.num_forked_tokens
     else:
         num_numbers += sequence.num_tokens
-        num_bytes += sampling_bytes(sequence.sampling) + CHARACTER_BYTES * len(sequence.group.lora_name)
+        num_bytes += sampling_bytes(sequence.sampling) + CHARACTER_BYTES * len(sequence.group.adapter_id)
     return num_bytes + NUMBER_BYTES * num_numbers
 
 
@@ -139,7 +139,7 @@ class Step:
         "filled",
         "given_up",
         "ignored",
-        "lacking_loras",
+        "lacking_adapters",
         "moved",
         "needy",
         "now",
@@ -174,7 +174,7 @@ class Step:
         self.num_reserved = 0  # sequences of groups that wait for a prefix
         self.filled: set[int] = set()  # blocks that it fills and that can be found
         self.ignored: list[SequenceGroup] = []
-        self.lacking_loras: dict[str, None] = {}  # worth bringing here
+        self.lacking_adapters: dict[str, None] = {}  # worth bringing here
         self.moved: list[Placement] = []
         self.placements: list[Placement] = []
         self.prompts: list[SequenceGroup] = []  # running groups that were behind, or are new, or back

@@ -23,7 +23,7 @@ class StepWriter:
         """An empty step: there is no work, or the plan of this `step` has to wait for answers."""
         output = SchedulerOutput(self._step_id + 1)
         if step is not None:
-            output.lacking_loras = [*step.lacking_loras]
+            output.lacking_adapters = [*step.lacking_adapters]
             self._write_placements(step, output)
         return output
 
@@ -37,7 +37,7 @@ class StepWriter:
             prompts_began=step.prompts_began,
             num_tokens=step.num_tokens - sum(step.rooms.values()),
             planned_at=step.now,
-            lacking_loras=[*step.lacking_loras],
+            lacking_adapters=[*step.lacking_adapters],
         )
         self._write_steady(step, output)
         scheduled = self._write_chunks(step, output) if step.chunks else []

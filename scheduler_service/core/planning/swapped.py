@@ -19,7 +19,7 @@ class SwappedPlanner:
         self._member = session.member
         self._blocks = session.blocks
         self._groups = session.groups
-        self._loras = session.loras
+        self._adapters = session.adapters
         self._running = running
         self._admission = admission
 
@@ -35,8 +35,8 @@ class SwappedPlanner:
                 return
             if group in step.queue.slotless:
                 continue
-            has_lora_slot = self._loras.has_slot(group)
-            if has_lora_slot and are_behind is (not group.is_behind):
+            has_adapter_slot = self._adapters.has_slot(group)
+            if has_adapter_slot and are_behind is (not group.is_behind):
                 return
             status = self._blocks.can_swap_in(
                 group, self._config.max_num_batched_tokens, leave_watermark=bool(groups.running)
@@ -45,7 +45,7 @@ class SwappedPlanner:
                 groups.ignore(group)
                 step.ignored.append(group)
                 continue
-            has_slots = group.num_seqs <= step.budget.num_seqs and has_lora_slot
+            has_slots = group.num_seqs <= step.budget.num_seqs and has_adapter_slot
             if status is AllocStatus.LATER or not has_slots or self._is_outranked(group, step):
                 if not (self._move(group, step) or self._admission.pass_over(group, step)):
                     return
@@ -69,7 +69,7 @@ class SwappedPlanner:
         None does whose adapter is not here: the swapped one may have to end before there is a place for that.
         """
         group = step.queue.next if self._admission.admits and self._waiting else None
-        if group is None or group.is_suspect or not self._loras.holds(group.lora_name):
+        if group is None or group.is_suspect or not self._adapters.holds(group.adapter_id):
             return False
         return self._waiting.outranks(group, swapped)
 

@@ -60,7 +60,7 @@ class WaitingPlanner:
         self._member = session.member
         self._blocks = session.blocks
         self._groups = session.groups
-        self._loras = session.loras
+        self._adapters = session.adapters
         self._in_flight = session.in_flight
         self._chunk_sizes = chunk_sizes
         self._preemption = preemption
@@ -75,7 +75,7 @@ class WaitingPlanner:
         groups = self._groups
         if not self.admits or groups.swapped or groups.suspect is not None:
             return None
-        if group.num_seqs > self._config.max_num_seqs - self._member.num_seqs or not self._loras.has_slot(group):
+        if group.num_seqs > self._config.max_num_seqs - self._member.num_seqs or not self._adapters.has_slot(group):
             return None
         if self._blocks.can_allocate(group, leave_watermark=bool(groups.running)) is not AllocStatus.OK:
             return None
@@ -85,7 +85,7 @@ class WaitingPlanner:
         """Whether a waiting group fits the worker and what is left of a step."""
         if self._never_fits(group):
             return AllocStatus.NEVER  # before any group is preempted for it
-        if not budget.num_tokens or group.num_seqs > budget.num_seqs or not self._loras.has_slot(group):
+        if not budget.num_tokens or group.num_seqs > budget.num_seqs or not self._adapters.has_slot(group):
             return AllocStatus.LATER
         if self._config.is_encoder and len(group.prompt_token_ids) > budget.num_tokens:
             return AllocStatus.LATER  # it is computed whole
@@ -219,7 +219,7 @@ class WaitingPlanner:
 
         Those of an encoder run for one step, and then they have ended.
         """
-        if self._config.is_encoder or not self._loras.holds(group.lora_name) or not self.could_make_room(group):
+        if self._config.is_encoder or not self._adapters.holds(group.adapter_id) or not self.could_make_room(group):
             return False
         return self._has_encoder_tokens(group, step.budget)
 
@@ -246,22 +246,22 @@ class WaitingPlanner:
 
         With no sequence or no token left in the budget there are no others to look for.
         """
-        if self._loras.has_slot(group) or not (step.budget.num_seqs and step.budget.num_tokens):
+        if self._adapters.has_slot(group) or not (step.budget.num_seqs and step.budget.num_tokens):
             return False
-        return self.await_lora(group, step) or step.queue.pass_slotless(group)
+        return self.await_adapter(group, step) or step.queue.pass_slotless(group)
 
-    def await_lora(self, group: SequenceGroup, step: Step) -> bool:
+    def await_adapter(self, group: SequenceGroup, step: Step) -> bool:
         """Look past a group whose adapter can be brought here, and say which that is, or leave it to a worker that has
         the adapter; returns whether that was done."""
-        if self._loras.holds(group.lora_name):
+        if self._adapters.holds(group.adapter_id):
             return False
-        if group.lora_name not in step.lacking_loras:  # what goes for one goes for the others
+        if group.adapter_id not in step.lacking_adapters:  # what goes for one goes for the others
             if not self._balancer.is_overdue(group, step.now):
-                placement = self._choose(group, Here.LACKS_LORA, step)
+                placement = self._choose(group, Here.LACKS_ADAPTER, step)
                 if placement is not None and self.leave(placement, step):
                     return True
-            step.lacking_loras[group.lora_name] = None
-        return self._loras.can_come(group.lora_name) and step.queue.pass_awaiting(group)
+            step.lacking_adapters[group.adapter_id] = None
+        return self._adapters.can_come(group.adapter_id) and step.queue.pass_awaiting(group)
 
     def leave(self, placement: Placement, step: Step) -> bool:
         """Leave a group in the queue, if it is for another worker."""

@@ -18,7 +18,7 @@ from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, SchedulerOutput
 from scheduler_service.core.placement.balancer import Balancer
 from scheduler_service.core.placement.worker import Member
-from scheduler_service.core.planning.loras import Loras
+from scheduler_service.core.planning.adapters import Adapters
 from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
 
@@ -86,13 +86,13 @@ class WorkerGroups:
         waiting: WaitingQueue,
         blocks: BlockManager,
         in_flight: StepsInFlight,
-        loras: Loras,
+        adapters: Adapters,
     ) -> None:
         self._config = config
         self._waiting = waiting
         self._blocks = blocks
         self._in_flight = in_flight
-        self._loras = loras
+        self._adapters = adapters
         self.running: dict[SequenceGroup, None] = {}
         self.num_running_seqs = 0  # of the running groups together, counted as budgets count them
         self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()
@@ -138,7 +138,7 @@ class WorkerGroups:
             sequence.id = self.new_sequence_id()
             sequence.max_num_tokens = group.max_num_tokens(self._blocks.sizes.max_sequence_tokens)
         self._blocks.allocate(group.live[0])
-        self._loras.came(group)
+        self._adapters.came(group)
         self._start_running(group)
         self._by_id[group.request_id] = group
 
@@ -186,7 +186,7 @@ class WorkerGroups:
         if group in self.running:
             self._stop_running(group)
         self.swapped.pop(group, None)
-        self._loras.left(group)
+        self._adapters.left(group)
         del self._by_id[group.request_id]
 
     def _start_running(self, group: SequenceGroup) -> None:
@@ -194,7 +194,7 @@ class WorkerGroups:
             sequence.status = SequenceStatus.RUNNING
         self.running[group] = None
         self.num_running_seqs += group.num_seqs
-        self._loras.started(group)
+        self._adapters.started(group)
         if group.suspicion is not None:
             self.accused[group] = None
 
@@ -202,7 +202,7 @@ class WorkerGroups:
         del self.running[group]
         self.accused.pop(group, None)
         self.num_running_seqs -= group.num_seqs
-        self._loras.stopped(group)
+        self._adapters.stopped(group)
 
     # ---- ending
 
@@ -221,7 +221,7 @@ class WorkerGroups:
             if group.request_id in self._by_id:
                 self._forget(group)
             self._waiting.end(group.request_id)
-            self._loras.ended()
+            self._adapters.ended()
 
     def _leave_worker(self, sequence: Sequence) -> None:
         self._blocks.free(sequence)
@@ -266,5 +266,5 @@ class Session:
     member: Member
     blocks: BlockManager
     in_flight: StepsInFlight
-    loras: Loras
+    adapters: Adapters
     groups: WorkerGroups

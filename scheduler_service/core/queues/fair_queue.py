@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.groups.sequence import SequenceGroup
-from scheduler_service.core.queues.group_heap import MOST_STALE
+from scheduler_service.core.queues.group_heap import MAX_STALE
 from scheduler_service.core.queues.waiting_queue import WaitingQueue, insert_by_rank
 
 PROMPT_TOKEN_COST = 1.0
@@ -104,7 +104,7 @@ class FairQueue(WaitingQueue):
 
     def _forget_gone_tenants(self) -> None:
         """Drop the entries of tenants that have nothing waiting, once most are of such."""
-        if len(self._heap) > 2 * len(self._tenants) + MOST_STALE:
+        if len(self._heap) > 2 * len(self._tenants) + MAX_STALE:
             self._heap = [(self.counters[tenant], tenant) for tenant in self._tenants]
             heapq.heapify(self._heap)
             self._in_heap = set(self._tenants)

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from scheduler_service.core.groups.sequence import SequenceGroup
 
-MOST_STALE = 64  # entries, besides as many as there are groups that wait
+MAX_STALE = 64  # entries, besides as many as there are groups that wait
 
 Key = TypeVar("Key", float, tuple[int, int])
 
@@ -29,7 +29,7 @@ class GroupHeap(Generic[Key]):
     def add(self, group: SequenceGroup) -> None:
         """Take note of a group that waits now."""
         heapq.heappush(self._heap, (self._key(group), group.request_id))
-        if len(self._heap) > 2 * len(self._waiting) + MOST_STALE:
+        if len(self._heap) > 2 * len(self._waiting) + MAX_STALE:
             self._heap = [(self._key(waiting), waiting.request_id) for waiting in self._waiting.values()]
             heapq.heapify(self._heap)
 

@@ -30,7 +30,7 @@ class WaitingQueue:
     """First come, first served. Preempted groups go back to the head. Every operation is O(log n) or less.
 
     `balancer` places its groups among the workers that share it. `live` are the ids of all that came and have not
-    ended, whether they wait or are with one of the workers that share the queue, each with its adapter; `live_loras`
+    ended, whether they wait or are with one of the workers that share the queue, each with its adapter; `live_adapters`
     counts those.
     """
 
@@ -40,7 +40,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.balancer = Balancer()
         self.live: dict[str, str] = {}
-        self.live_loras: Counter[str] = Counter()
+        self.live_adapters: Counter[str] = Counter()
         self._groups: OrderedDict[str, SequenceGroup] = OrderedDict()
         self._arrivals = GroupHeap[float](self._groups, lambda group: group.arrived_at)
         self._numbers = itertools.count()
@@ -62,8 +62,8 @@ class WaitingQueue:
                 f"request_id is {group.request_id!r}, and a request of that id waits, runs or is swapped out; "
                 "end that one first, or choose another id"
             )
-        self.live[group.request_id] = group.lora_name
-        self.live_loras[group.lora_name] += 1
+        self.live[group.request_id] = group.adapter_id
+        self.live_adapters[group.adapter_id] += 1
         self._groups[group.request_id] = group
         number = next(self._numbers)
         group.rank = (number, number)
@@ -116,11 +116,11 @@ class WaitingQueue:
     def end(self, request_id: str) -> None:
         """Forget a request that has ended, wherever it was: its id is free."""
         self.remove(request_id)
-        lora_name = self.live.pop(request_id, None)
-        if lora_name is not None:
-            self.live_loras[lora_name] -= 1
-            if not self.live_loras[lora_name]:
-                del self.live_loras[lora_name]
+        adapter_id = self.live.pop(request_id, None)
+        if adapter_id is not None:
+            self.live_adapters[adapter_id] -= 1
+            if not self.live_adapters[adapter_id]:
+                del self.live_adapters[adapter_id]
 
     def withdraw(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
         """End a group that waits here, or one of its outputs, for which no worker need be asked."""

@@ -7,9 +7,9 @@ from scheduler_service.core.outputs import SchedulerOutput
 from scheduler_service.core.planning.worker_groups import Session, groups_in
 from scheduler_service.core.suspects import rule
 
-# A worker that has not answered a step after MOST_OVERDUE times what it should take, and after OVERDUE_SECONDS, has
+# A worker that has not answered a step after MAX_OVERDUE times what it should take, and after OVERDUE_SECONDS, has
 # failed by then: however much later it counts as lost, it did not serve in that time.
-MOST_OVERDUE = 4
+MAX_OVERDUE = 4
 OVERDUE_SECONDS = 1.0
 
 
@@ -66,9 +66,9 @@ class Evidence:
         return ended
 
     def _seconds_in_flight(self, now: float) -> float:
-        """For how many seconds a worker that is lost now may have worked on steps: see MOST_OVERDUE."""
+        """For how many seconds a worker that is lost now may have worked on steps: see MAX_OVERDUE."""
         if not self._in_flight.outputs:
             return 0.0
         expected = self._balancer.times.seconds(self._in_flight.num_tokens)
-        most = max(OVERDUE_SECONDS, MOST_OVERDUE * expected * 1000 / self._member.speed)
+        most = max(OVERDUE_SECONDS, MAX_OVERDUE * expected * 1000 / self._member.speed)
         return min(max(0.0, now - self._in_flight.began_at), most)

@@ -26,7 +26,7 @@ without any; it should not change much faster than the request comes to be alone
   row, must find less than a millionth / (k (k + 1)). That is a bound for each request, not for all: of a million that
   live through storms of kills one may be ended.
 - Without time of others nothing is evidence: a suspect that was lost alone twice waits until workers have served
-  without it for CONTROL times its own time, but no longer than MOST_CONTROL_SECONDS for each loss. So the third loss
+  without it for CONTROL times its own time, but no longer than MAX_CONTROL_SECONDS for each loss. So the third loss
   alone is enough, if nothing else is lost meanwhile; if its own time is long, one of the next.
 - A worker that was gone just before a step was sent is noticed in that step: NOTICE_SECONDS before it count as well.
   One that does not answer is lost later than it failed: of a step in flight no more seconds count, for the request and
@@ -48,7 +48,7 @@ CHANCE = 1e-6
 FEWEST_ALONE = 3
 CONTROL = 130
 """The third loss alone, if nothing else is lost, needs x^3 < CHANCE / 2, so x < 1/126."""
-MOST_CONTROL_SECONDS = 30.0
+MAX_CONTROL_SECONDS = 30.0
 NOTICE_SECONDS = 0.01
 
 
@@ -99,7 +99,7 @@ def missing_control(suspicion: Suspicion, background: Background, now: float) ->
     if suspicion.num_alone < FEWEST_ALONE - 1:
         return 0.0
     after_another = suspicion.seconds_alone * (suspicion.num_alone + 1) / suspicion.num_alone
-    wanted = min(CONTROL * after_another, suspicion.others_at_last + MOST_CONTROL_SECONDS)
+    wanted = min(CONTROL * after_another, suspicion.others_at_last + MAX_CONTROL_SECONDS)
     return max(0.0, wanted - _seconds_of_others(suspicion, background, now))
 
 

@@ -10,7 +10,7 @@ before that.
 from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.placement.choice import Placement, PlacementReason
-from scheduler_service.core.planning.queue_view import MOST_LEFT
+from scheduler_service.core.planning.queue_view import MAX_LEFT
 from scheduler_service.core.planning.running import RunningPlanner
 from scheduler_service.core.planning.step import SchedulingBudget, Step
 from scheduler_service.core.planning.waiting import WaitingPlanner
@@ -27,7 +27,7 @@ class SuspectTurns:
         self._balancer = session.balancer
         self._member = session.member
         self._groups = session.groups
-        self._loras = session.loras
+        self._adapters = session.adapters
         self._running = running
         self._admission = admission
 
@@ -37,7 +37,7 @@ class SuspectTurns:
             return running
         if not (self._admission.admits and self._waiting and self._waiting.head.is_suspect):
             return None
-        for group in self._waiting.upcoming(MOST_LEFT, equals=False):
+        for group in self._waiting.upcoming(MAX_LEFT, equals=False):
             if not group.is_suspect:
                 break
             if not (self._hold(group, step) or self._leave(group, step) or self._admission.pass_over(group, step)):
@@ -102,6 +102,6 @@ class SuspectTurns:
         budget.take(num_seqs=self._groups.num_running_seqs)
         if self._admission.status(suspect, budget) is not AllocStatus.LATER:
             return True
-        if not self._groups.running or not self._loras.holds(suspect.lora_name):
+        if not self._groups.running or not self._adapters.holds(suspect.adapter_id):
             return False
         return self._admission.could_make_room(suspect)

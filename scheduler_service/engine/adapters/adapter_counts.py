@@ -4,12 +4,12 @@ from collections import Counter
 
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 
-MOST_COUNTED = 64
+MAX_COUNTED = 64
 OTHERS = "(others)"
 
 
 class AdapterCounts:
-    """Finished requests and their tokens, by the name of the adapter. Names after the first MOST_COUNTED are counted
+    """Finished requests and their tokens, by the name of the adapter. Names after the first MAX_COUNTED are counted
     together, because each name stays a label for ever."""
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class AdapterCounts:
         self.num_output_tokens: Counter[str] = Counter()
 
     def add(self, name: str, finished: FinishedRequest) -> None:
-        if name not in self.num_requests and len(self.num_requests) >= MOST_COUNTED:
+        if name not in self.num_requests and len(self.num_requests) >= MAX_COUNTED:
             name = OTHERS
         self.num_requests[name] += 1
         self.num_prompt_tokens[name] += finished.prompt_tokens

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import structlog
 
 from scheduler_service.core import Scheduler, SchedulerOutput
-from scheduler_service.core.planning.loras import LoraFetch
+from scheduler_service.core.planning.adapters import AdapterFetch
 from scheduler_service.engine.adapters.adapter_files import Adapter, CopyLostError, hand_over
 from scheduler_service.engine.adapters.catalogue import LONG_FETCH_SECONDS, Catalogue, Delivery
 from scheduler_service.engine.worker_link.client import (
@@ -85,13 +85,13 @@ class AdapterFetcher:
         wanted = self._catalogue.wanted
         for fingerprint in held:
             if fingerprint in wanted:
-                self._scheduler.hold_lora(fingerprint)
+                self._scheduler.hold_adapter(fingerprint)
             else:
                 self._to_forget.append(fingerprint)
 
     def holds(self, fingerprint: str) -> bool:
         """Whether the worker has an adapter."""
-        return self._scheduler.loras.holds(fingerprint)
+        return self._scheduler.adapters.holds(fingerprint)
 
     def look_again(self) -> None:
         """Others can be named, or are needed, than before."""
@@ -131,7 +131,7 @@ class AdapterFetcher:
         self.refused.pop(fingerprint, None)
         self._retries.pop(fingerprint, None)
         self._to_try.pop(fingerprint, None)
-        if self._scheduler.drop_lora(fingerprint):
+        if self._scheduler.drop_adapter(fingerprint):
             self._to_forget.append(fingerprint)
             self._wake.set()
 
@@ -170,7 +170,7 @@ class AdapterFetcher:
                 future.set_exception(_over())
                 future.exception()  # as in `_answer`
 
-    def _next(self) -> LoraFetch | None:
+    def _next(self) -> AdapterFetch | None:
         now = time.monotonic()
 
         def may_be_tried(fingerprint: str) -> bool:
@@ -202,8 +202,8 @@ class AdapterFetcher:
             future.set_result(result)
         return True
 
-    async def _bring(self, fetch: LoraFetch) -> None:
-        fingerprint, seconds = fetch.lora_name, None
+    async def _bring(self, fetch: AdapterFetch) -> None:
+        fingerprint, seconds = fetch.adapter_id, None
         self._delivery.fingerprint, self._delivery.since = fingerprint, time.monotonic()
         try:
             if fetch.dropped:

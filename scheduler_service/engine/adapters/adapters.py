@@ -28,7 +28,7 @@ from scheduler_service.wire.codec import WorkerInfo
 
 log = structlog.get_logger()
 
-MOST_HELD = 4096
+MAX_HELD = 4096
 """Most adapters that a worker is believed to hold before its session: its report may be false."""
 
 
@@ -171,7 +171,7 @@ class Adapters:
         """
         if self.catalogue.wanted and not info.max_loras:
             raise WorkerError("the worker takes no adapters; start it with --max-loras, as this scheduler has adapters")
-        held = list(info.adapters[: min(num_places(info), MOST_HELD)])
+        held = list(info.adapters[: min(num_places(info), MAX_HELD)])
         for fingerprint in self.catalogue.contested - set(held):
             if len(held) >= num_places(info) or (adapter := self.catalogue.wanted.get(fingerprint)) is None:
                 continue

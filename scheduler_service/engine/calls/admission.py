@@ -152,16 +152,16 @@ def _num_charged(before: Call, later: Call) -> int:
     old, new = before.group, later.group
     assert old is not None
     assert new is not None
-    is_alike = before.api_key_id == later.api_key_id and old.cache_root == new.cache_root
+    is_same_caller = before.api_key_id == later.api_key_id and old.cache_root == new.cache_root
     is_progress = before.queued_seconds is None or old.num_output_tokens > before.num_resumed
-    if not (is_alike and is_progress):
+    if not (is_same_caller and is_progress):
         return 0
     outputs = zip(old.sequences, new.sequences, strict=False)
     num_prompt_tokens = 0 if new.sampling.needs_all_states else new.num_prompt_tokens
-    return num_prompt_tokens + sum(_num_alike(a.output_token_ids, b.output_token_ids) for a, b in outputs)
+    return num_prompt_tokens + sum(_common_prefix(a.output_token_ids, b.output_token_ids) for a, b in outputs)
 
 
-def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """How many leading tokens two outputs share."""
     most = min(len(one), len(other))
     differing = np.flatnonzero(np.asarray(one[:most]) != np.asarray(other[:most]))

@@ -16,16 +16,16 @@ from scheduler_service.core import SequenceOutput
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.wire.fields import encode_enum
 
-MOST_ROWS = 512
-MOST_LOGPROBS = 1 << 13
+MAX_ROWS = 512
+MAX_LOGPROBS = 1 << 13
 EVENT_WEIGHT = 8
 """Rows and log-probabilities of one message, among which any other event counts as so many: 5 ms of a front end to take
 in, and at most 0.1 MiB."""
-MOST_VECTOR_BYTES = 1 << 18
+MAX_VECTOR_BYTES = 1 << 18
 """Of one event, if it has several vectors."""
 ROW_BYTES = 72
 """Of memory, until a row or a log-probability is taken."""
-MOST_WAITING = 1 << 14
+MAX_WAITING = 1 << 14
 STUCK_SECONDS = 0.1
 """While more rows wait, or events that weigh as much, no further step's answer is taken in, so that workers are as fast
 as front ends take tokens. A front end that takes nothing for so long is not waited for: it has stopped, and the others
@@ -95,7 +95,7 @@ class Outbox:
         if gained.vectors:
             self._tell_vectors(event, gained)
             return
-        at_once = max(1, MOST_LOGPROBS // len(positions[0].token_ids)) if positions else 1
+        at_once = max(1, MAX_LOGPROBS // len(positions[0].token_ids)) if positions else 1
         start = 0
         while len(positions) - start > at_once:
             part = pb.OutputGained(index=gained.sequence.index, prompt_start=gained.prompt_start + start)
@@ -109,7 +109,7 @@ class Outbox:
         """Append them; `last` is the last of their events."""
         pooling, vectors, start = gained.sequence.sampling.pooling, memoryview(gained.vectors), gained.prompt_start
         assert pooling is not None
-        at_once = max(1, MOST_VECTOR_BYTES // pooling.vector_bytes)
+        at_once = max(1, MAX_VECTOR_BYTES // pooling.vector_bytes)
         num_bytes = at_once * pooling.vector_bytes
         while len(vectors) > num_bytes:
             part = pb.OutputGained(index=gained.sequence.index, prompt_start=start)
@@ -130,7 +130,7 @@ class Outbox:
     @property
     def has_room(self) -> bool:
         """Whether little enough waits that a further step's answer can be taken in."""
-        return self._weight <= MOST_WAITING
+        return self._weight <= MAX_WAITING
 
     async def room(self) -> None:
         """Wait while too much waits, as long as the front end takes something now and then."""
@@ -147,7 +147,7 @@ class Outbox:
         """The next message; an empty one when there is nothing more."""
         self._taken.set()
         self._is_stuck = False
-        message, num_rows, left = pb.AttachResponse(), min(MOST_ROWS, len(self.outputs)), MOST_LOGPROBS
+        message, num_rows, left = pb.AttachResponse(), min(MAX_ROWS, len(self.outputs)), MAX_LOGPROBS
         while self._events and (row := self._events[0][0] - self._num_taken) <= num_rows:
             _, event, bulk = self._events[0]
             weight = EVENT_WEIGHT + bulk.weight

@@ -12,7 +12,7 @@ log = structlog.get_logger()
 FIRST_PAUSE_SECONDS = 0.1
 LAST_PAUSE_SECONDS = 5.0
 END_SECONDS = 5.0
-MOST_DEAF_SECONDS = 60.0
+MAX_DEAF_SECONDS = 60.0
 """How often it is seen whether a process listens. On a busy machine it starts in seconds; before it listens the engine
 does not know its process id, and so could not end it if it hangs."""
 
@@ -85,10 +85,10 @@ async def _end(process: asyncio.subprocess.Process, listens: Callable[[int], boo
     """Wait for its end, and bring it about when it does not listen: it hangs on its way there, or on its way out."""
     while True:
         try:
-            return await asyncio.wait_for(process.wait(), MOST_DEAF_SECONDS)
+            return await asyncio.wait_for(process.wait(), MAX_DEAF_SECONDS)
         except TimeoutError:
             if not listens(process.pid):
-                log.error("front end does not listen and is ended", seconds=MOST_DEAF_SECONDS)
+                log.error("front end does not listen and is ended", seconds=MAX_DEAF_SECONDS)
                 _kill(process)
                 return await process.wait()
 

@@ -32,7 +32,7 @@ STATISTICS_SECONDS = 1.0
 SHOW_SECONDS = 10.0
 """How long the service waits to call itself ready until every front end shows it."""
 BEAT_SECONDS = 5.0
-MOST_SILENT_SECONDS = 30.0
+MAX_SILENT_SECONDS = 30.0
 """A front end is asked that often for what it has counted, so that little is lost if it is killed; one that does not
 answer for so long hangs, and nothing else would tell: new connections go to it as well."""
 
@@ -215,9 +215,9 @@ class FrontEndConnection:
 
     async def watch(self) -> None:
         """Return when the front end hangs, and end its process."""
-        while await self.ask_counts(MOST_SILENT_SECONDS):  # noqa: ASYNC110
+        while await self.ask_counts(MAX_SILENT_SECONDS):  # noqa: ASYNC110
             await asyncio.sleep(BEAT_SECONDS)
-        log.error("front end hangs and is ended", seconds=MOST_SILENT_SECONDS)
+        log.error("front end hangs and is ended", seconds=MAX_SILENT_SECONDS)
         self._front_ends.kill(self.process_id)
 
     async def watch_backlog(self) -> None:
@@ -322,5 +322,5 @@ class FrontEndConnection:
             log.error("request could not be queued", key=call.key, exc_info=error)
             call.tell(answer=pb.Answer(code=_INTERNAL.code.value[0], message=str(_INTERNAL)))
             return False
-        call.tell(answer=pb.Answer(lora_fingerprint=call.adapter))
+        call.tell(answer=pb.Answer(adapter_id=call.adapter))
         return True

@@ -26,16 +26,16 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
     if answer.num_tokens or answer.num_draft_tokens:
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
         gained, verified = answer.num_tokens or itertools.repeat(1), answer.num_draft_tokens or itertools.repeat(0)
-        for sequence, num_tokens, num_guesses in zip(sampled, gained, verified, strict=False):
+        for sequence, num_tokens, num_drafts in zip(sampled, gained, verified, strict=False):
             # What is said of a sequence that has left the worker is bounded as well: it is counted.
-            if num_guesses > (room := output.num_draft_tokens.get(sequence, 0)):
-                raise ValueError(f"the worker verified {num_guesses} guesses for sequence {sequence.id}, not {room}")
+            if num_drafts > (room := output.num_draft_tokens.get(sequence, 0)):
+                raise ValueError(f"the worker verified {num_drafts} guesses for sequence {sequence.id}, not {room}")
             has_left = sequence in output.dropped
             has_failed = not has_left and sequence.id in answer.failed_sequence_ids
             is_late = not num_tokens and not has_left
             if is_late and not sequence.sampling.form:
                 raise ValueError(f"the worker returned no token for sequence {sequence.id}, which has no form")
-            if num_tokens > (1 if has_failed else 1 + num_guesses):
+            if num_tokens > (1 if has_failed else 1 + num_drafts):
                 raise ValueError(f"the worker returned {num_tokens} tokens for sequence {sequence.id}")
             if not has_left:
                 num_gained[sequence.id] = num_tokens

@@ -14,7 +14,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.engine.sessions.worker_fleet import WorkerFleet
 from scheduler_service.engine.sessions.worker_session import WorkerSession
 from scheduler_service.engine.worker_link.client import DrainedError, SupersededError, UnreachableError, WorkerError
-from scheduler_service.engine.workers.guesses import proposer_of
+from scheduler_service.engine.workers.drafts import proposer_of
 from scheduler_service.engine.workers.worker import Worker
 from scheduler_service.wire.codec import WorkerInfo
 
@@ -27,7 +27,7 @@ RETRIES_PER_SECOND = 100
 LONG_RETRY_SECONDS = 30.0
 """Seconds between attempts at a worker that another scheduler has, or that fails in every step while others serve."""
 FIRST_FAILING_RETRY_SECONDS = 5.0
-MOST_OF_A_REASON = 500
+MAX_OF_A_REASON = 500
 
 
 class WorkerLoop:
@@ -60,7 +60,7 @@ class WorkerLoop:
             try:
                 await self._serve()
             except WorkerError as error:
-                reason = str(error)[:MOST_OF_A_REASON]  # part of it may be what the worker said
+                reason = str(error)[:MAX_OF_A_REASON]  # part of it may be what the worker said
                 worker.is_superseded = isinstance(error, SupersededError)
                 is_starting = isinstance(error, UnreachableError) and not worker.epoch
                 if is_starting or isinstance(error, DrainedError):
@@ -96,7 +96,7 @@ class WorkerLoop:
             raise
         self._check_is_available(info)
         worker.instance_id = info.instance_id
-        worker.guesses.proposer = proposer_of(info.features)
+        worker.drafts.proposer = proposer_of(info.features)
         worker.epoch = worker.client.epoch
         worker.is_superseded = False
         stream = worker.client.open_session(worker.epoch, worker.split)

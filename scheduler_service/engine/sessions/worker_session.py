@@ -94,7 +94,7 @@ class WorkerSession:
                     num_swaps = scheduler.num_preemptions[PreemptionMode.SWAP]
                     requests.swapped(list(scheduler.swapped))
                 workers.wake_for(output)
-                self._fetcher.lack(output.lacking_loras)
+                self._fetcher.lack(output.lacking_adapters)
                 ask_again_at = output.ask_again_at
                 if not output.is_empty:
                     worker.in_flight.append(output)
@@ -127,7 +127,7 @@ class WorkerSession:
             try:
                 check_answer(output, answer, vocabulary_size)
                 gained = scheduler.update_from_output(output, answer, time.monotonic())
-                worker.guesses.take(answer)
+                worker.drafts.take(answer)
             except ValueError as error:
                 raise WorkerError(str(error)) from error
             worker.in_flight.popleft()

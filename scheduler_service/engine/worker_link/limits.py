@@ -9,7 +9,7 @@ from pagewire_common.sampling import MAX_N
 from pagewire_common.start_error import StartError
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.config import blocks_within_window, default_prefill_chunk
-from scheduler_service.settings import MOST_BATCHED_TOKENS, MOST_SEQS, SchedulerSettings
+from scheduler_service.settings import MAX_BATCHED_TOKENS, MAX_SEQS, SchedulerSettings
 from scheduler_service.wire.codec import WorkerInfo
 
 LARGEST_STEPS_BEFORE_TIMEOUT = 10
@@ -48,12 +48,12 @@ def _num_own_blocks(info: WorkerInfo) -> int:
 
 def max_num_batched_tokens(settings: SchedulerSettings, info: WorkerInfo) -> int:
     """The most tokens in one step of this worker."""
-    return min(settings.max_num_batched_tokens or MOST_BATCHED_TOKENS, info.max_num_batched_tokens)
+    return min(settings.max_num_batched_tokens or MAX_BATCHED_TOKENS, info.max_num_batched_tokens)
 
 
 def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
     """The most sequences in one step of this worker; each takes at least one token of the step."""
-    return min(settings.max_num_seqs or MOST_SEQS, info.max_num_seqs, max_num_batched_tokens(settings, info))
+    return min(settings.max_num_seqs or MAX_SEQS, info.max_num_seqs, max_num_batched_tokens(settings, info))
 
 
 def settings_above(settings: SchedulerSettings, info: WorkerInfo) -> dict[str, tuple[int, int]]:

@@ -7,8 +7,8 @@ from collections import deque
 from scheduler_service.core import Scheduler, SchedulerOutput
 from scheduler_service.engine.worker_link.client import WorkerClient
 from scheduler_service.engine.worker_link.step_split import StepSplit
+from scheduler_service.engine.workers.drafts import Drafts
 from scheduler_service.engine.workers.fetch_counts import FetchCounts
-from scheduler_service.engine.workers.guesses import Guesses
 from scheduler_service.statistics.counts import STEP_BOUNDS, Histogram
 
 
@@ -39,7 +39,7 @@ class Worker:
         self.num_preemptions = 0  # of earlier sessions
         self.num_losses = 0  # sessions that ended otherwise than by being drained
         self.fetch_counts = FetchCounts()  # of all sessions
-        self.guesses = Guesses()  # of all sessions
+        self.drafts = Drafts()  # of all sessions
         self.is_wanted = True
         """Whether to connect again when the session is over."""
         self.last_error = "not connected yet"

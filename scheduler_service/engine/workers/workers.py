@@ -13,7 +13,7 @@ from scheduler_service.engine.workers.worker import Worker
 
 log = structlog.get_logger()
 
-MOST_WORKERS = 3
+MAX_WORKERS = 3
 """Whose reasons an error has."""
 UNSERVED_SECONDS = 2.5
 """Seconds without a worker after which a shutdown waits no longer: attempts to connect are at most 2 s apart."""
@@ -81,7 +81,7 @@ class Workers:
         workers = self.all
         reasons = [
             f"{worker.client.address}: {'it is drained or shuts down' if worker.draining else worker.last_error}"
-            for worker in workers[:MOST_WORKERS]
+            for worker in workers[:MAX_WORKERS]
         ]
         left = len(workers) - len(reasons)
         return "; ".join([*reasons, *([f"and {left} more"] if left else [])])

@@ -15,7 +15,7 @@ from scheduler_service.frontend.calls.text_calls import TextCall
 from scheduler_service.frontend.checking.checks import invalid
 from scheduler_service.frontend.checking.text_items import encode_texts, most_tokens
 from scheduler_service.frontend.link.engine_link import EngineLink
-from scheduler_service.frontend.model import MOST_SCORED
+from scheduler_service.frontend.model import MAX_SCORED
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.text.tokenization import Text
 from scheduler_service.wire.submission import floats
@@ -44,7 +44,7 @@ async def score(link: EngineLink, request: pb.ScoreRequest, context: Context) ->
 
 async def _scores_of_pairs(call: TextCall, request: pb.ScoreRequest) -> list[float]:
     model, scores = call.model, [0.0] * len(request.documents)
-    if model.num_labels > MOST_SCORED:
+    if model.num_labels > MAX_SCORED:
         reason = f"this model tells {model.num_labels} classes apart; a score needs one class or two"
         raise RequestError(grpc.StatusCode.UNIMPLEMENTED, reason)
 

@@ -34,7 +34,7 @@ from scheduler_service.frontend.speech.transcript import Segment, Transcript
 from scheduler_service.frontend.speech.words import Word, timed_words
 from scheduler_service.wire.sampling import RequestSampling
 
-LEAST_STEP = SAMPLE_RATE
+MIN_STEP = SAMPLE_RATE
 """Samples from one window to the next: a text that ends sooner, before another that does not end, has been made up."""
 SAMPLES_PER_TOKEN = round(SAMPLE_RATE * SECONDS_PER_TIMESTAMP)
 """Samples for each token of the encoder's output."""
@@ -136,7 +136,7 @@ class _SpeechCall(PartedCall):
                     own, times = times[: len(segment.token_ids) + 1], times[len(segment.token_ids) :]
                     words = timed_words(segment, own, language, await self._prefixes(segment))
                 yield await self._encode(segment, begins, silence, words)
-            start += max(round(transcript.next * SAMPLE_RATE), LEAST_STEP)
+            start += max(round(transcript.next * SAMPLE_RATE), MIN_STEP)
             self._seconds = sound.seconds
         if not start:
             invalid(TOO_SHORT)

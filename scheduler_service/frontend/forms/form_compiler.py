@@ -25,9 +25,9 @@ from scheduler_service.frontend.limited.limited_work import connect_to_the_front
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MOST_KEPT = 32 << 20
+MAX_KEPT = 32 << 20
 """Bytes of memory that a process may go on with, of which it has 20 MiB at its start."""
-MOST_GRAMMAR = 256 << 10
+MAX_GRAMMAR = 256 << 10
 """Characters of a schema as llguidance gets it: closed, it may be larger than what the client has sent."""
 
 _JSON_OPTIONS: "JsonCompileOptions" = {
@@ -88,8 +88,8 @@ def _schema_grammar(text: str, closes_objects: bool) -> str:
         grammar = LLMatcher.grammar_from_json_schema(write_schema(rewrite_numbers(schema)), overrides=options)
     except NumberError:
         grammar = LLMatcher.grammar_from_lark(schema_grammar(schema, options))
-    if len(grammar) > MOST_GRAMMAR:
-        raise SchemaError(f"its grammar has {len(grammar)} characters; at most {MOST_GRAMMAR} can be followed")
+    if len(grammar) > MAX_GRAMMAR:
+        raise SchemaError(f"its grammar has {len(grammar)} characters; at most {MAX_GRAMMAR} can be followed")
     return grammar
 
 
@@ -108,4 +108,4 @@ def _answer(message: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    serve(connect_to_the_front_end(), _answer, MOST_KEPT)
+    serve(connect_to_the_front_end(), _answer, MAX_KEPT)

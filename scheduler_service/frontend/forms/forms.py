@@ -15,21 +15,21 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.forms import MOST_SECONDS
+from pagewire_common.forms import MAX_SECONDS
 from scheduler_service.frontend.limited.limited_process import LimitedProcess, LimitedProcesses, LimitError, Limits
 
 MAX_FORM_BYTES = 64 << 10
 MAX_CHOICES = 1024
-MOST_KEPT_BYTES = 4 << 20
+MAX_KEPT_BYTES = 4 << 20
 """Bytes of kept grammars and of kept reasons for refusals."""
 REFUSAL_SECONDS = 60.0
 """A form is compiled again after so long since it was refused: whether it took too long depends on the machine, too."""
-MOST_REASON = 500
+MAX_REASON = 500
 """Characters of what is wrong with a form."""
 NUM_COMPILERS = 2
-MOST_MEMORY = 256 << 20
+MAX_MEMORY = 256 << 20
 """Bytes of data of a process that compiles, of which it has 13 MiB at its start. A schema of 50 KB with 1,800
-properties takes it to 34 MiB, and nothing was found that takes more than 90 within `MOST_SECONDS`."""
+properties takes it to 34 MiB, and nothing was found that takes more than 90 within `MAX_SECONDS`."""
 
 
 class FormError(ValueError):
@@ -75,14 +75,14 @@ class Forms:
         _, old, _ = self._grammars.pop(digest, ("", "", 0.0))  # it was refused
         self._grammars[digest] = grammar, error, time.monotonic()
         self._num_bytes += len(grammar) + len(error) - len(old)
-        while self._num_bytes > MOST_KEPT_BYTES:
+        while self._num_bytes > MAX_KEPT_BYTES:
             _, (grammar, error, _) = self._grammars.popitem(last=False)
             self._num_bytes -= len(grammar) + len(error)
 
 
 def _compile(compiler: LimitedProcess, form: bytes) -> tuple[str, str]:
     try:
-        grammar, error = json.loads(compiler.ask(form, Limits(MOST_SECONDS, MOST_MEMORY)))
+        grammar, error = json.loads(compiler.ask(form, Limits(MAX_SECONDS, MAX_MEMORY)))
     except LimitError as limit:
         grammar, error = "", f"{limit} to compile"
     return ("", _short(error)) if error else (grammar, "")
@@ -105,4 +105,4 @@ def _texts(kind: str, sampling: pb.SamplingParams) -> Sequence[str]:
 
 def _short(reason: str) -> str:
     line = " ".join(reason.split())
-    return line if len(line) <= MOST_REASON else f"{line[:MOST_REASON]}…"
+    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}…"

@@ -5,24 +5,24 @@ from typing import Any
 
 from scheduler_service.frontend.forms.schema_text import SchemaError, path_to, schemas_in
 
-MOST = (1 << 31) - 1
+MAX = (1 << 31) - 1
 """No output has so many characters, items or keys."""
-_LEAST = ("minLength", "minItems", "minProperties", "minContains")
-_MOST = ("maxLength", "maxItems", "maxProperties", "maxContains")
+_MIN = ("minLength", "minItems", "minProperties", "minContains")
+_MAX = ("maxLength", "maxItems", "maxProperties", "maxContains")
 
 
 def rewrite_counts(schema: Any) -> None:
     """Changes the schema. Raises SchemaError for what is no count, or one that no output reaches."""
     for part, path in schemas_in(schema):
-        for keyword in (*_LEAST, *_MOST):
+        for keyword in (*_MIN, *_MAX):
             if keyword not in part:
                 continue
             value, where = part[keyword], path_to(path, keyword)
             if not isinstance(value, int | Decimal) or isinstance(value, bool) or value < 0 or value != int(value):
                 raise SchemaError(f"{where} is {str(value)[:40]}; it must be a whole number from 0 on")
-            if value <= MOST:
+            if value <= MAX:
                 part[keyword] = int(value)
-            elif keyword in _LEAST:
+            elif keyword in _MIN:
                 raise SchemaError(f"{where} is {value:.4g}, which no output reaches")
             else:
                 del part[keyword]

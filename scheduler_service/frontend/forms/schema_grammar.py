@@ -28,7 +28,7 @@ _OF_TYPES = {
 }
 _NOTES = ("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "deprecated", "discriminator",
           "readOnly", "writeOnly", *ANNOTATIONS)  # fmt: skip
-MOST_RULES = 20_000
+MAX_RULES = 20_000
 
 
 def schema_grammar(schema: Any, options: "JsonCompileOptions") -> str:
@@ -52,7 +52,7 @@ class _Writer:
 
     def _rule(self, body: str, *, is_terminal: bool = False) -> str:
         name = f"{'N' if is_terminal else 'n'}{len(self._rules)}"
-        if len(self._rules) > MOST_RULES:
+        if len(self._rules) > MAX_RULES:
             raise SchemaError("it is too large for one with numbers that no double holds")
         self._rules.append(f"{name}: {body}")
         return name

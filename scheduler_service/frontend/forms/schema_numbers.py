@@ -14,17 +14,17 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 from scheduler_service.frontend.forms.schema_text import ANNOTATIONS, SCHEMAS_BY_NAME, SchemaError, path_to
 
-MOST_INTEGER = (1 << 63) - 1024
+MAX_INTEGER = (1 << 63) - 1024
 """The largest double below 2^63."""
 DIGITS, DECIMALS = 15, 18
 """Significant digits that every double holds, and decimals that llguidance reads of a bound."""
-MOST_NUMBER = Decimal("9.2e18")
+MAX_NUMBER = Decimal("9.2e18")
 """The largest bound of numbers: llguidance reads digits before the point as 64 bits."""
 FULL = 10**18
 """The least number that may have more digits than 64 bits hold."""
-MOST_LOST = 1 << 10
+MAX_LOST = 1 << 10
 """One of so many integers, at most, may be lost where bounds are rounded to doubles."""
-MOST_MULTIPLE = 1 << 32
+MAX_MULTIPLE = 1 << 32
 
 _MERGING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
@@ -105,12 +105,12 @@ def _is_number(value: Any) -> TypeGuard[int | Decimal]:
 def _integers(low: _Bound | None, high: _Bound | None, path: str) -> tuple[int | None, int | None]:
     """The first and the last integer within the bounds, of those that are doubles."""
     wanted = [None if end is None else _first_integer(end) for end in (low, high)]
-    ends = [None if end is None else _next_double(max(end, -MOST_INTEGER)) for end in wanted]
-    _close(ends, MOST_INTEGER, path)
+    ends = [None if end is None else _next_double(max(end, -MAX_INTEGER)) for end in wanted]
+    _close(ends, MAX_INTEGER, path)
     first, last = ends
     if first is not None and last is not None:
         lost = sum(new - old for new, old in zip(ends, wanted, strict=True) if new is not None and old is not None)
-        if lost * MOST_LOST > 1 - last - first:
+        if lost * MAX_LOST > 1 - last - first:
             raise NumberError(
                 f"{path} has bounds beyond 2^53 (minimum, maximum) between which too few integers can be written"
             )
@@ -131,13 +131,13 @@ def _next_double(value: int) -> int:
 def _numbers(low: _Bound | None, high: _Bound | None, path: str) -> tuple[Decimal | None, Decimal | None]:
     """Bounds that are not excluded, of so many digits that llguidance reads them as they are."""
     ends = [None if end is None else _first_number(end) for end in (low, high)]
-    _close(ends, MOST_NUMBER, path)
+    _close(ends, MAX_NUMBER, path)
     first, last = ends
     return first, None if last is None else -last + 0  # not -0
 
 
 def _first_number(bound: _Bound) -> Decimal:
-    value = max(Decimal(bound.value), -MOST_NUMBER)
+    value = max(Decimal(bound.value), -MAX_NUMBER)
     rounded = Context(prec=DIGITS, rounding=ROUND_CEILING).plus(value)
     if rounded.adjusted() - len(rounded.as_tuple().digits) + 1 < -DECIMALS:
         rounded = rounded.quantize(Decimal(1).scaleb(-DECIMALS), rounding=ROUND_CEILING)
@@ -162,7 +162,7 @@ def _check_values(value: Any, path: str) -> None:
         if number != int(number):
             is_exact = Decimal(repr(float(number))) == number
         else:
-            is_exact = abs(int(number)) <= MOST_INTEGER and int(float(number)) == number
+            is_exact = abs(int(number)) <= MAX_INTEGER and int(float(number)) == number
         if not is_exact:
             raise NumberError(f"{where} is {number}, which has more digits than can be followed; a string holds them")
 
@@ -185,12 +185,12 @@ def _check_multiple(value: Any, path: str) -> None:
 
 def _multiple(value: int | Decimal) -> tuple[int, int] | None:
     """The integer and the power of 10 that it is divided by, as llguidance has them; None if they are not the value."""
-    if value >= MOST_MULTIPLE:
+    if value >= MAX_MULTIPLE:
         return None
     read, exponent = float(value), 0
     while read % 1:
         read, exponent = read * 10, exponent + 1
-    if read >= MOST_MULTIPLE or Decimal(int(read)).scaleb(-exponent) != value:
+    if read >= MAX_MULTIPLE or Decimal(int(read)).scaleb(-exponent) != value:
         return None
     return int(read), exponent
 
@@ -203,7 +203,7 @@ def _check_multiples(schema: Any) -> None:
     decimals = max((exponent for _, exponent in multiples), default=0)
     numbers = [number * 10 ** (decimals - exponent) for number, exponent in multiples]
     may_merge = any(keyword in _MERGING for keyword, _ in keywords)
-    if may_merge and math.lcm(*numbers) * max(numbers, default=1) >= MOST_MULTIPLE:
+    if may_merge and math.lcm(*numbers) * max(numbers, default=1) >= MAX_MULTIPLE:
         raise SchemaError(f"its multiples (multipleOf) are too large to be followed beside {', '.join(_MERGING)}")
 
 

@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-MOST_DIGITS = 400
+MAX_DIGITS = 400
 """The most digits of a number. The largest double has 309 digits before the point."""
 
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -86,15 +86,15 @@ def schemas_in(node: Any, path: str = "#", *, is_schema: bool = True) -> Iterato
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
-        raise SchemaError(f"it has a number of {len(digits)} digits; at most {MOST_DIGITS} are allowed")
+    if len(digits) > MAX_DIGITS:
+        raise SchemaError(f"it has a number of {len(digits)} digits; at most {MAX_DIGITS} are allowed")
     return int(digits)
 
 
 def _decimal(digits: str) -> Decimal:
     value = Decimal(digits)
-    if len(digits) > MOST_DIGITS or (value and abs(value.adjusted()) > MOST_DIGITS):
-        raise SchemaError(f"it has the number {digits[:20]}…; at most {MOST_DIGITS} digits are allowed")
+    if len(digits) > MAX_DIGITS or (value and abs(value.adjusted()) > MAX_DIGITS):
+        raise SchemaError(f"it has the number {digits[:20]}…; at most {MAX_DIGITS} digits are allowed")
     return value
 
 

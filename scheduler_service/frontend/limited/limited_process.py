@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-MOST_STARTS = 2
+MAX_STARTS = 2
 """Processes that are started for one piece of work. A first kill from outside is not its fault; a second may be."""
 DEAF_SECONDS = 30
 """Seconds without an answer after which a process counts as stuck. It starts in 0.1 s, and work ends by its limit."""
@@ -55,7 +55,7 @@ class LimitedProcess:
 
     def ask(self, message: bytes, limits: Limits) -> bytes:
         """The answer to a message. Raises LimitError, RequestError."""
-        for _ in range(MOST_STARTS):
+        for _ in range(MAX_STARTS):
             try:
                 connection = self._connection or self._start()
                 connection.send_bytes(LIMITS.pack(*limits) + message)

@@ -73,7 +73,7 @@ class EngineCall:
         )
         with self._link.count_waiting(num_bytes):
             answer = await self._link.connection.ask(self.number, admit=admit)
-        return answer.lora_fingerprint
+        return answer.adapter_id
 
     async def hold(self, num_bytes: int) -> None:
         """Take so much more memory, for texts of this call. Raises RequestError."""

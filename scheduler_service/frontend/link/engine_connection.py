@@ -24,7 +24,7 @@ OPTIONS = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 64 << 10),
 )
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Bytes of a message with several events to the engine: 1 ms to parse."""
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 GONE = RequestError(grpc.StatusCode.UNAVAILABLE, "the engine is gone; resume the request when the server is back")
@@ -107,7 +107,7 @@ class EngineConnection:
             num_bytes = num_events = 0
             for event in self._events:
                 num_bytes += event.ByteSize()
-                if num_bytes > MOST_BYTES and num_events:
+                if num_bytes > MAX_BYTES and num_events:
                     break
                 num_events += 1
             message = pb.AttachRequest(events=self._events[:num_events])

@@ -9,7 +9,7 @@ from pagewire_common.calls.errors import RequestError, RequestLimits
 from scheduler_service.frontend.model import ServedModel
 
 MIN_REQUEST_BYTES = 1 << 20
-MOST_SOUND_BYTES = 16 << 20
+MAX_SOUND_BYTES = 16 << 20
 BYTES_PER_TOKEN = 12
 """Bytes of a message for each token of the largest prompt. A token id takes at most 3 of them, a token of text 4 or 5,
 and of code up to 10. A MiB takes 3 to 7 ms to parse.
@@ -33,7 +33,7 @@ def request_limits(model: ServedModel | None) -> RequestLimits:
 
 def max_sound_bytes(model: ServedModel | None) -> int:
     """Further bytes of a message, for a sound, which is not parsed."""
-    return MOST_SOUND_BYTES if model is not None and model.feature_bytes else 0
+    return MAX_SOUND_BYTES if model is not None and model.feature_bytes else 0
 
 
 class WaitingCalls:

@@ -9,7 +9,7 @@ from scheduler_service.frontend.link.engine_connection import EngineConnection
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.text.tokenization import without_panic
 
-MOST_REASON = 300
+MAX_REASON = 300
 """Characters of why the model cannot be loaded."""
 
 
@@ -62,4 +62,4 @@ def _reason(error: Exception) -> str:
     """The reason of an error in loading, in one line, without the folder that the files were in."""
     text = re.sub(r"[^\s'\"]*/pagewire-[^/\s'\"]*/?", "", str(error))
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split()) or type(error).__name__
-    return line if len(line) <= MOST_REASON else f"{line[:MOST_REASON]}…"
+    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}…"

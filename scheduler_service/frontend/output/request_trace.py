@@ -18,9 +18,9 @@ from scheduler_service.frontend.output.request import GenerationRequest
 CHAT, TEXT_COMPLETION, EMBEDDINGS = "chat", "text_completion", "embeddings"
 """Operations, as those conventions name them; they have no names for the others."""
 SCORE, TRANSCRIPTION = "score", "transcription"
-MOST_PHASES = 64
+MAX_PHASES = 64
 """Spans of one call within that of all of it: one whose request is preempted again and again has no more."""
-MOST_REQUESTS = 16
+MAX_REQUESTS = 16
 """Requests of one call that have spans: Embed may have 2,048 texts."""
 
 
@@ -84,7 +84,7 @@ class CallTrace:
         """One more request of the call, which has these attributes in its spans. None if it is to have no spans: the
         trace is not sampled, or others of the call have them.
         """
-        if not self._span.is_recording() or len(self._requests) >= MOST_REQUESTS:
+        if not self._span.is_recording() or len(self._requests) >= MAX_REQUESTS:
             return None
         request = RequestTrace(self, {f"pagewire.{name}": value for name, value in attributes.items()})
         self._requests.append(request)
@@ -93,7 +93,7 @@ class CallTrace:
     def start_phase(self, name: str, at: float, attributes: Mapping[str, Any]) -> Span | None:
         """None where the call has spans enough."""
         self._num_phases += 1
-        if self._num_phases > MOST_PHASES:
+        if self._num_phases > MAX_PHASES:
             return None
         return self._tracer.start_span(name, self._context, attributes=attributes, start_time=self.ns(at))
 

@@ -15,15 +15,15 @@ import numpy.typing as npt
 from scheduler_service.frontend.speech.sound_error import SoundError, broken, unreadable
 
 CODECS = ("aac", "opus", "vorbis", "mp3float", "flac", "alac")
-_MOST_STREAMS = 16
-_MOST_FRAME_SAMPLES = 1 << 17
+_MAX_STREAMS = 16
+_MAX_FRAME_SAMPLES = 1 << 17
 """Samples of a packet. A head may claim 16 million of 8 channels, which FFmpeg would reserve 512 MB for."""
-_MOST_PACKETS = 1 << 19
+_MAX_PACKETS = 1 << 19
 """Packets of a file: an hour of AAC at 48,000 samples a second has 168,750, and 16 MiB may have millions of empty
 ones."""
 
 
-_LEAST_SAMPLE_BYTES = 8
+_MIN_SAMPLE_BYTES = 8
 """Bytes of a file for each sample of a fragment. FFmpeg reserves 36 bytes for each that a fragment's head claims: 2.4
 GB for 2^26 of them, in a file of 10 KB. A frame of AAC has a hundred bytes and more."""
 
@@ -36,7 +36,7 @@ def _check_fragments(data: bytes) -> None:
     while place >= 0:
         num_samples += int.from_bytes(data[place + 8 : place + 12], "big")
         place = data.find(b"trun", place + 4)
-    if num_samples > len(data) // _LEAST_SAMPLE_BYTES:
+    if num_samples > len(data) // _MIN_SAMPLE_BYTES:
         raise SoundError(f"data has fragments of {num_samples} samples, for which it has too few bytes")
 
 
@@ -57,7 +57,7 @@ class Container:
                     "codec_whitelist": ",".join(CODECS),
                     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm",
                     "protocol_whitelist": "",
-                    "max_streams": str(_MOST_STREAMS),
+                    "max_streams": str(_MAX_STREAMS),
                 },
                 metadata_errors="ignore",
             )
@@ -72,7 +72,7 @@ class Container:
             name = "an unknown codec" if codec is None else codec.name
             raise SoundError(f"data has a sound in {name}; {', '.join(CODECS).replace('mp3float', 'mp3')} are heard")
         codec.thread_count = 1
-        codec.options = {"max_samples": str(_MOST_FRAME_SAMPLES), "err_detect": "explode"}
+        codec.options = {"max_samples": str(_MAX_FRAME_SAMPLES), "err_detect": "explode"}
         self._num_read = 0
         self.samplerate = 0
         self._blocks = self._decoded()
@@ -105,8 +105,8 @@ class Container:
         resampler = av.AudioResampler(format="flt")  # which only changes how numbers are stored
         try:
             for number, packet in enumerate(self._container.demux(self._stream)):
-                if number == _MOST_PACKETS:
-                    raise SoundError(f"data has more than {_MOST_PACKETS} packets")
+                if number == _MAX_PACKETS:
+                    raise SoundError(f"data has more than {_MAX_PACKETS} packets")
                 for frame in packet.decode():
                     if self.samplerate not in (0, frame.sample_rate):
                         raise SoundError("data is of several rates; send a file with one")

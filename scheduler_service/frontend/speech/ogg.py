@@ -12,7 +12,7 @@ _HEAD = struct.Struct("<5xB8xII4sx")
 _FIRST_PAGE = 2
 """The flag of a stream's."""
 _CHECKSUM = slice(22, 26)
-_MOST_PAGES = 1 << 18
+_MAX_PAGES = 1 << 18
 """Pages of a file: an hour has 180,000 of 20 ms. Python takes 3 µs a page (AMD EPYC), and 16 MB may have 600,000."""
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 """Bytes with their bits in the other order, in which Ogg's checksum is that of zlib."""
@@ -27,7 +27,7 @@ def flaw(data: bytes) -> str | None:
     """
     expected: tuple[int, int] | None = None
     end = 0
-    for _ in range(_MOST_PAGES):
+    for _ in range(_MAX_PAGES):
         if (at := data.find(_MARK, end)) < 0:
             return None
         if (end := _end(data, at)) > len(data):
@@ -40,7 +40,7 @@ def flaw(data: bytes) -> str | None:
         if expected is not None and expected != (stream, number):
             return f"is damaged: page {expected[1]} is missing"
         expected = stream, number + 1
-    return f"has {_MOST_PAGES} pages or more"
+    return f"has {_MAX_PAGES} pages or more"
 
 
 def _end(data: bytes, at: int) -> int:

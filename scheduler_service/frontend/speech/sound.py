@@ -32,7 +32,7 @@ _UNKNOWN_FRAMES = 1 << 50
 """Least number of frames that libsndfile states for a FLAC or MP3 whose head does not state its length."""
 _ENDLESS_BYTES = 1 << 56
 """A size of which the least that is guessed is unknown, at 1,728 bytes for 384 samples, and the most has 63 bits."""
-_MOST_LOST = 0.9
+_MAX_LOST = 0.9
 """The part of its frames that must be there."""
 _CUT_OFF = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
 _CUT_OFF_LONG = re.compile(r"frame count (\d+) does not match value from 'ds64' chunk of (\d+)")
@@ -40,9 +40,9 @@ _CUT_OFF_LONG = re.compile(r"frame count (\d+) does not match value from 'ds64' 
 
 _TAG = re.compile(rb"ID3...(....)", re.DOTALL)
 """The head of a title and its like in front of a sound, with the length of what follows in four times seven bits."""
-_MOST_TAGS = 16
+_MAX_TAGS = 16
 """Tags in front of a sound. It took 25 s to find that 800,000 tags in 16 MB contain no sound."""
-_MOST_NUMBERS = 1 << 19
+_MAX_NUMBERS = 1 << 19
 """Numbers of all channels that are decoded at a time, which take three times 2 MB."""
 
 Samples = npt.NDArray[np.float32]
@@ -103,7 +103,7 @@ class Sound:
         if file.frames is not None:
             self._check_seconds(file.frames / file.samplerate)
         self._resampler = soxr.ResampleStream(file.samplerate, SAMPLE_RATE, 1, dtype="float32")
-        self._block = min(file.samplerate, _MOST_NUMBERS // file.channels)  # a second of most sounds
+        self._block = min(file.samplerate, _MAX_NUMBERS // file.channels)  # a second of most sounds
         self._num_read = 0  # samples of the file
         self._start = 0  # of what is kept, in samples that are heard
         self._kept: Samples = np.empty(0, dtype=np.float32)
@@ -138,7 +138,7 @@ class Sound:
         self._check_seconds(self.seconds)
         self._is_over = len(block) < self._block
         frames = self._file.frames
-        if self._is_over and frames is not None and self._num_read < _MOST_LOST * frames:
+        if self._is_over and frames is not None and self._num_read < _MAX_LOST * frames:
             said = frames / self._file.samplerate
             raise SoundError(f"data is cut off: its head says {said:.1f} s, and there are {self.seconds:.1f}")
         # What is louder than full scale, in a file of floats, is as loud as that; what is no number is silent.
@@ -181,11 +181,11 @@ def _open(data: bytes) -> "_Forwards | Container":
 def _check_tags(data: bytes) -> None:
     """Raises SoundError for more tags than there is a reason for."""
     at = 0
-    for _ in range(_MOST_TAGS + 1):
+    for _ in range(_MAX_TAGS + 1):
         if (tag := _TAG.match(data, at)) is None:
             return
         at = tag.end() + sum((part & 0x7F) << shift for part, shift in zip(tag[1], (21, 14, 7, 0), strict=True))
-    raise SoundError(f"data begins with more than {_MOST_TAGS} ID3 tags")
+    raise SoundError(f"data begins with more than {_MAX_TAGS} ID3 tags")
 
 
 def _check_whole(data: bytes, kind: str, log: str) -> None:

@@ -17,9 +17,9 @@ from scheduler_service.frontend.text.encoding_errors import TEXT, TOO_MANY, Temp
 log = structlog.get_logger()
 
 NUM_RENDERERS = 2
-MOST_REASON = 1000
+MAX_REASON = 1000
 """Characters of what a template says against messages."""
-SECONDS, MOST_SECONDS = 0.3, 10.0
+SECONDS, MAX_SECONDS = 0.3, 10.0
 """CPU seconds of a render, and the most after the additions below."""
 SECONDS_OF_TEMPLATE = 3e-5
 """Seconds for a character of the template, which a new process compiles. That takes 2.9 µs a character."""
@@ -27,7 +27,7 @@ SECONDS_OF_MESSAGE = 2e-4
 """The templates of SmolLM2, TinyLlama and Qwen2.5 take 2.2 to 3.9 µs a message."""
 SECONDS_OF_BYTE = 2e-7
 """A loop over the characters of a message takes 0.1 µs each."""
-MEMORY, MOST_MEMORY = 128 << 20, 1 << 30
+MEMORY, MAX_MEMORY = 128 << 20, 1 << 30
 """Bytes of data of a process that renders, of which it has 12 MiB at its start, and at most. Compiling takes 140 bytes
 for a character of the template."""
 MEMORY_OF_BYTE = 48
@@ -91,9 +91,9 @@ class ChatRenderer:
         if kind == TOO_MANY:
             raise TooManyTokensError
         text = marks.show(text)
-        raise TemplateError(text if len(text) <= MOST_REASON else f"{text[:MOST_REASON]}…")
+        raise TemplateError(text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}…")
 
     def _limits(self, num_messages: int, num_bytes: int) -> Limits:
         seconds = SECONDS + SECONDS_OF_TEMPLATE * len(self.source)
         seconds += SECONDS_OF_MESSAGE * num_messages + SECONDS_OF_BYTE * num_bytes
-        return Limits(min(seconds, MOST_SECONDS), min(MEMORY + MEMORY_OF_BYTE * num_bytes, MOST_MEMORY))
+        return Limits(min(seconds, MAX_SECONDS), min(MEMORY + MEMORY_OF_BYTE * num_bytes, MAX_MEMORY))

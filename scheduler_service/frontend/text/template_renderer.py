@@ -10,9 +10,9 @@ from scheduler_service.frontend.limited.limited_work import connect_to_the_front
 from scheduler_service.frontend.text.chat_template import ChatTemplate
 from scheduler_service.frontend.text.encoding_errors import REFUSED, TEXT, TOO_MANY, TemplateError, TooManyTokensError
 
-MOST_KEPT = 64 << 20
+MAX_KEPT = 64 << 20
 """Bytes of memory that a process may go on with, of which it has 21 MiB at its start. A chat of 10 MB exceeds it."""
-MOST_REASON = 64 << 10
+MAX_REASON = 64 << 10
 """Characters: more than the front end shows, which has yet to spell out special tokens in it."""
 
 
@@ -24,7 +24,7 @@ def answer(template: ChatTemplate, message: bytes) -> bytes:
     except TooManyTokensError:
         return TOO_MANY
     except TemplateError as error:
-        return REFUSED + str(error)[:MOST_REASON].encode(errors="replace")
+        return REFUSED + str(error)[:MAX_REASON].encode(errors="replace")
     except UnicodeEncodeError:
         return REFUSED + b"the model's chat template writes one half of a surrogate pair, which is no character"
 
@@ -33,7 +33,7 @@ def main() -> None:
     connection = connect_to_the_front_end()
     source, variables = marshal.loads(connection.recv_bytes())  # noqa: S302  # the front end has made it
     template = ChatTemplate(source, variables)
-    serve(connection, lambda message: answer(template, message), MOST_KEPT)
+    serve(connection, lambda message: answer(template, message), MAX_KEPT)
 
 
 if __name__ == "__main__":

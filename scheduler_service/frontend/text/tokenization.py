@@ -28,7 +28,7 @@ from scheduler_service.frontend.text.word_finder import WordFinder
 # A detokenizer is primed with the end of the prompt, because some tokenizers drop a leading space at the beginning.
 # Only tokens with a text are used, and only so many tokens are searched for them.
 NUM_CONTEXT_TOKENS = 6
-MOST_SEARCHED_TOKENS = 256
+MAX_SEARCHED_TOKENS = 256
 # A character takes at most four tokens; more tokens without a character are bytes that form none.
 MAX_PENDING_TOKENS = 8
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -45,7 +45,7 @@ T = TypeVar("T")
 CHARACTERS_AT_ONCE = 1 << 12
 PIECES_AT_ONCE = 256
 
-MOST_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 20
 
 
 class PanicError(RuntimeError):
@@ -108,7 +108,7 @@ class Tokenizer:
         return self._chats is not None
 
     async def encode(
-        self, text: str, *, most: int = MOST_TOKENS, parse_special_tokens: bool = False, aside: bool = False
+        self, text: str, *, most: int = MAX_TOKENS, parse_special_tokens: bool = False, aside: bool = False
     ) -> list[int]:
         """Token ids of a text, with the prefix (such as a beginning-of-sequence token) that the model expects.
 
@@ -126,7 +126,7 @@ class Tokenizer:
         return await self._on_thread(lambda: [self._encode_text(*item, most, truncate) for item in enumerate(texts)])
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, str]], *, most: int = MOST_TOKENS, aside: bool = False
+        self, messages: Sequence[dict[str, str]], *, most: int = MAX_TOKENS, aside: bool = False
     ) -> list[int]:
         """Token ids of a conversation up to where the assistant speaks.
 
@@ -181,7 +181,7 @@ class Tokenizer:
 
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> "Detokenizer":
         shown = self._not_special if skip_special_tokens else self._known
-        end = prompt_token_ids[-MOST_SEARCHED_TOKENS:]
+        end = prompt_token_ids[-MAX_SEARCHED_TOKENS:]
         context = [token_id for token_id in end if token_id < len(shown) and shown[token_id]][-NUM_CONTEXT_TOKENS:]
         return Detokenizer(self._parsing, context, shown, self._anchor, skip_special_tokens)
 

@@ -39,7 +39,7 @@ def test_output_is_found_too_and_the_last_token_is_always_computed() -> None:
     assert plan(step(scheduler, worker)) == {"continued": [4]}  # of three full blocks two are used
 
 
-@pytest.mark.parametrize("other", [{"root": b"another salt"}, {"lora_name": "a"}, {"prompt_logprobs": 1}])
+@pytest.mark.parametrize("other", [{"root": b"another salt"}, {"adapter_id": "a"}, {"prompt_logprobs": 1}])
 def test_prompts_of_another_salt_or_adapter_or_whose_log_probabilities_are_wanted_are_computed_whole(
     other: dict[str, object],
 ) -> None:

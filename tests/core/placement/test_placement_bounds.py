@@ -22,7 +22,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.placement.balancer import MAX_OVERTAKES
 from scheduler_service.core.placement.choice import Here
-from scheduler_service.core.planning.queue_view import MOST_LEFT
+from scheduler_service.core.planning.queue_view import MAX_LEFT
 
 
 def test_a_group_is_left_for_no_longer_than_that_would_save() -> None:
@@ -71,9 +71,9 @@ def test_no_group_is_overtaken_more_than_a_bounded_number_of_times() -> None:
 def test_a_worker_looks_past_a_bounded_number_of_groups() -> None:
     other, holder = fleet = make_fleet(2)
     warm(holder, make_group("first", 600))
-    add(fleet, *(make_group(str(i), 700) for i in range(MOST_LEFT + 1)), unlike("own"))
+    add(fleet, *(make_group(str(i), 700) for i in range(MAX_LEFT + 1)), unlike("own"))
     output = other.schedule()
-    assert list(left(output)) == [str(i) for i in range(MOST_LEFT + 1)]
+    assert list(left(output)) == [str(i) for i in range(MAX_LEFT + 1)]
     assert taken(output) == []
 
 

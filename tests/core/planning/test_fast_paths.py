@@ -56,7 +56,7 @@ def random_group(rng: Random, number: int) -> SequenceGroup:
         request.root,
         priority=request.priority,
         tenant=request.tenant,
-        lora_name=request.lora_name,
+        adapter_id=request.adapter_id,
         output_token_ids=outputs,
     )
 
@@ -154,7 +154,7 @@ def plan(output: SchedulerOutput) -> list[Any]:
         {s.id: room for s, room in output.num_draft_tokens.items()},
         (output.step_id, output.num_samples, output.num_tokens, output.is_plain),
         (output.finished, output.preempted, [group.request_id for group in output.ignored]),
-        output.lacking_loras,
+        output.lacking_adapters,
     ]
 
 

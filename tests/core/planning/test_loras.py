@@ -7,7 +7,7 @@ from scheduler_helpers import make_group, make_scheduler, plan, run, step, suspe
 
 from scheduler_service.core import FairQueue, PreemptionMode, PriorityQueue, Scheduler, SequenceStatus, WaitingQueue
 from scheduler_service.core.placement.balancer import MAX_OVERTAKES
-from scheduler_service.core.planning.queue_view import MOST_AWAITING, MOST_SLOTLESS
+from scheduler_service.core.planning.queue_view import MAX_AWAITING, MAX_SLOTLESS
 
 
 def bring(scheduler: Scheduler, *wanted: str) -> str:
@@ -22,16 +22,16 @@ def bring(scheduler: Scheduler, *wanted: str) -> str:
 def test_a_request_waits_until_its_adapter_has_come_and_others_do_not(policy: type[WaitingQueue]) -> None:
     scheduler = make_scheduler(policy(), max_held_loras=2)
     worker = FakeWorker(scheduler.config)
-    scheduler.add_request(make_group("waits", 4, lora_name="a"))
+    scheduler.add_request(make_group("waits", 4, adapter_id="a"))
     scheduler.add_request(make_group("base", 4))
     output = step(scheduler, worker)
-    assert (list(plan(output)), output.lacking_loras) == (["base"], ["a"])
-    fetch = scheduler.begin_fetch(output.lacking_loras)
+    assert (list(plan(output)), output.lacking_adapters) == (["base"], ["a"])
+    fetch = scheduler.begin_fetch(output.lacking_adapters)
     assert (fetch, scheduler.begin_fetch(["b"])) == (("a", ""), None)
     assert list(plan(step(scheduler, worker))) == ["base"]
     scheduler.end_fetch(0.5)
     output = step(scheduler, worker)
-    assert (set(plan(output)), output.lacking_loras) == ({"base", "waits"}, [])
+    assert (set(plan(output)), output.lacking_adapters) == ({"base", "waits"}, [])
     run(scheduler, worker)
 
 
@@ -39,7 +39,7 @@ def test_any_number_of_requests_may_go_ahead_of_one_whose_adapter_is_on_its_way(
     """It comes no later for them."""
     scheduler = make_scheduler(max_held_loras=1)
     worker = FakeWorker(scheduler.config)
-    waits = make_group("waits", 4, lora_name="a")
+    waits = make_group("waits", 4, adapter_id="a")
     scheduler.add_request(waits)
     scheduler.begin_fetch(["a"])
     for number in range(2 * MAX_OVERTAKES):
@@ -56,17 +56,17 @@ def test_few_go_ahead_of_one_whose_adapter_has_no_place() -> None:
     scheduler = make_scheduler(max_held_loras=1, max_loras=2, max_model_len=100, num_device_blocks=32)
     worker = FakeWorker(scheduler.config)
     bring(scheduler, "a")
-    scheduler.add_request(make_group("runs", 4, lora_name="a", max_tokens=60))
+    scheduler.add_request(make_group("runs", 4, adapter_id="a", max_tokens=60))
     step(scheduler, worker)
-    waits = make_group("waits", 4, lora_name="b")
+    waits = make_group("waits", 4, adapter_id="b")
     scheduler.add_request(waits)
     started: set[str] = set()
     for number in range(2 * MAX_OVERTAKES):
-        scheduler.add_request(make_group(str(number), 4, lora_name="a" if number % 2 else "", max_tokens=1))
+        scheduler.add_request(make_group(str(number), 4, adapter_id="a" if number % 2 else "", max_tokens=1))
         output = step(scheduler, worker)
         started |= plan(output).keys()
-        assert output.lacking_loras == ["b"]
-        assert scheduler.begin_fetch(output.lacking_loras) is None
+        assert output.lacking_adapters == ["b"]
+        assert scheduler.begin_fetch(output.lacking_adapters) is None
     assert len(started) == 1 + MAX_OVERTAKES
     scheduler.finish_requests(["runs"], SequenceStatus.FINISHED_ABORTED)
     assert bring(scheduler, "b") == "a"
@@ -83,16 +83,16 @@ def test_the_least_recently_used_gives_way_and_none_that_a_request_here_needs() 
     for name in ("a", "b", "c"):
         bring(scheduler, name)
     for name in ("b", "a", "c"):
-        scheduler.add_request(make_group(name, 4, priority=2, lora_name=name, max_tokens=2 if name != "c" else 20))
+        scheduler.add_request(make_group(name, 4, priority=2, adapter_id=name, max_tokens=2 if name != "c" else 20))
         step(scheduler, worker)
         step(scheduler, worker)
     scheduler.add_request(make_group("urgent", 60, priority=0, max_tokens=4))
     step(scheduler, worker)
     assert [group.request_id for group in scheduler.swapped] == ["c"]
     assert [bring(scheduler, "d"), bring(scheduler, "e")] == ["b", "a"]
-    assert scheduler.loras.held == {"c", "d", "e"}
+    assert scheduler.adapters.held == {"c", "d", "e"}
     with pytest.raises(ValueError, match="groups of the worker need"):
-        scheduler.drop_lora("c")
+        scheduler.drop_adapter("c")
     run(scheduler, worker)
 
 
@@ -101,12 +101,12 @@ def test_one_that_came_for_a_waiting_request_stays_until_it_was_used() -> None:
     scheduler = make_scheduler(max_held_loras=2, max_loras=1)
     worker = FakeWorker(scheduler.config)
     bring(scheduler, "a")
-    scheduler.add_request(make_group("runs", 4, lora_name="a", max_tokens=30))
-    scheduler.add_request(make_group("next", 4, lora_name="b"))
-    scheduler.add_request(make_group("after it", 4, lora_name="c"))
+    scheduler.add_request(make_group("runs", 4, adapter_id="a", max_tokens=30))
+    scheduler.add_request(make_group("next", 4, adapter_id="b"))
+    scheduler.add_request(make_group("after it", 4, adapter_id="c"))
     step(scheduler, worker)
     bring(scheduler, "b")
-    assert step(scheduler, worker).lacking_loras == ["c"]
+    assert step(scheduler, worker).lacking_adapters == ["c"]
     assert scheduler.begin_fetch(["c"]) is None
     scheduler.finish_requests(["next"], SequenceStatus.FINISHED_ABORTED)
     assert bring(scheduler, "c") == "b"
@@ -135,15 +135,15 @@ def test_what_came_for_requests_that_are_gone_gives_way_before_what_is_used() ->
     num_fetches = 0
     for number in range(40):
         name = "pqrs"[number % 4]
-        if not scheduler.loras.holds(name):
+        if not scheduler.adapters.holds(name):
             bring(scheduler, name)
             num_fetches += 1
-        scheduler.add_request(make_group(str(number), 4, lora_name=name, max_tokens=2))
+        scheduler.add_request(make_group(str(number), 4, adapter_id=name, max_tokens=2))
         run(scheduler, worker)
     assert num_fetches == 4
 
 
-@pytest.mark.parametrize("num_waiting", [1, MOST_SLOTLESS, MOST_SLOTLESS + 1])
+@pytest.mark.parametrize("num_waiting", [1, MAX_SLOTLESS, MAX_SLOTLESS + 1])
 def test_a_swapped_request_goes_before_those_that_wait_for_the_place_of_its_adapter(num_waiting: int) -> None:
     """Also before those that outrank it: there is no place before it has ended."""
     scheduler = make_scheduler(
@@ -156,16 +156,16 @@ def test_a_swapped_request_goes_before_those_that_wait_for_the_place_of_its_adap
     )
     worker = FakeWorker(scheduler.config)
     bring(scheduler, "x")
-    scheduler.add_request(make_group("low", 12, priority=2, lora_name="x", max_tokens=8))
+    scheduler.add_request(make_group("low", 12, priority=2, adapter_id="x", max_tokens=8))
     step(scheduler, worker)
     scheduler.add_request(make_group("urgent", 24, priority=0, max_tokens=3))
     step(scheduler, worker)
     assert [group.request_id for group in scheduler.swapped] == ["low"]
-    groups = [make_group(str(number), 4, priority=1, lora_name="y") for number in range(num_waiting)]
+    groups = [make_group(str(number), 4, priority=1, adapter_id="y") for number in range(num_waiting)]
     for group in groups:
         scheduler.add_request(group)
     for _ in range(100):
-        if lacking := step(scheduler, worker).lacking_loras:
+        if lacking := step(scheduler, worker).lacking_adapters:
             fetch = scheduler.begin_fetch(lacking)
             if fetch is not None:
                 scheduler.end_fetch(0.1)
@@ -178,7 +178,7 @@ def test_nothing_is_preempted_for_a_request_whose_adapter_is_not_there() -> None
     worker = FakeWorker(scheduler.config)
     scheduler.add_request(make_group("runs", 4, priority=2, max_tokens=9))
     step(scheduler, worker)
-    scheduler.add_request(make_group("urgent", 4, priority=0, lora_name="a"))
+    scheduler.add_request(make_group("urgent", 4, priority=0, adapter_id="a"))
     assert list(plan(step(scheduler, worker))) == ["runs"]
     bring(scheduler, "a")
     assert list(plan(step(scheduler, worker))) == ["urgent"]
@@ -188,10 +188,10 @@ def test_nothing_is_preempted_for_a_request_whose_adapter_is_not_there() -> None
 def test_a_suspect_waits_for_its_adapter_and_holds_up_nothing() -> None:
     scheduler = make_scheduler(max_held_loras=1)
     worker = FakeWorker(scheduler.config)
-    scheduler.add_request(suspect(make_group("suspect", 4, lora_name="a")))
+    scheduler.add_request(suspect(make_group("suspect", 4, adapter_id="a")))
     scheduler.add_request(make_group("base", 4))
     output = step(scheduler, worker)
-    assert (list(plan(output)), output.lacking_loras) == (["base"], ["a"])
+    assert (list(plan(output)), output.lacking_adapters) == (["base"], ["a"])
     bring(scheduler, "a")
     assert list(plan(step(scheduler, worker))) == ["suspect"]
     run(scheduler, worker)
@@ -199,39 +199,39 @@ def test_a_suspect_waits_for_its_adapter_and_holds_up_nothing() -> None:
 
 def test_a_bounded_number_of_requests_is_looked_past() -> None:
     scheduler = make_scheduler(max_held_loras=1)
-    for number in range(MOST_AWAITING + MOST_SLOTLESS):
-        scheduler.add_request(make_group(str(number), 4, lora_name=f"lora {number}"))
+    for number in range(MAX_AWAITING + MAX_SLOTLESS):
+        scheduler.add_request(make_group(str(number), 4, adapter_id=f"lora {number}"))
     scheduler.add_request(make_group("base", 4, max_tokens=9))
     assert list(plan(step(scheduler, FakeWorker(scheduler.config)))) == ["base"]
     for number in range(3):
-        scheduler.add_request(make_group(f"one more {number}", 4, lora_name="another"))
+        scheduler.add_request(make_group(f"one more {number}", 4, adapter_id="another"))
     scheduler.add_request(make_group("held up", 4))
     output = scheduler.schedule()
     assert list(plan(output)) == ["base"]
-    assert len(output.lacking_loras) == MOST_AWAITING + MOST_SLOTLESS + 1
+    assert len(output.lacking_adapters) == MAX_AWAITING + MAX_SLOTLESS + 1
 
 
 def test_an_adapter_is_brought_to_a_second_worker_only_if_the_first_has_too_much_to_do() -> None:
     holder, other = fleet = make_fleet(2, max_held_loras=2, prefill_tokens_per_second=1000)
     bring(holder, "a")
-    add(fleet, unlike("first", 100, lora_name="a"))
-    assert other.schedule().lacking_loras == []
+    add(fleet, unlike("first", 100, adapter_id="a"))
+    assert other.schedule().lacking_adapters == []
     assert taken(holder.schedule()) == ["first"]
-    add(fleet, *(unlike(str(number), 900, lora_name="a", max_tokens=100) for number in range(4)))
+    add(fleet, *(unlike(str(number), 900, adapter_id="a", max_tokens=100) for number in range(4)))
     holder.schedule()
-    add(fleet, unlike("next", 10, lora_name="a"))
-    assert other.schedule().lacking_loras == ["a"]
+    add(fleet, unlike("next", 10, adapter_id="a"))
+    assert other.schedule().lacking_adapters == ["a"]
 
 
 def test_a_request_that_was_left_to_the_holder_is_looked_at_again_when_that_has_become_full() -> None:
     holder, other = fleet = make_fleet(2, max_held_loras=2, max_num_seqs=1, prefill_tokens_per_second=1000)
     bring(holder, "a")
-    add(fleet, unlike("first", 10, lora_name="a", max_tokens=500), unlike("second", 10, lora_name="a"))
+    add(fleet, unlike("first", 10, adapter_id="a", max_tokens=500), unlike("second", 10, adapter_id="a"))
     output = other.schedule()
     assert left(output) == {"first": holder, "second": holder}
     assert output.ask_again_at is not None
     assert taken(holder.schedule()) == ["first"]
-    assert other.schedule(output.ask_again_at).lacking_loras == ["a"]
+    assert other.schedule(output.ask_again_at).lacking_adapters == ["a"]
 
 
 def test_a_suspect_is_brought_its_adapter_where_it_says_more() -> None:
@@ -240,9 +240,9 @@ def test_a_suspect_is_brought_its_adapter_where_it_says_more() -> None:
     sizes = {"max_held_loras": 2, "prefill_tokens_per_second": 1000}
     holder, other = (make_scheduler(waiting, name, **sizes) for name in ("holder", "other"))
     bring(holder, "a")
-    holder.add_request(suspect(make_group("suspect", 4, lora_name="a"), 2, "holder"))
+    holder.add_request(suspect(make_group("suspect", 4, adapter_id="a"), 2, "holder"))
     assert left(holder.schedule()) == {"suspect": other}
-    assert other.schedule().lacking_loras == ["a"]
+    assert other.schedule().lacking_adapters == ["a"]
     bring(other, "a")
     assert taken(other.schedule()) == ["suspect"]
 
@@ -251,9 +251,9 @@ def test_what_a_lost_worker_held_is_not_looked_for_there() -> None:
     holder, other = fleet = make_fleet(2, max_held_loras=2)
     bring(holder, "a")
     holder.release_all()
-    add(fleet[1:], unlike("first", lora_name="a"))
-    assert other.schedule().lacking_loras == ["a"]
-    assert len(other.balancer.lora_directory) == 0
+    add(fleet[1:], unlike("first", adapter_id="a"))
+    assert other.schedule().lacking_adapters == ["a"]
+    assert len(other.balancer.adapter_directory) == 0
 
 
 def test_a_request_goes_where_its_adapter_is_on_the_device() -> None:
@@ -263,12 +263,12 @@ def test_a_request_goes_where_its_adapter_is_on_the_device() -> None:
         bring(scheduler, "a")
         bring(scheduler, "b")
     for scheduler, name in zip(fleet, ("a", "b"), strict=True):
-        scheduler.add_request(unlike(f"used {name}", lora_name=name))
+        scheduler.add_request(unlike(f"used {name}", adapter_id=name))
         output = scheduler.schedule()
         assert taken(output) == [f"used {name}"]
         answer(scheduler, output, 0.0)
         finish(scheduler)
     for (here, there), name in zip((fleet, fleet[::-1]), ("a", "b"), strict=True):
-        there.add_request(unlike(f"next {name}", 10, lora_name=name))
+        there.add_request(unlike(f"next {name}", 10, adapter_id=name))
         assert taken(there.schedule()) == []
         assert taken(here.schedule()) == [f"next {name}"]

@@ -217,7 +217,7 @@ def test_requests_behind_long_prompts_wait_for_their_prefix_to_be_computed_once(
 def test_a_tenant_whose_requests_wait_for_a_prefix_does_not_keep_others_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(queue_view, "MOST_SHARING", 2)
+    monkeypatch.setattr(queue_view, "MAX_SHARING", 2)
     for waiting, names in ((FairQueue(), {"first", "other"}), (WaitingQueue(), {"first"})):
         scheduler = make_scheduler(waiting, max_num_batched_tokens=16, max_prefill_chunk=8)
         waiting.charge(make_group("before", 1, tenant="b"), 1000, 0)
@@ -248,7 +248,7 @@ def test_a_step_looks_up_a_limited_number_of_blocks_for_requests_that_wait(monke
     """Of twenty requests, which find ten blocks at first and then one or two more in every step. They have two prompts,
     which part behind the fifth block."""
     most = 30
-    monkeypatch.setattr(shared_prefixes, "MOST_LOOKED_UP", most)
+    monkeypatch.setattr(shared_prefixes, "MAX_LOOKED_UP", most)
     scheduler = make_scheduler(max_num_batched_tokens=8, max_prefill_chunk=4, num_device_blocks=99)
     worker = FakeWorker(scheduler.config)
     prompts = [range(60), [*range(20), *range(100, 140)]]

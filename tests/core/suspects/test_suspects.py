@@ -17,7 +17,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.groups.suspicion import CLEARING_TOKENS
 from scheduler_service.core.placement.balancer import MAX_OVERTAKES
-from scheduler_service.core.suspects.rule import CONTROL, MOST_CONTROL_SECONDS, NOTICE_SECONDS
+from scheduler_service.core.suspects.rule import CONTROL, MAX_CONTROL_SECONDS, NOTICE_SECONDS
 
 
 def immediately(poison: SequenceGroup) -> Kills:
@@ -319,7 +319,7 @@ def test_a_suspect_waits_until_another_loss_would_prove_something_and_holds_no_g
     assert output.is_empty
     assert output.ask_again_at is not None
     wanted = CONTROL * 3 * (seconds + NOTICE_SECONDS)
-    assert output.ask_again_at - now == pytest.approx(min(wanted, MOST_CONTROL_SECONDS))
+    assert output.ask_again_at - now == pytest.approx(min(wanted, MAX_CONTROL_SECONDS))
     assert scheduler.schedule(output.ask_again_at - 0.1).is_empty
     assert plan(scheduler.schedule(output.ask_again_at + 0.001)) == {"suspect": [6]}
 

@@ -33,7 +33,7 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import BlockTableUpdate, SchedulerOutput
 from worker_service.settings import WorkerSettings
 
-MOST = 4
+MAX = 4
 needs_a_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
 eager = partial(load_runner, graphs=False)
 Load = Callable[..., ModelRunner]
@@ -88,8 +88,8 @@ def test_guesses_are_verified_as_by_single_launches(
 ) -> None:
     """As many of each sequence as come, from none to the most; some have adapters and some report log-probabilities."""
     path = make_checkpoint(**family)
-    expected = verify_guesses(SteppedWorker(eager(path, room=ROOM)), Random(seed), MOST)
-    found = verify_guesses(SteppedWorker(load(path, room=ROOM)), Random(seed), MOST)
+    expected = verify_guesses(SteppedWorker(eager(path, room=ROOM)), Random(seed), MAX)
+    found = verify_guesses(SteppedWorker(load(path, room=ROOM)), Random(seed), MAX)
     assert found.gained == expected.gained
     assert found.without_guesses == expected.without_guesses
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-4, rtol=1e-4)
@@ -166,7 +166,7 @@ def test_what_fits_is_bounded_by_rows_and_by_what_rows_of_one_sequence_read_agai
     runner = eager(tiny_checkpoint)
     model, cache = WithoutPadding(runner.model), runner.cache_engine.device_blocks
     bytes_of_a_token = 2 * 2 * 10 * 4  # keys and values of two heads of 10 in float32
-    monkeypatch.setattr(decode_graphs, "_MOST_READ_AGAIN", 1000 * bytes_of_a_token)
+    monkeypatch.setattr(decode_graphs, "_MAX_READ_AGAIN", 1000 * bytes_of_a_token)
     capture = partial(
         DecodeGraphs, cast(CausalModel, model), max_num_rows=64, max_model_len=LIMITS.max_model_len, record=FakeGraphs()
     )
@@ -188,8 +188,8 @@ def test_what_rows_share_is_not_read_again(
 ) -> None:
     """Eight tokens of a question behind 99 of a prompt, of which the first 96 are attended to in parts for all."""
     runner = eager(tiny_checkpoint)
-    monkeypatch.setattr(decode_graphs, "_MOST_READ_AGAIN", 100 * 2 * 2 * 10 * 4)
-    monkeypatch.setattr(decode_graphs, "_LEAST_SAVED", 1)
+    monkeypatch.setattr(decode_graphs, "_MAX_READ_AGAIN", 100 * 2 * 2 * 10 * 4)
+    monkeypatch.setattr(decode_graphs, "_MIN_SAVED", 1)
     for module in (decode_graphs, shared_prefixes):
         monkeypatch.setattr(module, "PART_KEYS", 16)
     model = cast(CausalModel, WithoutPadding(runner.model))

@@ -12,10 +12,10 @@ from worker_service.execution.steps.decode_inputs import DecodeInputs, bucket_si
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams
 
-BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, MOST_TOKENS = 3, 30, 11, 4
-MAX_NUM_ROWS = MAX_NUM_SEQS * MOST_TOKENS
+BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_TOKENS = 3, 30, 11, 4
+MAX_NUM_ROWS = MAX_NUM_SEQS * MAX_TOKENS
 blocks = st.lists(st.integers(1, 99), min_size=10, max_size=12)
-lens = st.tuples(st.integers(1, MOST_TOKENS), st.integers(0, MOST_TOKENS - 1), st.integers(1, MAX_MODEL_LEN))
+lens = st.tuples(st.integers(1, MAX_TOKENS), st.integers(0, MAX_TOKENS - 1), st.integers(1, MAX_MODEL_LEN))
 sequences = st.tuples(lens, blocks, st.integers(-1, 3))
 steps = st.lists(st.tuples(st.lists(sequences, min_size=1, max_size=MAX_NUM_SEQS), st.booleans()), max_size=4)
 CPU = torch.device("cpu")
@@ -36,14 +36,14 @@ def test_a_token_has_its_own_row_and_all_other_rows_are_padding(
 ) -> None:
     """Whatever the steps before have left there; and the memory is the same in every step."""
     inputs = DecodeInputs(MAX_NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, CPU)
-    places = [tensor.data_ptr() for tensor in (*inputs.tensors(1)[:3], inputs.lora_slots(1))]
+    places = [tensor.data_ptr() for tensor in (*inputs.tensors(1)[:3], inputs.adapter_slots(1))]
     table = inputs.tensors(1)[3].block_tables.data_ptr()
     for step, has_adapters in steps:
         chunks = [chunk_of(*lens, block_ids) for lens, block_ids, _ in step]
         batch = build_batch(chunks, BLOCK_SIZE, CPU)
         query_lens = [chunk.stop - chunk.start for chunk in chunks]
-        lora_slots = torch.repeat_interleave(torch.tensor([slot for *_, slot in step]), torch.tensor(query_lens))
-        size = inputs.fill(chunks, lora_slots=lora_slots.to(torch.int32) if has_adapters else None)
+        adapter_slots = torch.repeat_interleave(torch.tensor([slot for *_, slot in step]), torch.tensor(query_lens))
+        size = inputs.fill(chunks, adapter_slots=adapter_slots.to(torch.int32) if has_adapters else None)
         token_ids, positions, slots, metadata = inputs.tensors(size)
         assert size in bucket_sizes(MAX_NUM_ROWS)
         padding = [0] * (size - sum(query_lens))
@@ -52,7 +52,7 @@ def test_a_token_has_its_own_row_and_all_other_rows_are_padding(
         assert positions.tolist() == batch.positions.tolist() + nothing
         assert slots.tolist() == batch.slots.tolist() + nothing
         if has_adapters:
-            assert inputs.lora_slots(size).tolist() == lora_slots.tolist() + nothing
+            assert inputs.adapter_slots(size).tolist() == adapter_slots.tolist() + nothing
         assert metadata.query_start.tolist() == list(range(size + 1))
         assert metadata.context_lens.tolist() == (batch.positions + 1).tolist() + padding
         of_row = [number for number, query_len in enumerate(query_lens) for _ in range(query_len)]
@@ -60,7 +60,7 @@ def test_a_token_has_its_own_row_and_all_other_rows_are_padding(
             used = position // BLOCK_SIZE + 1
             assert metadata.block_tables[row, :used].tolist() == batch.attention.block_tables[number, :used].tolist()
         assert (metadata.max_query_len, metadata.max_context_len) == (1, MAX_MODEL_LEN)
-        assert places == [tensor.data_ptr() for tensor in (token_ids, positions, slots, inputs.lora_slots(size))]
+        assert places == [tensor.data_ptr() for tensor in (token_ids, positions, slots, inputs.adapter_slots(size))]
         assert metadata.block_tables.data_ptr() == table
 
 

@@ -93,10 +93,10 @@ def test_few_rows_have_room_for_more_parts_each() -> None:
 def small_parts(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of GPUs compute, and parts are of 16 keys."""
     attention = import_module("kernels.triton.attention.attention_by_position")
-    monkeypatch.setattr(attention, "_MOST_TILE_KEYS", 16)
+    monkeypatch.setattr(attention, "_MAX_TILE_KEYS", 16)
     for module in (shared_prefixes, decode_graphs, attention):
         monkeypatch.setattr(module, "PART_KEYS", 16)
-    monkeypatch.setattr(decode_graphs, "_LEAST_SAVED", 1)
+    monkeypatch.setattr(decode_graphs, "_MIN_SAVED", 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of GPUs are interpreted where there is none")

@@ -67,7 +67,7 @@ def shared_forms(directory: Path) -> Iterator[Forms]:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A form may take little for a token: less than for all tokens of an output together."""
-    monkeypatch.setattr(forms_module, "MOST_SECONDS", 0.1)
+    monkeypatch.setattr(forms_module, "MAX_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def test_memory_is_taken_from_the_owner_that_has_most_of_it(
     forms: Forms, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process would come to its end by it, and would so again when all is read anew."""
-    monkeypatch.setattr(form_turns, "MOST_TOGETHER", 24 << 20)
+    monkeypatch.setattr(form_turns, "MAX_TOGETHER", 24 << 20)
     large = [written(tokenizer, "1," * 1_200, number, LIST, b"its owner") for number in range(1, 9)]
     others = [written(tokenizer, "1,", number, LIST, b"another") for number in (20, 21)]
     found = followers(forms, tokenizer, [*large, *others])

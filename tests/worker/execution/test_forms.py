@@ -31,14 +31,14 @@ from scheduler_service.frontend.forms import forms as frontend
 from worker_service.execution.sampling import form_process
 from worker_service.execution.sampling import forms as forms_module
 from worker_service.execution.sampling.form_masks import FormMasks
-from worker_service.execution.sampling.form_process import HEAD, MOST_KEPT, Follower, Work
+from worker_service.execution.sampling.form_process import HEAD, MAX_KEPT, Follower, Work
 from worker_service.execution.sampling.forms import Forms
 from worker_service.execution.sampling.sampler import BARRED, sample
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams
 
 END, VOCABULARY = 2, 259
-MOST_TOKENS = 400
+MAX_TOKENS = 400
 CLOSERS = '"}],:0123456789)b'
 """Likelier than other bytes, so that most outputs end: a string that is ended by one of 200 bytes is long."""
 
@@ -125,7 +125,7 @@ def step(forms: Forms, alive: Sequence[SequenceState]) -> list[int]:
     return token_ids
 
 
-def complete(forms: Forms, all_sequences: Sequence[SequenceState], most_tokens: int = MOST_TOKENS) -> None:
+def complete(forms: Forms, all_sequences: Sequence[SequenceState], most_tokens: int = MAX_TOKENS) -> None:
     """Until each has ended or has as many tokens as it may."""
     alive = list(all_sequences)
     while alive:
@@ -313,9 +313,9 @@ def test_a_guess_beyond_which_a_form_cannot_be_followed_costs_no_output_anything
     assert step(forms, [one])[0] in {tokenizer.token_to_id(letter) for letter in "yw"}
 
 
-@pytest.mark.parametrize("num_guesses", [0, 3])
+@pytest.mark.parametrize("num_drafts", [0, 3])
 def test_an_output_ends_by_its_own_tokens_alone(
-    forms: Forms, tokenizer: Tokenizer, num_guesses: int, monkeypatch: pytest.MonkeyPatch
+    forms: Forms, tokenizer: Tokenizer, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was read for guesses, for others, or since its sequence was new, may reach the library's limits, as half of
     the answers are made to say here that are not of a matcher that was made for them."""
@@ -339,7 +339,7 @@ def test_an_output_ends_by_its_own_tokens_alone(
         chunks = []
         for one, whole in alive:
             known = len(one.token_ids)
-            guesses = whole.token_ids[known : known + num_guesses]
+            guesses = whole.token_ids[known : known + num_drafts]
             chunks.append(ScheduledChunk(one, known - 1, known + len(guesses), samples=True, drafts=guesses))
         masks = masks_of(forms, chunks)
         for one, whole in alive:
@@ -405,7 +405,7 @@ def test_guesses_of_an_output_share_the_time_of_one_mask(
     (form,) = grammars("regex", ["xyz{3}"])
     one = state([5], sequence_id=1, form=form)
     seconds = itertools.count()
-    monkeypatch.setattr(forms_module, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(forms_module, "MAX_SECONDS", 0.0)
     monkeypatch.setattr(forms_module, "_processor_seconds", lambda process: float(next(seconds)))
     drafts = tokens([tokenizer.token_to_id(letter) for letter in "xyz"])
     masks = masks_of(forms, [ScheduledChunk(one, 0, 4, samples=True, drafts=drafts)])
@@ -458,7 +458,7 @@ def test_what_a_step_has_no_time_for_is_late_and_comes_next(
     a = next(token_id for token_id in range(VOCABULARY) if may_be_written(follower, form, [token_id, token_id]))
     expected = mask_of(follower, Work(1, form, [], samples=True))
     work = [Work(key, form, [a], samples=True, drafts=[a]) for key in (2, 3)]
-    monkeypatch.setattr(form_process, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(form_process, "MAX_SECONDS", 0.0)
     heads = [HEAD.unpack_from(answer) for answer in follower.do(work)]
     assert [is_late for *_, is_late in heads] == [True] * 4
     monkeypatch.undo()
@@ -470,7 +470,7 @@ def test_what_a_step_has_no_time_for_is_late_and_comes_next(
 def test_grammars_that_were_used_lately_are_kept(follower: Follower) -> None:
     for key, expression in enumerate(grammars("regex", [f"a{{{number}}}" for number in range(1, 50)])):
         mask_of(follower, Work(key, expression, [], samples=True))
-    assert len(follower._compiled) == MOST_KEPT
+    assert len(follower._compiled) == MAX_KEPT
     assert len(follower._outputs) == 49
     for key in range(49):
         follower.forget(key)

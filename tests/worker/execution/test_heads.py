@@ -51,7 +51,7 @@ def config_of(head: Path | None) -> str:
     return json.dumps({"method": "eagle3", "model": str(head)} if head else {"method": "mtp"})
 
 
-class Guessing:
+class Drafting:
     """A target and its head, stepped by hand."""
 
     def __init__(self, target: Path, head: Path | None, cache: Path) -> None:
@@ -108,14 +108,14 @@ def slow(tiny_checkpoint: Path, head: Path) -> SlowEagle:
 
 
 @pytest.fixture
-def one(tiny_checkpoint: Path, head: Path, tmp_path: Path) -> Guessing:
-    return Guessing(tiny_checkpoint, head, tmp_path)
+def one(tiny_checkpoint: Path, head: Path, tmp_path: Path) -> Drafting:
+    return Drafting(tiny_checkpoint, head, tmp_path)
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_it_guesses_what_the_slow_head_guesses(kind: str, tiny_checkpoint: Path, heads: Path, tmp_path: Path) -> None:
     folder = write_head(heads / kind, **HEADS[kind])
-    guessing, slow = Guessing(tiny_checkpoint, folder, tmp_path), SlowEagle(tiny_checkpoint, folder)
+    guessing, slow = Drafting(tiny_checkpoint, folder, tmp_path), SlowEagle(tiny_checkpoint, folder)
     text = sequence(TEXT, range(20, 31))
     for count in (9, 1, 14):
         guessing.compute((text, count))
@@ -130,7 +130,7 @@ def test_it_reads_the_states_of_every_family_that_runs_natively(
     wide = {"sliding_window": 4096} if family not in ("gemma", "qwen2", "qwen3", "smollm3") else {}
     target = make_checkpoint(family, **wide)
     folder = write_head(tmp_path / "head")
-    guessing, slow = Guessing(target, folder, tmp_path), SlowEagle(target, folder)
+    guessing, slow = Drafting(target, folder, tmp_path), SlowEagle(target, folder)
     text = sequence(TEXT, range(20, 31))
     guessing.compute((text, 21))
     assert guessing.guess((text, 4)) == [slow.greedy(TEXT[:22], 4)]
@@ -141,14 +141,14 @@ def test_the_layer_of_a_checkpoint_guesses_what_the_slow_one_guesses(
 ) -> None:
     qwen2 = make_checkpoint("qwen2")
     mimo = write_mtp(tmp_path / "mimo", qwen2)
-    guessing, slow = Guessing(mimo, None, tmp_path), SlowMtp(qwen2, mimo)
+    guessing, slow = Drafting(mimo, None, tmp_path), SlowMtp(qwen2, mimo)
     text = sequence(TEXT, range(20, 31))
     for count in (1, 9, 1, 14):
         guessing.compute((text, count))
         assert guessing.guess((text, 5)) == [slow.greedy(TEXT[: text.num_computed_tokens + 1], 5)]
 
 
-def test_it_draws_with_the_targets_noise(one: Guessing, slow: SlowEagle) -> None:
+def test_it_draws_with_the_targets_noise(one: Drafting, slow: SlowEagle) -> None:
     text = sequence(TEXT, range(11), temperature=0.9, seed=3, top_k=20, presence_penalty=0.5)
     one.compute((text, 30))
     guessed: list[int] = []
@@ -159,7 +159,7 @@ def test_it_draws_with_the_targets_noise(one: Guessing, slow: SlowEagle) -> None
     assert one.guess((text, 4)) == [guessed]
 
 
-def test_states_that_the_target_has_computed_since_are_read(one: Guessing, slow: SlowEagle) -> None:
+def test_states_that_the_target_has_computed_since_are_read(one: Drafting, slow: SlowEagle) -> None:
     """As where a step is launched before the answer to the one before it is read."""
     text = sequence(TEXT, range(11))
     one.compute((text, 20))
@@ -169,7 +169,7 @@ def test_states_that_the_target_has_computed_since_are_read(one: Guessing, slow:
     assert one.guess((text, 3)) == [slow.greedy(TEXT[:22], 3)]
 
 
-def test_sequences_are_guessed_together_as_alone(one: Guessing, slow: SlowEagle) -> None:
+def test_sequences_are_guessed_together_as_alone(one: Drafting, slow: SlowEagle) -> None:
     texts = [TEXT, TEXT[5:], TEXT[::-1]]
     sequences = [sequence(text, range(12 * n, 12 * n + 12), sequence_id=n) for n, text in enumerate(texts)]
     one.compute((sequences[0], 17), (sequences[1], 4), (sequences[2], 1))
@@ -180,7 +180,7 @@ def test_sequences_are_guessed_together_as_alone(one: Guessing, slow: SlowEagle)
     assert one.guess(*asked) == wanted
 
 
-def test_blocks_take_what_it_knows_along(one: Guessing, slow: SlowEagle) -> None:
+def test_blocks_take_what_it_knows_along(one: Drafting, slow: SlowEagle) -> None:
     """Out, back into other blocks, and into a copy."""
     text = sequence(TEXT, range(6))
     one.compute((text, 18))
@@ -198,7 +198,7 @@ def test_blocks_take_what_it_knows_along(one: Guessing, slow: SlowEagle) -> None
     assert one.guess((forked, 3)) == [slow.greedy(forked.token_ids[:21].tolist(), 3)]
 
 
-def test_a_prefix_that_is_found_goes_on_with_its_finders_token(one: Guessing, slow: SlowEagle) -> None:
+def test_a_prefix_that_is_found_goes_on_with_its_finders_token(one: Drafting, slow: SlowEagle) -> None:
     """The last slot of what they share depends on the token behind it, and is computed for each."""
     first = sequence(TEXT, range(11))
     one.compute((first, 16))
@@ -209,7 +209,7 @@ def test_a_prefix_that_is_found_goes_on_with_its_finders_token(one: Guessing, sl
     assert one.guess((second, 3)) == [slow.greedy(second.token_ids[:16].tolist(), 3)]
 
 
-def test_a_prompt_that_is_computed_in_chunks_is_caught_up_with(one: Guessing, slow: SlowEagle) -> None:
+def test_a_prompt_that_is_computed_in_chunks_is_caught_up_with(one: Drafting, slow: SlowEagle) -> None:
     text, other = sequence(TEXT, range(11)), sequence(TEXT[::-1], range(20, 31), sequence_id=2)
     one.compute((other, 5))
     for count in (1, 7):

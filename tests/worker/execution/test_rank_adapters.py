@@ -57,7 +57,7 @@ class FakeRanks(Ranks):
             return x
         return x.copy_(self.sent.popleft())
 
-    def alike(self) -> AbstractContextManager[None]:
+    def together(self) -> AbstractContextManager[None]:
         return nullcontext()  # a rank that fails would end this process
 
 

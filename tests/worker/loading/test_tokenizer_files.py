@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire_common.model_files.tokenizer_config import MOST_MORE
+from pagewire_common.model_files.tokenizer_config import MAX_MORE
 from pagewire_common.start_error import StartError
 from worker_service.execution.worker import load_worker
 from worker_service.loading.files.json_file import read_json
@@ -22,10 +22,10 @@ def write(folder: Path, **changes: object) -> list[Path]:
 
 
 def test_a_tokenizer_may_know_some_tokens_more_than_the_model(tmp_path: Path) -> None:
-    for most in (2, 1 + MOST_MORE):
+    for most in (2, 1 + MAX_MORE):
         check_tokenizer(write(tmp_path, added_tokens=[{"id": most, "content": "<pad>"}]), 2)
     with pytest.raises(StartError, match="the token '<pad>' the id 65538; the model has 2 tokens, and ids must be"):
-        check_tokenizer(write(tmp_path, added_tokens=[{"id": 2 + MOST_MORE, "content": "<pad>"}]), 2)
+        check_tokenizer(write(tmp_path, added_tokens=[{"id": 2 + MAX_MORE, "content": "<pad>"}]), 2)
 
 
 @pytest.mark.parametrize(

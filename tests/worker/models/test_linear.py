@@ -165,7 +165,7 @@ def test_adapters_add_to_products_in_fp8_what_they_add_to_others() -> None:
     added = []
     for scheme in ("none", "fp8"):
         linear = Linear(weight.clone())
-        lora = linear.allocate_lora([48], 2, 4)
+        lora = linear.allocate_adapters([48], 2, 4)
         torch.manual_seed(1)
         for part in (lora.a, lora.b):
             part.normal_(std=3)

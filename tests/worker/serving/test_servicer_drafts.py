@@ -18,8 +18,8 @@ from worker_service.session.step import TOKENS, SchedulerOutput
 from worker_service.speculation.drafter import Drafter
 
 NUM_STEPS = 8
-MOST = 4
-NUM_TOKENS = 1 + NUM_STEPS * (1 + MOST)
+MAX = 4
+NUM_TOKENS = 1 + NUM_STEPS * (1 + MAX)
 SAMPLING: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "top_p": 0.9, "seed": 7},
@@ -60,7 +60,7 @@ class Verifying:
 
     def guess(self, drafter: ScriptedDrafter) -> Client:
         """A session in which this guesses."""
-        limits = replace(self.worker.limits, num_speculative_tokens=MOST)
+        limits = replace(self.worker.limits, num_speculative_tokens=MAX)
         self.service.servicer.set_ready(replace(self.worker, limits=limits, drafter=cast("Drafter", drafter)))
         return self.service.session()
 
@@ -105,7 +105,7 @@ async def test_whatever_is_guessed_the_tokens_are_those_without_guesses(verifyin
     client = verifying.guess(ScriptedDrafter(expected, draw))
     found, num_verified, num_right = await prompts(client), 0, 0
     for _ in range(NUM_STEPS):
-        rooms = [draw.randint(0, MOST) for _ in IDS]
+        rooms = [draw.randint(0, MAX) for _ in IDS]
         await client.send(sequence_ids=IDS, num_scheduled_tokens=[1 + room for room in rooms], num_draft_tokens=rooms)
     for _ in range(NUM_STEPS):
         answer = cast("pb.ModelOutput", await client.call.read())

@@ -108,7 +108,7 @@ async def test_ranks_that_were_sent_a_step_are_not_left_alone_with_it(
             assert service.servicer._open is not None
             service.servicer._open.end = RequestError(grpc.StatusCode.FAILED_PRECONDITION, "superseded")
 
-        def alike(self) -> contextlib.AbstractContextManager[None]:
+        def together(self) -> contextlib.AbstractContextManager[None]:
             return contextlib.nullcontext()
 
     def note_and_launch(output: Any, chunks: Sequence[Any], before: Any) -> Any:

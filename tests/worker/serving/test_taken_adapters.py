@@ -65,7 +65,7 @@ class Session:
         ids = [next(self._numbers) for _ in adapters]
         new = [new_message(one, PROMPT, range(7 * place, 7 * place + 7)) for place, one in enumerate(ids)]
         for message, adapter in zip(new, adapters, strict=True):
-            message.lora_name = adapter
+            message.adapter_id = adapter
         found = [self._step(sequence_ids=ids, num_scheduled_tokens=[len(PROMPT)] * len(ids), new_sequences=new)]
         found += [self._step(sequence_ids=ids) for _ in range(5)]
         self._step(finished=ids)
@@ -267,7 +267,7 @@ async def test_an_adapter_that_is_dropped_serves_the_step_that_is_being_computed
     await service.stub.TakeAdapter(messages(0))
     gate, session = Gate(alone, monkeypatch), service.session()
     new = new_message(1, PROMPT, range(8))
-    new.lora_name = ONE
+    new.adapter_id = ONE
     answering = asyncio.create_task(session.step(**prompt_step(new)))
     await gate.wait_until_entered()
     await service.stub.DropAdapter(DropAdapterRequest(fingerprint=ONE))

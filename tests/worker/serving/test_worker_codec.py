@@ -87,7 +87,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
         "2 prompt tokens of 1",
     ),
     "a token beyond": ({"new_sequences": [new_message(1, [131], [])]}, "token 131 is beyond the vocabulary of 131"),
-    "an adapter": ({"new_sequences": [pb.NewSequence(lora_name="x")]}, "lora_name"),
+    "an adapter": ({"new_sequences": [pb.NewSequence(adapter_id="x")]}, "adapter_id"),
 } | {
     f"{name} {value}": ({"new_sequences": [new_message(1, [5], [], **{name: value})]}, f"{name}")
     for name, value in [

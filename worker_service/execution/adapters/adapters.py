@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.upload import upload
 from worker_service.errors import InvalidStepError
 from worker_service.loading.adapter import Adapter
-from worker_service.models.causal_model import Loadable, LoraPlace
+from worker_service.models.causal_model import AdapterPlace, Loadable
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.session.session import ScheduledChunk
 
@@ -42,8 +42,8 @@ class Adapters:
         self.fingerprints: list[str] = []
         """Adapters that the next step handed to the device thread may name. Updated where `add` and `remove` are handed
         to that thread."""
-        self._places: Mapping[str, LoraPlace] = (
-            model.allocate_lora(room.num_slots, room.max_rank) if room.num_slots else {}
+        self._places: Mapping[str, AdapterPlace] = (
+            model.allocate_adapters(room.num_slots, room.max_rank) if room.num_slots else {}
         )
         self._loaded: dict[str, tuple[int, Adapter]] = {}  # with a number for each load
         self._slots = OrderedDict[str, tuple[int, int]]()  # with the load's number; least recently used first

@@ -24,7 +24,7 @@ programs."""
 
 def hand_over(ranks: Ranks, piece: Adapter) -> None:
     """Broadcast the next piece (of the whole adapter) to the other ranks."""
-    with ranks.alike():
+    with ranks.together():
         _send(ranks, piece=[(name, len(a)) for name, (a, _) in piece.halves.items()])
         ranks.broadcast(torch.cat([half.flatten() for half in chain(*piece.halves.values())]))
 
@@ -61,7 +61,7 @@ class AdapterFollower:
 
     def follow(self, message: bytes) -> None:
         """Repeat the first rank's operation, which `message` names."""
-        with self._ranks.alike():
+        with self._ranks.together():
             match json.loads(message):
                 case {"piece": projections}:
                     self._coming |= self._receive(projections).halves

@@ -48,12 +48,13 @@ def find_shared(
     num_parts = [0] * len(tables)
     num_saved = 0
     # At least one key of the row's own must follow a shared part.
-    groups = _alike(tables, (row for row, context in enumerate(contexts) if context > PART_KEYS), 0, 1)
+    groups = _sharing_rows(tables, (row for row, context in enumerate(contexts) if context > PART_KEYS), 0, 1)
     for part in range(most_parts):
         first, last = part * PART_KEYS // block_size, ((part + 1) * PART_KEYS - 1) // block_size + 1
         longer = []
         for group in groups:
-            for found in _alike(tables, (row for row in group if contexts[row] > (part + 1) * PART_KEYS), first, last):
+            longer_rows = (row for row in group if contexts[row] > (part + 1) * PART_KEYS)
+            for found in _sharing_rows(tables, longer_rows, first, last):
                 cuts = [found[start : start + most_rows] for start in range(0, len(found), most_rows)]
                 if len(items) + len(cuts) > most_items:
                     continue
@@ -70,7 +71,7 @@ def find_shared(
     return SharedRows(items, rows, num_parts, num_saved)
 
 
-def _alike(tables: "Sequence[array[int]]", rows: Iterable[int], first: int, last: int) -> list[list[int]]:
+def _sharing_rows(tables: "Sequence[array[int]]", rows: Iterable[int], first: int, last: int) -> list[list[int]]:
     """Groups of at least two rows whose blocks from `first` to `last` are equal."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
     for row in rows:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.attention.metadata import AttentionMetadata
 from worker_service.execution.cache.cache_engine import CacheEngine
-from worker_service.models.causal_model import CausalModel, LoraPlace
+from worker_service.models.causal_model import AdapterPlace, CausalModel
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import BlockMapping, ModelOutput, SchedulerOutput
@@ -37,8 +37,8 @@ class _Widened:
         self._model = model
         self._vocabulary_size = vocabulary_size
 
-    def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
-        return self._model.allocate_lora(num_slots, max_rank)
+    def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
+        return self._model.allocate_adapters(num_slots, max_rank)
 
     def forward(
         self,
@@ -47,10 +47,10 @@ class _Widened:
         slots: Tensor,
         attention: AttentionMetadata,
         cache: Tensor,
-        lora_slots: Tensor | None = None,
+        adapter_slots: Tensor | None = None,
     ) -> Tensor:
         known = token_ids.clamp(max=self.config.vocabulary_size - 1)
-        return self._model.forward(known, positions, slots, attention, cache, lora_slots)
+        return self._model.forward(known, positions, slots, attention, cache, adapter_slots)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits = self._model.compute_logits(hidden)[:, : self._vocabulary_size]

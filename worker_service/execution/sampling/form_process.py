@@ -13,7 +13,7 @@ A form is compiled in a slice too. If compiling takes longer than a slice, the o
 several new forms are compiled over several steps, and their outputs are late until then. When all were compiled in one
 step, 60 forms of 0.2 s each stopped the streams of a worker for 24 s.
 
-Masks of a step take `MOST_SECONDS` in total; the remaining ones are late. When all were computed in one step, 200
+Masks of a step take `MAX_SECONDS` in total; the remaining ones are late. When all were computed in one step, 200
 outputs of `s: "=" | s s`, with 0.1 s a mask, stopped the streams of a worker for 20 s.
 """
 
@@ -34,13 +34,13 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
 
-from pagewire_common.forms import MOST_SECONDS, parser_limits
+from pagewire_common.forms import MAX_SECONDS, parser_limits
 from pagewire_common.processes.child_process import end_with_the_parent, leave_signals_to_the_parent
 from worker_service.execution.sampling.form_tokenizer import form_tokenizer
 
-MOST_KEPT = 32
+MAX_KEPT = 32
 """Compiled grammars that are kept. A grammar takes up to some tens of MB, most take less than one."""
-MOST_MEMORY = 4 << 30
+MAX_MEMORY = 4 << 30
 """Bytes of address space of a process that follows forms."""
 SLICE_SECONDS = 0.01
 """Seconds of CPU in one step to read tokens that outputs already have, for all outputs together. A forward pass takes
@@ -52,7 +52,7 @@ HEAD = struct.Struct("<dqI?")
 """The header of each mask: CPU seconds since the answer before, without compiling; growth of the process's memory in
 bytes; number of tokens read; and whether the answer is late because tokens are left."""
 READY, FORK = b"\0", b"f"
-MOST_REASON = 1000
+MAX_REASON = 1000
 
 
 class Work(NamedTuple):
@@ -120,7 +120,7 @@ class Follower:
         forbids or that ends the output. It is also empty if the answer is late or the work does not sample.
         """
         self._slice = SLICE_SECONDS
-        ends_at = process_time() + MOST_SECONDS
+        ends_at = process_time() + MAX_SECONDS
         left = SLICE_SECONDS if monotonic() >= self._compiles_at else 0.0  # seconds left for compiling
         for work in all_work:
             until = process_time() + SLICE_SECONDS
@@ -199,7 +199,7 @@ class Follower:
         if alone:
             return compiled
         self._compiled[form] = compiled
-        if len(self._compiled) > MOST_KEPT:
+        if len(self._compiled) > MAX_KEPT:
             self._compiled.popitem(last=False)
         return compiled.deep_copy()
 
@@ -226,7 +226,7 @@ def main() -> None:
     try:
         tokenizer = form_tokenizer(Path(sys.argv[1]).read_text(), size, ends)
     except Exception as error:  # of the library's own kinds
-        control.send((str(error) or type(error).__name__).encode()[:MOST_REASON])
+        control.send((str(error) or type(error).__name__).encode()[:MAX_REASON])
         return
     control.send(READY)
     while True:
@@ -237,7 +237,7 @@ def main() -> None:
         if os.fork() == 0:
             end_with_the_parent()
             control.close()
-            resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+            resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
             connection = Connection(descriptor)
             connection.send(os.getpid())
             Follower(tokenizer, size).serve(connection)

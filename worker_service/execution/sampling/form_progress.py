@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-MOST_LEFT = 3.0
+MAX_LEFT = 3.0
 """Seconds of CPU that an output's form may take in advance; each token adds to them."""
 TOKEN_SECONDS = 0.01
-"""Seconds of CPU that each token adds. Three times the slowest of 420 forms: see `MOST_SECONDS`."""
+"""Seconds of CPU that each token adds. Three times the slowest of 420 forms: see `MAX_SECONDS`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,7 @@ class Progress:
     """Tokens that the process was sent."""
     num_masks: int = 0
     """Masks that the process's matcher has computed."""
-    left: float = field(default_factory=lambda: MOST_LEFT)
+    left: float = field(default_factory=lambda: MAX_LEFT)
     """Seconds of CPU that the form may still take."""
     taken: float = 0.0
     """Seconds spent waiting for its answers, over all processes."""
@@ -43,12 +43,12 @@ class Progress:
 
     def begin(self, reader: Connection) -> None:
         """Have a new matcher of this process read the output from the start."""
-        self.reader, self.num_tokens, self.num_masks, self.left, self.memory = reader, 0, 0, MOST_LEFT, 0
+        self.reader, self.num_tokens, self.num_masks, self.left, self.memory = reader, 0, 0, MAX_LEFT, 0
 
     def charge(self, seconds: float, num_tokens: int) -> None:
         """Charge these seconds, and credit these tokens."""
         cost = seconds if self.num_masks else seconds / 2
-        self.left = min(self.left - cost + num_tokens * TOKEN_SECONDS, MOST_LEFT)
+        self.left = min(self.left - cost + num_tokens * TOKEN_SECONDS, MAX_LEFT)
 
     def __del__(self) -> None:
         self.gone.append(self.key)

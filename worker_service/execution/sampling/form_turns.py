@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from worker_service.execution.sampling.form_process import MOST_MEMORY
+from worker_service.execution.sampling.form_process import MAX_MEMORY
 from worker_service.execution.sampling.form_progress import FormedOutput
 
-MOST_TOGETHER = 5 * MOST_MEMORY // 8
+MAX_TOGETHER = 5 * MAX_MEMORY // 8
 """Bytes of memory of all outputs together; the address space was up to 1.3 times as large."""
 
 WithRows = tuple[FormedOutput, npt.NDArray[np.uint8]]
@@ -35,12 +35,12 @@ def in_turns(
 def largest(
     items: Iterable[WithRows],
 ) -> Iterator[WithRows]:
-    """The largest outputs, without which the other outputs take at most `MOST_TOGETHER`."""
+    """The largest outputs, without which the other outputs take at most `MAX_TOGETHER`."""
     alive = [one for one in items if not one[0].progress.is_over]
     by_owner: Counter[bytes] = Counter()
     for item, _ in alive:
         by_owner[item.owner] += item.progress.memory
-    while sum(by_owner.values()) > MOST_TOGETHER:
+    while sum(by_owner.values()) > MAX_TOGETHER:
         ((owner, _),) = by_owner.most_common(1)
         most = max((one for one in alive if one[0].owner == owner), key=lambda one: one[0].progress.memory)
         alive.remove(most)

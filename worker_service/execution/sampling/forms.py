@@ -8,24 +8,24 @@ when it samples. The scheduler has checked the form.
 
 The cost of a form is charged to its own output, and may end that output alone:
 
-- One token or mask may take `MOST_SECONDS`. Beyond that the process is killed, and a new process continues the other
+- One token or mask may take `MAX_SECONDS`. Beyond that the process is killed, and a new process continues the other
   outputs. For `BAN_SECONDS` the same owner's new outputs of the form end at once. Only the form is to blame: one token
   or mask took that long, whatever was read before. Outputs that have begun continue, until it happens again.
-- All tokens may take `MOST_LEFT`, and `TOKEN_SECONDS` more for each token.
+- All tokens may take `MAX_LEFT`, and `TOKEN_SECONDS` more for each token.
 - If a sequence is new to the process, its output is read again, in slices between the masks of other outputs. Its
   answers are late until then, and it gains no token in those steps. Reading is charged half. It costs at most as much
   as the first time, so it does not end an output that has come so far.
 
-So a form delays other outputs by at most three times `MOST_SECONDS` in a step: for its mask, for the masks after
+So a form delays other outputs by at most three times `MAX_SECONDS` in a step: for its mask, for the masks after
 drafts, and for a second mask without drafts if it fails and is read again. The average delay is `TOKEN_SECONDS`. Slow
-forms end at most `MOST_ENDED` processes in one step. One or a few new forms are compiled in a step, in at most half of
+forms end at most `MAX_ENDED` processes in one step. One or a few new forms are compiled in a step, in at most half of
 the time; others are late.
 
 Work that a step has no time for is late: compiling, reading and masks. So outputs take turns: an output of each owner,
 then a second output of each; the owner with the least time used comes first. Without turns a tenant's new output would
 wait for all earlier outputs of others. After the process was killed, all outputs of the tenant would wait.
 
-Memory is limited for all outputs together. If they take more than `MOST_TOGETHER`, the owner whose outputs take most
+Memory is limited for all outputs together. If they take more than `MAX_TOGETHER`, the owner whose outputs take most
 loses its largest output. If the process died instead, all outputs would be read again, reach the same limit, and so on
 for ever.
 """
@@ -44,13 +44,13 @@ import numpy as np
 import psutil
 import structlog
 
-from pagewire_common.forms import MOST_SECONDS
+from pagewire_common.forms import MAX_SECONDS
 from pagewire_common.model_files.eos_tokens import eos_token_ids
 from pagewire_common.model_files.generation_config import FILE, GenerationConfig
 from pagewire_common.processes.child_process import start_child
 from worker_service.execution.sampling import form_progress, form_turns
 from worker_service.execution.sampling.form_masks import FormMasks, FoundMasks
-from worker_service.execution.sampling.form_process import FORK, HEAD, MOST_REASON, READY, SLICE_SECONDS, Work
+from worker_service.execution.sampling.form_process import FORK, HEAD, MAX_REASON, READY, SLICE_SECONDS, Work
 from worker_service.execution.sampling.form_progress import FormedOutput, Progress
 from worker_service.execution.sampling.form_turns import WithRows
 from worker_service.loading.files.json_file import read_json
@@ -64,8 +64,8 @@ DEAF_SECONDS = 10.0
 """Seconds without computing and without an answer after which a process counts as stuck."""
 START_SECONDS = 60.0
 BAN_SECONDS = 60.0
-MOST_BANS = 1024
-MOST_ENDED = 3
+MAX_BANS = 1024
+MAX_ENDED = 3
 """Processes that a step may end before its remaining outputs are late. An output that ends a process twice has
 ended."""
 
@@ -151,7 +151,7 @@ class Forms:
         left, num_ended = deque(form_turns.in_turns(every)), 0
         died: set[int] = set()  # keys of outputs that were being answered when a process died
         while left := deque(self._followed(left)):
-            if num_ended == MOST_ENDED:  # many forms may be slow, each once
+            if num_ended == MAX_ENDED:  # many forms may be slow, each once
                 late.update(item.sequence_id for item, _ in left if item.samples)
                 break
             again: list[WithRows] = []
@@ -169,7 +169,7 @@ class Forms:
                     used, began = _processor_seconds(self._process) if item.drafts else 0.0, time.monotonic()
                     progress = item.progress
                     for number in range(1 + len(item.drafts)):
-                        if number and time.monotonic() - began > MOST_SECONDS:
+                        if number and time.monotonic() - began > MAX_SECONDS:
                             self._check_used(used)
                         answer = self._receive(reader)
                         seconds, growth, num_read, is_late = HEAD.unpack_from(answer)
@@ -245,8 +245,8 @@ class Forms:
 
     def _check_used(self, seconds: float) -> None:
         """Raises TimeoutError if the process has used more than its share of CPU. seconds: its use at the start."""
-        if _processor_seconds(self._process) - seconds > MOST_SECONDS + SLICE_SECONDS:
-            raise TimeoutError(f"it takes more than {MOST_SECONDS:g} s")
+        if _processor_seconds(self._process) - seconds > MAX_SECONDS + SLICE_SECONDS:
+            raise TimeoutError(f"it takes more than {MAX_SECONDS:g} s")
 
     def _end_output(self, item: FormedOutput, why: str) -> None:
         item.progress.is_over = True
@@ -261,7 +261,7 @@ class Forms:
             self._end_output(item, why)
         times = 2 if self._is_banned(item.form, item.owner, is_draft=is_draft) else 1
         self._bans[hash((item.form, item.owner, is_draft))] = time.monotonic() + BAN_SECONDS, times
-        if len(self._bans) > MOST_BANS:
+        if len(self._bans) > MAX_BANS:
             self._bans.popitem(last=False)
 
     def _is_banned(self, form: str, owner: bytes, *, is_draft: bool = False, times: int = 1) -> bool:
@@ -296,7 +296,7 @@ class Forms:
             self._control.close()
             self._start()
         if not self._has_started:
-            if (answer := self._control.recv(MOST_REASON)) != READY:
+            if (answer := self._control.recv(MAX_REASON)) != READY:
                 raise OSError(answer.decode(errors="replace") or "the process that follows forms has ended")
             self._has_started = True
         ours, theirs = socket.socketpair()

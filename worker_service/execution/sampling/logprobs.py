@@ -10,7 +10,7 @@ from kernels.upload import upload
 from worker_service.session.session import SequenceState
 from worker_service.session.step import SampleLogprobs
 
-_LEAST = -9999.0
+_MIN = -9999.0
 """Smallest log-probability that is reported, the same as vLLM's: JSON has no infinity, and a logit may be -inf."""
 
 
@@ -36,7 +36,7 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top
         sequence_id=sequence_id,
         width=1 + num_top,
         token_ids=ids.flatten().tolist(),
-        logprobs=logprobs.clamp(min=_LEAST).flatten().tolist(),
+        logprobs=logprobs.clamp(min=_MIN).flatten().tolist(),
         ranks=ranks.tolist(),
     )
 

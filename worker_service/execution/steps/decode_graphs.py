@@ -39,7 +39,7 @@ from worker_service.settings import WorkerSettings
 _PROMPT_ROWS = 256
 """Rows of the largest graph when `max_num_seqs` is smaller, limited by the tokens of a step. With twice as many rows
 the tensor cores of an H200 are busy for as long as this Llama's launches take. Not measured."""
-_MOST_READ_AGAIN = 1 << 28
+_MAX_READ_AGAIN = 1 << 28
 """Bytes of a layer's keys and values that the rows of a step may read repeatedly. A prompt of 360 tokens reads as much
 with 4 KiB a token, as in that Llama.
 
@@ -50,10 +50,10 @@ GPUs have less bandwidth, and caches make up for some of it. Not measured.
 
 _FEWEST_SHARING = 8
 """Smallest number of rows of a step with shared parts. Not measured."""
-_MOST_SHARED_BYTES = 1 << 27
+_MAX_SHARED_BYTES = 1 << 27
 """Bytes of the results of shared parts in float32, for all rows of a step: 32 parts of 512 tokens for 256 rows of 32
 heads of 128. Beyond these parts each row attends alone."""
-_LEAST_SAVED = 1 << 24
+_MIN_SAVED = 1 << 24
 """Smallest number of bytes of a layer's keys and values that sharing must save. A GPU reads them in 4 to 8 µs, about
 the cost of another launch and of merging the results. Not measured."""
 
@@ -86,7 +86,7 @@ class DecodeGraphs:
         # Ranks must decide alike, so this counts the heads of all ranks: they all-reduce equally many rows, padding
         # included.
         token_bytes = 2 * model.config.num_kv_heads * model.config.head_dim * cache.itemsize
-        self._most_read_again = _MOST_READ_AGAIN // token_bytes
+        self._most_read_again = _MAX_READ_AGAIN // token_bytes
         self._shared = _shared_inputs(model, cache, max_num_rows, max_model_len)
         self._graphs: dict[tuple[int, bool, bool], tuple[Callable[[], object], Tensor]] = {}
         record = record or _CudaGraphs(cache.device)
@@ -121,16 +121,16 @@ class DecodeGraphs:
         return read_again <= self._most_read_again
 
     def forward(
-        self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None, lora_slots: Tensor | None
+        self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None, adapter_slots: Tensor | None
     ) -> Tensor:
         """The hidden states of the tokens of chunks that `fit`, [tokens, hidden_size]; the next call overwrites them.
 
-        unseen, lora_slots: see `DecodeInputs.fill`.
+        unseen, adapter_slots: see `DecodeInputs.fill`.
         """
-        size = self._inputs.fill(chunks, unseen, lora_slots)
+        size = self._inputs.fill(chunks, unseen, adapter_slots)
         shared = self._shared_at(size)
         shares = shared is not None and shared.fill(*_contexts(chunks), size)
-        replay, hidden = self._graphs[size, lora_slots is not None, shares]
+        replay, hidden = self._graphs[size, adapter_slots is not None, shares]
         replay()
         return hidden[: sum(chunk.stop - chunk.start for chunk in chunks)]
 
@@ -143,7 +143,7 @@ class DecodeGraphs:
     def _forward(self, model: CausalModel, cache: Tensor, size: int, adapts: bool, shares: bool) -> Tensor:
         shared = self._shared.tensors(size) if shares and self._shared is not None else None
         inputs = self._inputs.tensors(size, shared)
-        return model.forward(*inputs, cache, self._inputs.lora_slots(size) if adapts else None)
+        return model.forward(*inputs, cache, self._inputs.adapter_slots(size) if adapts else None)
 
 
 def _contexts(chunks: Sequence[ScheduledChunk]) -> "tuple[list[array[int]], list[int]]":
@@ -161,11 +161,11 @@ def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_mod
     groups = config.num_heads // config.num_kv_heads
     most_rows = ops_for(cache.device).shared_tokens(groups, config.head_dim, cache.dtype)
     row_bytes = config.num_heads * config.head_dim * torch.float32.itemsize
-    most_parts, room = (max_model_len - 1) // PART_KEYS, _MOST_SHARED_BYTES // row_bytes
+    most_parts, room = (max_model_len - 1) // PART_KEYS, _MAX_SHARED_BYTES // row_bytes
     if not most_rows or not most_parts:
         return None
     token_bytes = 2 * config.num_kv_heads * config.head_dim * cache.itemsize  # of all ranks, which must decide alike
-    least_saved = _LEAST_SAVED // token_bytes
+    least_saved = _MIN_SAVED // token_bytes
     return SharedInputs(max_num_rows, most_rows, most_parts, room, least_saved, cache.shape[3], cache.device)
 
 

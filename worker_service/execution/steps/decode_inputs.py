@@ -54,7 +54,7 @@ class DecodeInputs:
         self._block_size = block_size
         self._max_model_len = max_model_len
         self._rows = torch.from_numpy(np.repeat(_PADDING_ROW, max_num_rows, axis=1)).to(device)
-        self._lora_slots = torch.full((max_num_rows,), -1, dtype=torch.int32, device=device)
+        self._adapter_slots = torch.full((max_num_rows,), -1, dtype=torch.int32, device=device)
         self._query_start = torch.arange(max_num_rows + 1, dtype=torch.int32, device=device)
         self._tables = torch.zeros((max_num_rows, -(-max_model_len // block_size)), dtype=torch.int32, device=device)
         self._known_tables = [array(TOKENS) for _ in range(max_num_rows)]
@@ -64,12 +64,12 @@ class DecodeInputs:
         return self.sizes[bisect_left(self.sizes, count)]
 
     def fill(
-        self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None = None, lora_slots: Tensor | None = None
+        self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None = None, adapter_slots: Tensor | None = None
     ) -> int:
         """Store a step's chunks, which have at most as many tokens as there are rows; returns the bucket's size.
 
-        unseen: tokens that are on the device only; the chunk of their sequence is this one token. lora_slots: [tokens]
-        int32, see `CausalModel.forward`. The copies run after all earlier work of the device.
+        unseen: tokens that are on the device only; the chunk of their sequence is this one token. adapter_slots:
+        [tokens] int32, see `CausalModel.forward`. The copies run after all earlier work of the device.
         """
         block_size, device = self._block_size, self._rows.device
         places = [(chunk.sequence, position) for chunk in chunks for position in range(chunk.start, chunk.stop)]
@@ -86,9 +86,9 @@ class DecodeInputs:
         self._rows[:, :size] = upload(rows, torch.int64, device)
         if unseen is not None:
             self._take_over(unseen, [unseen.rows.get(sequence.sequence_id) for sequence, _ in places])
-        if lora_slots is not None:
-            self._lora_slots[:count] = lora_slots
-            self._lora_slots[count:size] = -1
+        if adapter_slots is not None:
+            self._adapter_slots[:count] = adapter_slots
+            self._adapter_slots[count:size] = -1
         self._update_tables([sequence.block_ids for sequence, _ in places])
         return size
 
@@ -105,9 +105,9 @@ class DecodeInputs:
         )
         return token_ids, positions, slots, metadata
 
-    def lora_slots(self, size: int) -> Tensor:
+    def adapter_slots(self, size: int) -> Tensor:
         """The adapter slots of the first `size` rows, as last passed to `fill`, [size] int32."""
-        return self._lora_slots[:size]
+        return self._adapter_slots[:size]
 
     def _take_over(self, unseen: UnseenTokens, sources: Sequence[int | None]) -> None:
         """sources: for each row, the row of its token in `unseen`; None if the host knows the token."""

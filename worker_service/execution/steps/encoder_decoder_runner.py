@@ -45,8 +45,8 @@ class EncoderDecoderRunner(ModelRunner):
         cache = self.cache_engine.device_blocks
         for chunk in chunks:
             if chunk.sequence.is_encoder:
-                lora_slots = None if self.adapters is None else self.adapters.slots([chunk])
-                self._model.encode(self._given(chunk.sequence), self._slots(chunk.sequence), cache, lora_slots)
+                adapter_slots = None if self.adapters is None else self.adapters.slots([chunk])
+                self._model.encode(self._given(chunk.sequence), self._slots(chunk.sequence), cache, adapter_slots)
         return [chunk for chunk in chunks if not chunk.sequence.is_encoder]
 
     def _given(self, sequence: SequenceState) -> Tensor:
@@ -75,11 +75,11 @@ class EncoderDecoderRunner(ModelRunner):
             torch.from_numpy(tables),
             self.device,
         )
-        lora_slots = None if self.adapters is None else self.adapters.slots(chunks)
+        adapter_slots = None if self.adapters is None else self.adapters.slots(chunks)
         inputs = (batch.token_ids, batch.positions, batch.slots, batch.attention)
         self._queries = {}
         queries = self._queries if any(chunk.sequence.sampling.pooling for chunk in chunks) else None
-        return self._model.forward(*inputs, cache, cross, lora_slots, queries), batch.query_start
+        return self._model.forward(*inputs, cache, cross, adapter_slots, queries), batch.query_start
 
     def _pool(
         self, chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor

@@ -165,16 +165,16 @@ class ModelRunner(Runner):
 
     def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
         """The hidden states; and the first row of each chunk, then the number of rows."""
-        lora_slots = None if self.adapters is None else self.adapters.slots(chunks)
+        adapter_slots = None if self.adapters is None else self.adapters.slots(chunks)
         if self._decode_graphs is not None and (before is not None or self._decode_graphs.fit(chunks)):
             unseen = None if before is None else before.unseen_tokens()
-            hidden = self._decode_graphs.forward(chunks, unseen, lora_slots)
+            hidden = self._decode_graphs.forward(chunks, unseen, adapter_slots)
             return hidden, list(accumulate((chunk.stop - chunk.start for chunk in chunks), initial=0))
         assert before is None
         cache = self.cache_engine.device_blocks
         batch = build_batch(chunks, cache.shape[3], self.device)
         return self.model.forward(
-            batch.token_ids, batch.positions, batch.slots, batch.attention, cache, lora_slots
+            batch.token_ids, batch.positions, batch.slots, batch.attention, cache, adapter_slots
         ), batch.query_start
 
     def _pool(

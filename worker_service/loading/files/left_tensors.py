@@ -10,8 +10,8 @@ from pagewire_common.start_error import StartError
 from worker_service.loading.files.safetensors_header import StoredTensor
 from worker_service.wording import named
 
-_MOST_NAMED = 5
-_MOST_BIASES = 1 << 20
+_MAX_NAMED = 5
+_MAX_BIASES = 1 << 20
 """Numbers of a bias: more than any product has outputs."""
 
 
@@ -53,13 +53,13 @@ def check_none_left(
         and not _is_zero_bias(name, tensor, read)
     ]
     if left:
-        more = f" and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
+        more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
         raise StartError(
             f"{tensors[left[0]].file.parent}: the weights have tensors that nothing in the network of config.json takes"
-            f": {', '.join(map(named, left[:_MOST_NAMED]))}{more}; it is another network, or they should not be there"
+            f": {', '.join(map(named, left[:_MAX_NAMED]))}{more}; it is another network, or they should not be there"
         )
 
 
 def _is_zero_bias(name: str, tensor: StoredTensor, read: Callable[[str], Tensor]) -> bool:
-    is_bias = name.endswith(".bias") and len(tensor.shape) == 1 and tensor.shape[0] <= _MOST_BIASES
+    is_bias = name.endswith(".bias") and len(tensor.shape) == 1 and tensor.shape[0] <= _MAX_BIASES
     return is_bias and tensor.dtype in ("F64", "F32", "F16", "BF16") and not read(name).any()

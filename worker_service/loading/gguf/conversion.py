@@ -41,7 +41,7 @@ _PIECE_ELEMENTS = 1 << 21
 _POSITIONS = {"llama": (FREQS, LONG, SHORT), "phi3": (LONG, SHORT)}
 """Tensors that scale positions, by architecture."""
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
-_MOST_SHOWN = 8
+_MAX_SHOWN = 8
 
 Floats = npt.NDArray[np.float32]
 
@@ -87,8 +87,8 @@ def _convert(file: GgufFile, folder: Path) -> None:
     config = read_network(keys, tensors, divisors, vocabulary)
     targets = map_tensors(config, tensors)
     if left := sorted(tensors.keys() - {target.source for target in targets.values()} - divisors.keys()):
-        listed = ", ".join(map(named, left[:_MOST_SHOWN]))
-        more = f" and {len(left) - _MOST_SHOWN} more" if len(left) > _MOST_SHOWN else ""
+        listed = ", ".join(map(named, left[:_MAX_SHOWN]))
+        more = f" and {len(left) - _MAX_SHOWN} more" if len(left) > _MAX_SHOWN else ""
         raise ValueError(f"no part of the architecture {keys.architecture} is made of its tensor {listed}{more}")
     ids = convert_tokenizer(keys, vocabulary, folder)
     token_ids = {"bos_token_id": ids.bos, "eos_token_id": list(ids.ends), "pad_token_id": ids.pad}

@@ -53,7 +53,7 @@ _NEUTRAL_OF_TOKENIZERS: dict[str, tuple[object, ...]] = {
     "tokenizer.ggml.remove_extra_whitespaces": (False,),
     "tokenizer.ggml.token_type_count": (0, 1),
 }
-_MOST_SHOWN = 8
+_MAX_SHOWN = 8
 
 
 class GgufKeys:
@@ -144,9 +144,9 @@ class GgufKeys:
             elif key.split(".")[0] in (*_RESERVED, self.architecture) and not _may_be_left(key):
                 left.append(named(key))
         if left:
-            more = f" and {len(left) - _MOST_SHOWN} more" if len(left) > _MOST_SHOWN else ""
+            more = f" and {len(left) - _MAX_SHOWN} more" if len(left) > _MAX_SHOWN else ""
             raise ValueError(
-                f"its {', '.join(left[:_MOST_SHOWN])}{more} is not known for the architecture {self.architecture}, and "
+                f"its {', '.join(left[:_MAX_SHOWN])}{more} is not known for the architecture {self.architecture}, and "
                 "might change answers"
             )
 

@@ -20,7 +20,7 @@ from worker_service.models.borrowed.attention import NAME, within
 from worker_service.models.borrowed.config import TransformersConfig
 from worker_service.models.borrowed.network import Head, build_network
 from worker_service.models.borrowed.weights import checkpoint_places
-from worker_service.models.causal_model import LoraPlace
+from worker_service.models.causal_model import AdapterPlace
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized
 
 
@@ -33,7 +33,7 @@ class TransformersModel:
         self._network = build_network(config, dtype, device, NAME)
         self._body = self._network.get_decoder()
         self._head = Head(self._network, self._body)
-        self._lora_slots: Tensor | None = None  # set during a forward pass
+        self._adapter_slots: Tensor | None = None  # set during a forward pass
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Implements `CausalModel.checkpoint_tensors`."""
@@ -45,24 +45,24 @@ class TransformersModel:
         assert not quantized
         self._head.pack()
 
-    def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
-        """Implements `CausalModel.allocate_lora` for the body's plain linear layers that see every token: not
+    def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
+        """Implements `CausalModel.allocate_adapters` for the body's plain linear layers that see every token: not
         experts."""
         places = {}
         names = {id(module): name for name, module in self._network.named_modules()}
         for module in self._body.modules():
             if type(module) is nn.Linear and ".experts." not in names[id(module)]:
                 linear = Linear(module.weight)
-                places[names[id(module)]] = LoraPlace(
-                    linear.allocate_lora([module.out_features], num_slots, max_rank), 0
+                places[names[id(module)]] = AdapterPlace(
+                    linear.allocate_adapters([module.out_features], num_slots, max_rank), 0
                 )
                 module.register_forward_hook(self._adding(linear))
         return places
 
     def _adding(self, linear: Linear) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
         def add(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-            if self._lora_slots is not None:
-                linear.add_lora(output.flatten(0, -2), inputs[0].flatten(0, -2), self._lora_slots)
+            if self._adapter_slots is not None:
+                linear.add_lora(output.flatten(0, -2), inputs[0].flatten(0, -2), self._adapter_slots)
             return output
 
         return add
@@ -74,10 +74,10 @@ class TransformersModel:
         slots: Tensor,
         attention: AttentionMetadata,
         cache: Tensor,
-        lora_slots: Tensor | None = None,
+        adapter_slots: Tensor | None = None,
     ) -> Tensor:
         """Implements `CausalModel.forward`."""
-        self._lora_slots = lora_slots
+        self._adapter_slots = adapter_slots
         with within(_CachedAttention(slots, attention, cache)):
             output = self._body(
                 input_ids=token_ids[None],

@@ -71,7 +71,7 @@ _NEUTRAL: Mapping[str, object] = {
 }  # fmt: skip
 """Values that keys must have if the family's reader does not read them. Other values mean another network."""
 
-_MOST_SHOWN = 8
+_MAX_SHOWN = 8
 _GENERATES = re.compile("(forcausallm|lmheadmodel|model)$")
 """Endings, in lower case, of class names of networks that continue text; "model" is a body without its head."""
 
@@ -85,8 +85,8 @@ def check_all_read(keys: ReadKeys, family: object) -> None:
 def refuse(keys: Mapping[str, Any], family: object) -> None:
     """Raise ValueError that names these keys, if there are any."""
     if keys:
-        said = ", ".join(f"{named(name)} = {shown(value)}" for name, value in [*keys.items()][:_MOST_SHOWN])
-        more = f" and {len(keys) - _MOST_SHOWN} more" if len(keys) > _MOST_SHOWN else ""
+        said = ", ".join(f"{named(name)} = {shown(value)}" for name, value in [*keys.items()][:_MAX_SHOWN])
+        more = f" and {len(keys) - _MAX_SHOWN} more" if len(keys) > _MAX_SHOWN else ""
         raise ValueError(
             f"it says {said}{more}, which is not supported in a model {family} and may change what the network "
             "computes; remove what you know to change nothing"

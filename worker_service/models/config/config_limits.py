@@ -5,18 +5,18 @@ from typing import Any
 
 from worker_service.read_keys import LARGEST
 
-MOST_LAYERS = 512
+MAX_LAYERS = 512
 """Layers. transformers' code takes 15 ms a layer to run a network once without its data."""
-MOST_EXPERTS = 2**12
+MAX_EXPERTS = 2**12
 SIZES: Mapping[str, tuple[int, int]] = {
     "vocab_size": (1, LARGEST),
     "hidden_size": (1, 2**20),
     "intermediate_size": (0, 2**24),
     "moe_intermediate_size": (0, 2**24),
-    "num_experts": (0, MOST_EXPERTS),
-    "num_local_experts": (0, MOST_EXPERTS),
-    "num_experts_per_tok": (0, MOST_EXPERTS),
-    "num_hidden_layers": (1, MOST_LAYERS),
+    "num_experts": (0, MAX_EXPERTS),
+    "num_local_experts": (0, MAX_EXPERTS),
+    "num_experts_per_tok": (0, MAX_EXPERTS),
+    "num_hidden_layers": (1, MAX_LAYERS),
     "num_attention_heads": (1, 2**16),
     "num_key_value_heads": (1, 2**16),
     "head_dim": (1, 2**16),

@@ -16,11 +16,11 @@ from worker_service.wording import named, shown
 _COUNTED: Mapping[str, int] = {"layer": 512, "block": 512, "expert": 4_096, "head": 1_024, "label": 1 << 16}
 """Maximum number of objects, by a word in the key. transformers creates these objects one after another before it looks
 at any tensor: 10 to 20 ms a layer. The deepest published network has 126 layers."""
-_MOST_HEADS = 1 << 15
+_MAX_HEADS = 1 << 15
 """Heads of all layers together. StableLM's code creates two objects for each; the published maximum is 16,128."""
 _NO_COUNT = re.compile("dim|epsilon|eps|index|length|size|token|window")
 _NO_AMOUNT = re.compile("index|token_id")
-_AT_LEAST_ONE = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+_FROM_ONE = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
                  "type_vocab_size", "vocab_size")  # fmt: skip
 _DIVISORS = re.compile(r".*(eps|epsilon|soft_?cap(ping)?|logits_scaling)")
 """Keys of numbers by which a network divides, or which it adds under a root."""
@@ -61,13 +61,13 @@ def check_values(json: Mapping[str, Any], config_class: Any) -> None:
 
 def check_sizes(network: Any) -> None:
     """Raise ValueError if a size that every network needs is missing or below 1."""
-    for name in _AT_LEAST_ONE:
+    for name in _FROM_ONE:
         size = getattr(network, name, None)
         if size is not None and not (type(size) is int and size >= 1):
             raise ValueError(f"{name} is {shown(size)}; it must be a whole number from 1 on")
     layers, heads = (getattr(network, name, 1) for name in ("num_hidden_layers", "num_attention_heads"))
-    if layers * heads > _MOST_HEADS:
-        raise ValueError(f"{layers} layers of {heads} heads are too many: at most {_MOST_HEADS} heads are supported")
+    if layers * heads > _MAX_HEADS:
+        raise ValueError(f"{layers} layers of {heads} heads are too many: at most {_MAX_HEADS} heads are supported")
 
 
 def _check_aliases(json: Mapping[str, Any], config_class: Any) -> None:

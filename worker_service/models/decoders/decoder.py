@@ -21,7 +21,7 @@ from kernels.backends import ops_for
 from kernels.float8 import Float8Weight
 from kernels.ops import Ops
 from kernels.reference import rotary_tables
-from worker_service.models.causal_model import Fill, LoraPlace
+from worker_service.models.causal_model import AdapterPlace, Fill
 from worker_service.models.decoders.decoder_config import DecoderConfig, LayerConfig
 from worker_service.models.decoders.embedding import Embedding
 from worker_service.models.decoders.mlp import DenseMlp, MixtureMlp, Mlp, Projection
@@ -117,14 +117,14 @@ class DecoderLayer:
         layer_cache: Tensor,
         slots: Tensor,
         attention: AttentionMetadata,
-        lora_slots: Tensor | None,
+        adapter_slots: Tensor | None,
     ) -> Tensor:
         """Add `delta` and this layer's attention to `residual` in place, and return the output of the feed-forward
         half.
 
         delta: [num_tokens, hidden_size], the output of the previous layer, None in the first layer. residual:
         [num_tokens, hidden_size] float32. rotation: cosines and sines from `rotary_tables`, None in layers without
-        positions. layer_cache, slots: as for `store_kv`; lora_slots: as for `Linear`.
+        positions. layer_cache, slots: as for `store_kv`; adapter_slots: as for `Linear`.
         """
         config, ops = self._config, self._ops
         eps, offset = config.rms_norm_eps, config.norm_offset
@@ -133,7 +133,7 @@ class DecoderLayer:
         else:
             x = ops.add_rms_norm(delta, residual, self._attention_norm, eps, offset)
         attended = ops.qkv_attention(
-            self._qkv(x, lora_slots),
+            self._qkv(x, adapter_slots),
             self._qk_norms,
             eps,
             offset,
@@ -145,11 +145,11 @@ class DecoderLayer:
             self._window,
             config.attention_soft_cap,
         )
-        delta = self._ranks.all_reduce(self._out(attended, lora_slots))
+        delta = self._ranks.all_reduce(self._out(attended, adapter_slots))
         if self._attention_post_norm is not None:
             delta = ops.rms_norm(delta, self._attention_post_norm, eps, offset, torch.float32)
         x = ops.add_rms_norm(delta, residual, self._mlp_norm, eps, offset)
-        delta = self._ranks.all_reduce(self._mlp(x, lora_slots))
+        delta = self._ranks.all_reduce(self._mlp(x, adapter_slots))
         if self._mlp_post_norm is not None:
             delta = ops.rms_norm(delta, self._mlp_post_norm, eps, offset, torch.float32)
         return delta
@@ -239,13 +239,14 @@ class Decoder:
         for number, layer in enumerate(self._layers):
             _pack_layer(layer, f"model.layers.{number}", quantization, quantized, self._fill)
 
-    def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
-        """Implements `CausalModel.allocate_lora`."""
-        places: dict[str, LoraPlace] = {}
+    def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
+        """Implements `CausalModel.allocate_adapters`."""
+        places: dict[str, AdapterPlace] = {}
         for number, layer in enumerate(self._layers):
             for linear, names in layer.adapted:
-                weights = linear.allocate_lora(list(names.values()), num_slots, max_rank)
-                places |= {f"model.layers.{number}.{name}": LoraPlace(weights, part) for part, name in enumerate(names)}
+                weights = linear.allocate_adapters(list(names.values()), num_slots, max_rank)
+                for part, name in enumerate(names):
+                    places[f"model.layers.{number}.{name}"] = AdapterPlace(weights, part)
         return places
 
     def forward(
@@ -255,7 +256,7 @@ class Decoder:
         slots: Tensor,
         attention: AttentionMetadata,
         cache: Tensor,
-        lora_slots: Tensor | None = None,
+        adapter_slots: Tensor | None = None,
     ) -> Tensor:
         """Implements `CausalModel.forward`; the hidden states are normalised."""
         rotations = {
@@ -269,7 +270,7 @@ class Decoder:
             if number in self._shown:
                 states[number] = (residual.clone() if delta is None else residual + delta).to(self._norm.dtype)
             rotation = rotations[layer_config.rope] if layer_config.rope is not None else None
-            delta = layer.forward(delta, residual, rotation, cache[:, number], slots, attention, lora_slots)
+            delta = layer.forward(delta, residual, rotation, cache[:, number], slots, attention, adapter_slots)
         assert delta is not None  # a network has at least one layer
         normed = self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps, self.config.norm_offset)
         if self._show is not None:

@@ -17,7 +17,7 @@ from worker_service.read_keys import ReadKeys
 _FAMILIES = ("llama", "qwen2", "qwen3")
 """Families that the head's one layer may follow."""
 _FEWEST_LAYERS = 3
-_MOST_STATE_LAYERS = 16
+_MAX_STATE_LAYERS = 16
 """States that a head may read. Published heads read one to four."""
 _NEUTRAL: Mapping[str, object] = {
     "eagle_decoder_type": "llama", "has_lm_head": True, "next_layer_regularization": "none", "parallel_draft_step": 1,
@@ -78,7 +78,7 @@ def _layer(sizes: ReadKeys) -> DecoderConfig:
         raise ValueError(f"num_hidden_layers is {layer.num_layers}; EAGLE-3's heads have one layer")
     if layer.layers[0].window is not None:
         raise ValueError("heads with a sliding window are not supported")
-    if (room := num_state_layers(layer)) > _MOST_STATE_LAYERS:
+    if (room := num_state_layers(layer)) > _MAX_STATE_LAYERS:
         raise ValueError(f"a state of {layer.hidden_size} numbers takes the place of {room} layers' keys and values")
     return layer
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from worker_service.models.config.config_keys import check_all_read, check_generates
-from worker_service.models.config.config_limits import MOST_LAYERS, SIZES
+from worker_service.models.config.config_limits import MAX_LAYERS, SIZES
 from worker_service.models.config.rope import Rope, read_rope, read_theta, rope_of
 from worker_service.models.decoders.decoder_config import DecoderConfig, LayerConfig, Mixture, MixtureNames
 from worker_service.read_keys import REFUSED, ReadKeys
@@ -90,7 +90,7 @@ def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
         renormalise=json.boolean("norm_topk_prob", False),
         names=MixtureNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"),
     )
-    dense = json.integers("mlp_only_layers", least=0, most=MOST_LAYERS) or ()
+    dense = json.integers("mlp_only_layers", least=0, most=MAX_LAYERS) or ()
     has_experts = [number not in dense and (number + 1) % interval == 0 for number in range(num_layers)]
     window = _window(json, 4096)
     if window is None:

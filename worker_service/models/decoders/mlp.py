@@ -31,8 +31,8 @@ class Mlp(Protocol):
     def adapted(self) -> list[Projection]:
         """The products to which adapters may add."""
 
-    def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        """x: [rows, hidden_size]; lora_slots: as for `Linear`. Returns this rank's summand of the result."""
+    def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:
+        """x: [rows, hidden_size]; adapter_slots: as for `Linear`. Returns this rank's summand of the result."""
 
 
 class DenseMlp:
@@ -70,10 +70,10 @@ class DenseMlp:
         """Implements `Mlp.adapted`."""
         return self.projections
 
-    def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:
         """Implements `Mlp.__call__`."""
-        activated = self._ops.gated_activation(self._gate_up(x, lora_slots), self._config.activation)
-        return self._down(activated, lora_slots)
+        activated = self._ops.gated_activation(self._gate_up(x, adapter_slots), self._config.activation)
+        return self._down(activated, adapter_slots)
 
 
 class MixtureMlp:
@@ -98,7 +98,7 @@ class MixtureMlp:
         self._config, self._mixture, self._inner = config, mixture, inner
         self._ops: Ops = ops or ops_for(device)
         router = torch.empty(mixture.num_experts, config.hidden_size, dtype=dtype, device=device)
-        self._router = Linear(router, wide=True, alike=True, quantisable=False, ops=self._ops)
+        self._router = Linear(router, wide=True, batch_invariant=True, quantisable=False, ops=self._ops)
         allocate = partial(ExpertLinear, mixture.num_experts, dtype=dtype, device=device, deferred=deferred, ops=ops)
         self._gate_up = allocate(2 * inner, config.hidden_size)
         self._down = allocate(config.hidden_size, inner, wide=self._ops.WIDE_PRODUCTS)
@@ -119,7 +119,7 @@ class MixtureMlp:
         """Implements `Mlp.adapted`: experts take no adapters."""
         return []
 
-    def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:  # noqa: ARG002 (dense ones use it)
+    def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:  # noqa: ARG002 (dense ones use it)
         """Implements `Mlp.__call__`; returns float32."""
         weights, experts = choose_experts(self._router(x), self._mixture.num_chosen, self._mixture.renormalise)
         rows = group_rows(experts, self._mixture.num_experts)

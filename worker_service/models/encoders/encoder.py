@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from worker_service.models.borrowed.network import PackedLinear, build_network
 from worker_service.models.borrowed.weights import checkpoint_places
-from worker_service.models.causal_model import LoraPlace
+from worker_service.models.causal_model import AdapterPlace
 from worker_service.models.encoders.encoder_config import EncoderConfig
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized
 
@@ -63,8 +63,8 @@ class Encoder:
                     setattr(module, name, packed := PackedLinear(part))
                     packed.pack()
 
-    def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
-        """Implements `Loadable.allocate_lora`: an encoder takes no adapters."""
+    def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
+        """Implements `Loadable.allocate_adapters`: an encoder takes no adapters."""
         del num_slots, max_rank
         return {}
 

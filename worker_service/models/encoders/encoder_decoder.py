@@ -23,7 +23,7 @@ from kernels.attention.metadata import AttentionMetadata
 from kernels.backends import ops_for
 from worker_service.models.borrowed.network import Head, PackedLinear, build_network
 from worker_service.models.borrowed.weights import checkpoint_places
-from worker_service.models.causal_model import LoraPlace
+from worker_service.models.causal_model import AdapterPlace
 from worker_service.models.encoders.encoder_decoder_config import EncoderDecoderConfig
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized
 
@@ -48,7 +48,7 @@ class EncoderDecoder:
         self._layers = {id(m): layer for names in (_SELF, _CROSS) for layer, m in enumerate(self._named(names))}
         self._cross = self._named(_CROSS)
         self._bias: Tensor | None = None
-        self._loras: dict[int, Linear] = {}  # key: id() of the layer to whose product the adapters add
+        self._adapters: dict[int, Linear] = {}  # key: id() of the layer to whose product the adapters add
         self._head = Head(network, self._decoder)
 
     def _named(self, names: tuple[str, ...]) -> list[Any]:
@@ -72,7 +72,7 @@ class EncoderDecoder:
             for module in list(part.modules()):
                 for name, child in module.named_children():
                     if type(child) is nn.Linear:
-                        setattr(module, name, _AdaptedLinear(child, self._loras.get(id(child))))
+                        setattr(module, name, _AdaptedLinear(child, self._adapters.get(id(child))))
 
     def _bias_by_distance(self) -> Tensor:
         """T5's bias by distance, [num_heads, distances] float32; for larger distances the last bias holds.
@@ -90,23 +90,23 @@ class EncoderDecoder:
         table: Tensor = bias[0, :, 0].flip(1).float().contiguous()
         return table
 
-    def allocate_lora(self, num_slots: int, max_rank: int) -> dict[str, LoraPlace]:
-        """Implements `CausalModel.allocate_lora` for the linear layers of encoder and decoder."""
+    def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
+        """Implements `CausalModel.allocate_adapters` for the linear layers of encoder and decoder."""
         places = {}
         parts = {id(module) for part in (self._encoder, self._decoder) for module in part.modules()}
         for name, module in self._network.named_modules():
             if type(module) is nn.Linear and id(module) in parts:
-                linear = self._loras[id(module)] = Linear(module.weight)
-                places[name] = LoraPlace(linear.allocate_lora([module.out_features], num_slots, max_rank), 0)
+                linear = self._adapters[id(module)] = Linear(module.weight)
+                places[name] = AdapterPlace(linear.allocate_adapters([module.out_features], num_slots, max_rank), 0)
         return places
 
-    def encode(self, given: Tensor, slots: Tensor, cache: Tensor, lora_slots: Tensor | None = None) -> None:
+    def encode(self, given: Tensor, slots: Tensor, cache: Tensor, adapter_slots: Tensor | None = None) -> None:
         """Run the encoder over one input, and store each decoder layer's keys and values of the result.
 
         given: a text, [num_tokens] int64, or a sound, [num_mel_bins, num_frames] float32; slots: [num_tokens] int64;
-        cache and lora_slots: as for `CausalModel.forward`.
+        cache and adapter_slots: as for `CausalModel.forward`.
         """
-        with _within(_Whole(), lora_slots):
+        with _within(_Whole(), adapter_slots):
             if self.config.num_mel_bins:
                 output = self._encoder(given[None].to(self._dtype))
             else:
@@ -126,7 +126,7 @@ class EncoderDecoder:
         attention: AttentionMetadata,
         cache: Tensor,
         cross: AttentionMetadata,
-        lora_slots: Tensor | None = None,
+        adapter_slots: Tensor | None = None,
         queries: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Implements `CausalModel.forward`. cross: the same sequences, with the encoder's tokens as their contexts.
@@ -134,7 +134,8 @@ class EncoderDecoder:
         queries: filled with each layer's scaled cross-attention queries, [num_tokens, num_heads, head_dim].
         """
         nothing = torch.zeros((1, 1, self.config.hidden_size), dtype=self._dtype, device=self._device)
-        with _within(_Paged(self._layers, positions, slots, attention, cross, cache, self._bias, queries), lora_slots):
+        paged = _Paged(self._layers, positions, slots, attention, cross, cache, self._bias, queries)
+        with _within(paged, adapter_slots):
             output = self._decoder(
                 input_ids=token_ids[None],
                 attention_mask=token_ids.new_ones((1, len(token_ids))),
@@ -203,33 +204,33 @@ class _Paged:
 
 
 _attention: ContextVar[_Attention] = ContextVar("attention")
-_lora_slots: ContextVar[Tensor | None] = ContextVar("lora_slots", default=None)
+_adapter_slots: ContextVar[Tensor | None] = ContextVar("adapter_slots", default=None)
 
 
 @contextmanager
-def _within(attention: _Attention, lora_slots: Tensor | None) -> Iterator[None]:
-    token, slots_token = _attention.set(attention), _lora_slots.set(lora_slots)
+def _within(attention: _Attention, adapter_slots: Tensor | None) -> Iterator[None]:
+    token, slots_token = _attention.set(attention), _adapter_slots.set(adapter_slots)
     try:
         yield
     finally:
         _attention.reset(token)
-        _lora_slots.reset(slots_token)
+        _adapter_slots.reset(slots_token)
 
 
 class _AdaptedLinear(PackedLinear):
     """Replaces a linear layer, and adds adapters to its product."""
 
-    def __init__(self, linear: nn.Linear, lora: Linear | None) -> None:
+    def __init__(self, linear: nn.Linear, adapter: Linear | None) -> None:
         super().__init__(linear)
         self.pack()
-        self._lora = lora
+        self._adapter = adapter
 
     def forward(self, x: Tensor) -> Tensor:
         product = super().forward(x)
-        slots = _lora_slots.get()
+        slots = _adapter_slots.get()
         # In a decoder's pass, cross attention computes keys and values of a single row that nothing reads.
-        if self._lora is not None and slots is not None and slots.numel() == product[..., 0].numel():
-            self._lora.add_lora(product.flatten(0, -2), x.flatten(0, -2), slots)
+        if self._adapter is not None and slots is not None and slots.numel() == product[..., 0].numel():
+            self._adapter.add_lora(product.flatten(0, -2), x.flatten(0, -2), slots)
         return product
 
 

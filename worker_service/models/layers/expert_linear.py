@@ -43,7 +43,9 @@ class ExpertLinear:
             self.experts: list[Linear] = [_Stacked(whole[number], stack, number, self._ops) for number in numbers]
         else:
             weights = [torch.empty(outputs, inputs, dtype=dtype, device=place) for _ in numbers]
-            self.experts = [Linear(weight, wide=wide, alike=True, device=device, ops=ops) for weight in weights]
+            self.experts = [
+                Linear(weight, wide=wide, batch_invariant=True, device=device, ops=ops) for weight in weights
+            ]
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
         """x: [rows, inputs], at least one row; ends: see `ExpertRows` of `kernels.linear.experts`.

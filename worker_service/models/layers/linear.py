@@ -57,7 +57,7 @@ class Linear:
 
         wide         the result is float32, the type of its sums, instead of the dtype of x
         adds_bias    False on all ranks but one if results are summed over ranks; every rank loads the bias
-        alike        packed products are batch-invariant, even if the kernels do not promise it
+        batch_invariant  packed products are batch-invariant, even if the kernels do not promise it
         quantisable  `pack` may quantise the weight
         device       of the weight, if the weight is still on the meta device
         ops          the kernels; by default the device's fastest
@@ -72,7 +72,7 @@ class Linear:
         *,
         wide: bool = False,
         adds_bias: bool = True,
-        alike: bool = False,
+        batch_invariant: bool = False,
         quantisable: bool = True,
         device: torch.device | None = None,
         ops: Ops | None = None,
@@ -82,11 +82,11 @@ class Linear:
         self._device = device or weight.device
         self.bias = bias
         self._wide = wide
-        self._alike = alike
+        self._batch_invariant = batch_invariant
         self._quantisable = quantisable
         self._added = bias if adds_bias else None
         self._product: Product | None = None
-        self._lora: LoraWeights | None = None
+        self._adapter: LoraWeights | None = None
         self._ops: Ops = ops or ops_for(self._device)
 
     @classmethod
@@ -125,8 +125,8 @@ class Linear:
         """
         scheme = quantization if self._quantisable else "none"
         pack = packing(self._ops, scheme)
-        if self._alike and scheme in ("none", "gguf"):  # quantised products are batch-invariant anyway
-            pack = self._ops.pack_alike
+        if self._batch_invariant and scheme in ("none", "gguf"):  # quantised products are batch-invariant anyway
+            pack = self._ops.pack_batch_invariant
         self._product = pack(self.weight, self._wide)
         if self._product is not None:
             self.free()
@@ -170,35 +170,36 @@ class Linear:
         """The packed weights if their rows can be read, otherwise None."""
         return self._product if isinstance(self._product, Table) else None
 
-    def allocate_lora(self, parts: Sequence[int], num_slots: int, max_rank: int) -> LoraWeights:
+    def allocate_adapters(self, parts: Sequence[int], num_slots: int, max_rank: int) -> LoraWeights:
         """Allocate slots for adapters, filled with zeros. parts: number of outputs of each projection."""
         _, inputs = self._shape
         zeros = partial(torch.zeros, device=self._device)
-        self._lora = LoraWeights(
+        self._adapter = LoraWeights(
             a=zeros(num_slots, len(parts), max_rank, inputs, dtype=self.weight.dtype),
             b=zeros(num_slots, max_rank, sum(parts), dtype=self.weight.dtype),
             ranks=zeros(num_slots, dtype=torch.int32),
             starts=(0, *accumulate(parts)),
         )
-        return self._lora
+        return self._adapter
 
-    def __call__(self, x: Tensor, lora_slots: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
         """x: [rows, inputs]. Returns [rows, outputs].
 
-        lora_slots: [rows] int32, the slot of each row's adapter, negative for none, or None if no row has an adapter.
+        adapter_slots: [rows] int32, the slot of each row's adapter, negative for none, or None if no row has an
+        adapter.
         """
         if self._product is not None:
             product = self._product(x, self._added)
         else:
             product = _unpacked(self.weight, self._wide, x, self._added)
-        if lora_slots is not None:
-            self.add_lora(product, x, lora_slots)
+        if adapter_slots is not None:
+            self.add_lora(product, x, adapter_slots)
         return product
 
-    def add_lora(self, product: Tensor, x: Tensor, lora_slots: Tensor) -> None:
+    def add_lora(self, product: Tensor, x: Tensor, adapter_slots: Tensor) -> None:
         """Add the adapters' products of x to `product`, in place."""
-        assert self._lora is not None
-        self._ops.add_lora(product, x, lora_slots, self._lora)
+        assert self._adapter is not None
+        self._ops.add_lora(product, x, adapter_slots, self._adapter)
 
     def parts(self, names: dict[str, int]) -> dict[str, Tensor]:
         """Consecutive slices of the outputs, by name. names: size of each slice."""

@@ -18,7 +18,7 @@ class _Position:
     right: int = 0
 
 
-class GuessCounts:
+class DraftCounts:
     """Counts of a worker's drafts by position."""
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class GuessCounts:
         where that is no guess and one token of each."""
         sampled = [(sequence, num_tokens) for sequence, num_tokens, samples in output.scheduled if samples]
         numbers = zip(verified or [0] * len(sampled), gained or [1] * len(sampled), strict=True)
-        for (sequence, num_tokens), (num_guesses, num_gained) in zip(sampled, numbers, strict=True):
+        for (sequence, num_tokens), (num_drafts, num_gained) in zip(sampled, numbers, strict=True):
             if num_tokens != 1 + output.num_draft_tokens.get(sequence, 0):  # the end of a prompt
                 continue
             self._num_decodes += 1
-            self._positions += [_Position() for _ in range(num_guesses - len(self._positions))]
-            for number, position in enumerate(self._positions[:num_guesses]):
+            self._positions += [_Position() for _ in range(num_drafts - len(self._positions))]
+            for number, position in enumerate(self._positions[:num_drafts]):
                 position.made += 1
                 position.reached += num_gained > number
                 position.right += num_gained > number + 1
@@ -51,7 +51,7 @@ class GuessCounts:
         }
 
 
-class Guessing:
+class Drafting:
     """The guesses of simulated workers. What is drawn is the same in every run of the same trace and policy."""
 
     def __init__(self, shares: Sequence[float], acceptance: Sequence[float]) -> None:

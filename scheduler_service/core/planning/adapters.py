@@ -18,14 +18,14 @@ from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
 from scheduler_service.core.groups.sequence import SequenceGroup
 
 
-class LoraFetch(NamedTuple):
+class AdapterFetch(NamedTuple):
     """An adapter to bring to the worker, and the one that gives way to it, or an empty string."""
 
-    lora_name: str
+    adapter_id: str
     dropped: str
 
 
-class Loras:
+class Adapters:
     """`live` counts the live requests of each adapter, wherever they are; `directory` says which workers hold which."""
 
     def __init__(
@@ -54,31 +54,31 @@ class Loras:
         """Adapters in the worker's host memory, as far as they are counted."""
         return {*self._here, *self._idle} if self._max_held else set()
 
-    def holds(self, lora_name: str) -> bool:
+    def holds(self, adapter_id: str) -> bool:
         """Whether the worker has what a group of this adapter needs, which is nothing without one."""
-        if not lora_name or not self._max_held:
+        if not adapter_id or not self._max_held:
             return True
-        return lora_name in self._here or lora_name in self._idle
+        return adapter_id in self._here or adapter_id in self._idle
 
     def has_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
         """Whether the group's adapter is here and can join those of the running groups, `without` some of those."""
-        if not group.lora_name or group.lora_name in self.running:
+        if not group.adapter_id or group.adapter_id in self.running:
             return True
-        if not self.holds(group.lora_name):
+        if not self.holds(group.adapter_id):
             return False
-        leaving = Counter(other.lora_name for other in without)
+        leaving = Counter(other.adapter_id for other in without)
         return sum(count > leaving[name] for name, count in self.running.items()) < self._max_loras
 
-    def is_on_device(self, lora_name: str) -> bool:
+    def is_on_device(self, adapter_id: str) -> bool:
         """Whether a step with this adapter need not copy it to the device first."""
-        return not lora_name or lora_name in self._on_device
+        return not adapter_id or adapter_id in self._on_device
 
     # ---- groups that come and go
 
     def came(self, group: SequenceGroup) -> None:
         """A waiting group was given to the worker."""
         self._to_give_way = None
-        if name := group.lora_name:
+        if name := group.adapter_id:
             self._here[name] += 1
             self._idle.pop(name, None)
             self._fresh.discard(name)
@@ -86,7 +86,7 @@ class Loras:
     def left(self, group: SequenceGroup) -> None:
         """It has ended here, or was given back."""
         self._to_give_way = None
-        if name := group.lora_name:
+        if name := group.adapter_id:
             self._here[name] -= 1
             if not self._here[name]:
                 del self._here[name]
@@ -95,13 +95,13 @@ class Loras:
 
     def started(self, group: SequenceGroup) -> None:
         """A group runs from now on."""
-        if name := group.lora_name:
+        if name := group.adapter_id:
             self.running[name] += 1
             self._used(name)
 
     def stopped(self, group: SequenceGroup) -> None:
         """It was swapped out, has ended, or was given back."""
-        if name := group.lora_name:
+        if name := group.adapter_id:
             self._used(name)
             self.running[name] -= 1
             if not self.running[name]:
@@ -120,15 +120,15 @@ class Loras:
         """Whether one is being brought to the worker."""
         return bool(self._fetching)
 
-    def can_come(self, lora_name: str) -> bool:
+    def can_come(self, adapter_id: str) -> bool:
         """Whether one that is not held is being brought, or could be, if not now then after the one that is."""
-        if lora_name == self._fetching or self._num_held < self._max_held:
+        if adapter_id == self._fetching or self._num_held < self._max_held:
             return True
         if self._to_give_way is None:
             self._to_give_way = self._first_to_give_way()
         return bool(self._to_give_way)
 
-    def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str]) -> LoraFetch | None:
+    def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str]) -> AdapterFetch | None:
         """Choose what to bring to the worker next, if there is a place for it.
 
         That is the first of `wanted` that is not held, or else of `preloads`, for which none gives way. None while one
@@ -148,7 +148,7 @@ class Loras:
         if dropped:
             self.drop(dropped)
         self._fetching = name
-        return LoraFetch(name, dropped)
+        return AdapterFetch(name, dropped)
 
     def end_fetch(self, *, is_held: bool) -> None:
         """The worker has, or could not be brought, what `begin_fetch` chose last. Raises ValueError without any."""
@@ -158,18 +158,18 @@ class Loras:
         if is_held:
             self.hold(name, is_for_group=self.is_for_group)
 
-    def hold(self, lora_name: str, *, is_for_group: bool = False) -> None:
+    def hold(self, adapter_id: str, *, is_for_group: bool = False) -> None:
         """The worker has it, without having been brought it."""
-        if not self._max_held or self.holds(lora_name):
+        if not self._max_held or self.holds(adapter_id):
             return
         self._to_give_way = None
-        self._idle[lora_name] = None
+        self._idle[adapter_id] = None
         if is_for_group:
-            self._fresh.add(lora_name)
-            self._untried.add(lora_name)
+            self._fresh.add(adapter_id)
+            self._untried.add(adapter_id)
         else:
-            self._idle.move_to_end(lora_name, last=False)
-        self._directory.add(lora_name.encode(), self._bit)
+            self._idle.move_to_end(adapter_id, last=False)
+        self._directory.add(adapter_id.encode(), self._bit)
 
     def planned(self) -> None:
         """A step was planned that could have used what is held."""
@@ -180,17 +180,17 @@ class Loras:
         """A live request of an adapter has ended, wherever it was."""
         self._to_give_way = None
 
-    def drop(self, lora_name: str) -> bool:
+    def drop(self, adapter_id: str) -> bool:
         """Count one as not held; returns whether it was. Raises ValueError while a group here needs it."""
-        if lora_name in self._here:
-            raise ValueError(f"groups of the worker need the adapter {lora_name}")
-        if lora_name not in self._idle:
+        if adapter_id in self._here:
+            raise ValueError(f"groups of the worker need the adapter {adapter_id}")
+        if adapter_id not in self._idle:
             return False
         self._to_give_way = None
-        del self._idle[lora_name]
-        self._fresh.discard(lora_name)
-        self._on_device.pop(lora_name, None)
-        self._directory.remove(lora_name.encode(), self._bit)
+        del self._idle[adapter_id]
+        self._fresh.discard(adapter_id)
+        self._on_device.pop(adapter_id, None)
+        self._directory.remove(adapter_id.encode(), self._bit)
         return True
 
     def withdraw_all(self) -> None:

@@ -10,7 +10,7 @@ MAX_NAME = 16
 """Characters of a proposer's name, which is a label."""
 
 
-class Guesses:
+class Drafts:
     """Counts of one worker."""
 
     def __init__(self) -> None:
