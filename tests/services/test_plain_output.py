@@ -288,7 +288,8 @@ async def test_a_row_brings_what_an_event_would(
             wire.publish(step)
             if is_delivered:
                 wire.deliver(now)
-    assert await rows.read() == await events.read()
+    async with asyncio.timeout(30):
+        assert await rows.read() == await events.read()
     assert not events.num_rows
     assert rows.engine.requests.statistics.num_output_tokens == rows.num_tokens
     for wire in (rows, events):
