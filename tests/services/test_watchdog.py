@@ -27,7 +27,7 @@ from tokenizer_shapes import SHAPES, SPECIAL, worst_texts, write
 
 from pagewire.v1 import engine_service_pb2 as pb_engine
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire.v1 import scheduler_output_pb2 as pb_step
+from pagewire.v1 import sequence_group_pb2 as group_pb
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 from scheduler_service.core import SamplingParams, SequenceGroup, SequenceOutput, SequenceStatus
 from scheduler_service.core.groups.beam_search import Hypothesis
@@ -103,7 +103,7 @@ async def serving_shape(shape: str, directory: Path) -> AsyncIterator[tuple[int,
     worker.info.max_model_len, worker.info.vocabulary_size = CONTEXT, VOCABULARY
     worker.info.max_num_batched_tokens, worker.info.block_size = 8192, 16
     worker.info.features.append("forms")
-    worker.info.embedding_size, worker.info.pooling_type = 8, pb_step.POOLING_TYPE_LAST
+    worker.info.embedding_size, worker.info.pooling_type = 8, group_pb.POOLING_TYPE_LAST
     async with (
         serving(worker) as address,
         scheduler(address, max_num_batched_tokens=8192, check_invariants=False) as server,
