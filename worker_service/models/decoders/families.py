@@ -1,8 +1,6 @@
-"""Reads the config.json of each native family as a `DecoderConfig`: one function per family.
+"""Reads the config.json of each native family as a `DecoderConfig`: one function a family, with transformers' defaults.
 
-If a file lacks a key other than a size, the family's default in transformers holds. All functions raise ValueError for
-a file that does not describe their family's network. `config_keys.check_all_read` refuses keys that a function does not
-read, unless they change nothing.
+Functions raise ValueError for another network. Keys that a function leaves unread are refused: `config_keys`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -229,8 +227,7 @@ def _read(
     attention_scale: float | None = None,
     **options: Any,
 ) -> DecoderConfig:
-    """Read the fields that all families name alike. `num_kv_heads`, `head_dim`, `eps` and `tied_embeddings` are
-    defaults."""
+    """Read the fields that all families share. `num_kv_heads`, `head_dim`, `eps`, `tied_embeddings`: defaults."""
     if activation is None:
         activation = json.choice("hidden_act", _ACTIVATIONS, "silu")
     num_heads, num_layers = _size(json, "num_attention_heads"), _num_layers(json)
