@@ -57,7 +57,7 @@ class Engine:
 
     # ---- for front ends
 
-    def admit(self, call: Call, num_bytes: int, *, resumes: bool = False, lora_name: str = "") -> None:
+    def admit(self, call: Call, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> None:
         """Hold a place for a call while it is checked, so that a flood is refused before any work is done.
 
         Raises UNAVAILABLE, RESOURCE_EXHAUSTED, ALREADY_EXISTS, NOT_FOUND for an unknown adapter, or INVALID_ARGUMENT
@@ -65,9 +65,9 @@ class Engine:
         """
         if self.is_draining and call.key:
             raise SHUTTING_DOWN
-        adapter = self.adapters.catalogue.find(lora_name) if lora_name else ""
+        adapter = self.adapters.catalogue.find(adapter_name) if adapter_name else ""
         self.requests.admission.admit(call, num_bytes, resumes=resumes, now=time.monotonic())
-        call.lora_name, call.adapter = lora_name, adapter
+        call.adapter_name, call.adapter_id = adapter_name, adapter
 
     def hold(self, call: Call, num_bytes: int) -> None:
         """Have an admitted call take so much more memory, for texts of it. Raises what `admit` raises for memory."""
@@ -83,17 +83,17 @@ class Engine:
         if self.is_draining and (call.parent is None or self._is_over):
             raise SHUTTING_DOWN
         self.requests.admission.hold(call, submission.num_bytes)
-        if call.adapter:
-            self.adapters.catalogue.check_held(call.adapter)
+        if call.adapter_id:
+            self.adapters.catalogue.check_held(call.adapter_id)
         self.requests.queue(call, submission)
 
     def close(self, call: Call, finished: FinishedRequest | None = None) -> None:
         """The call is over: free everything that it still holds."""
         self.requests.close(call, finished)
-        if call.adapter:
-            self.adapters.released(call.adapter)
+        if call.adapter_id:
+            self.adapters.released(call.adapter_id)
             if finished is not None:
-                self.adapters.counts.add(call.lora_name, finished)
+                self.adapters.counts.add(call.adapter_name, finished)
         if self.is_draining and not self.requests.has_unfinished:
             self._is_empty.set()
 

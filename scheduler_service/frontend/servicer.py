@@ -73,7 +73,7 @@ class InferenceServicer(InferenceServiceServicer):
             fingerprint=model.fingerprint,
             tasks=model.tasks,
             embedding_size=model.embedding_size,
-            lora_names=[name for name in self._link.lora_names if key is None or key.may_name(name)],
+            lora_names=[name for name in self._link.adapter_names if key is None or key.may_name(name)],
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -117,7 +117,7 @@ class _Messages:
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             message.seed = self._state.request.sampling.seed
-            message.model_fingerprint = served_fingerprint(self._model, self._state.request.adapter)
+            message.model_fingerprint = served_fingerprint(self._model, self._state.request.adapter_id)
         return (message,)
 
 

@@ -218,7 +218,7 @@ def _adapters_in_use(prefix: str, engine: Engine) -> Metric:
     waiting: Counter[str] = Counter()
     running: Counter[str] = Counter()
     for call in engine.requests.in_flight.values():
-        if name := (call.parent or call).lora_name:
+        if name := (call.parent or call).adapter_name:
             (waiting if call.key in engine.requests.waiting else running)[name] += 1
     most = sum(worker.scheduler.config.max_loras for worker in engine.workers.all if worker.scheduler is not None)
     labels = {

@@ -46,7 +46,7 @@ async def test_adapters_are_loaded_and_unloaded_while_requests_run(tiny_model_di
             loaded = await admin.load_adapter("late")
             assert (await admin.load_adapter("late")).fingerprint == loaded.fingerprint  # twice is no error
             assert [adapter.name for adapter in await admin.adapters()] == ["late"]
-            await until(lambda: one.link.lora_names == ("late",))
+            await until(lambda: one.link.adapter_names == ("late",))
             assert list((await client.get_model()).lora_names) == ["late"]
             assert held.fingerprints == [loaded.fingerprint]
             whole = await collect(client, "abc", sampling, lora_name="late")
@@ -58,7 +58,7 @@ async def test_adapters_are_loaded_and_unloaded_while_requests_run(tiny_model_di
             rest = [token_id async for response in stream for token_id in response.token_ids]
             assert [*first.token_ids, *rest] == whole.outputs[0].token_ids
             await until(lambda: not held.fingerprints)
-            await until(lambda: not one.link.lora_names)
+            await until(lambda: not one.link.adapter_names)
             with pytest.raises(grpc.aio.AioRpcError, match="there is no adapter 'late'"):
                 await admin.unload_adapter("late")
 

@@ -19,7 +19,8 @@ class Call:
     """
 
     __slots__ = (
-        "adapter",
+        "adapter_id",
+        "adapter_name",
         "api_key_id",
         "expiry",
         "first_output",
@@ -27,7 +28,6 @@ class Call:
         "has_texts",
         "is_aborted",
         "key",
-        "lora_name",
         "no_worker_timeout",
         "num_bytes",
         "num_resumed",
@@ -47,8 +47,8 @@ class Call:
         self.api_key_id: str = api_key_id if parent is None else parent.api_key_id
         self.parent = parent
         self.has_texts = False  # as calls of their own
-        self.lora_name = ""
-        self.adapter: str = "" if parent is None else parent.adapter  # the fingerprint that the name led to
+        self.adapter_name = ""
+        self.adapter_id: str = "" if parent is None else parent.adapter_id  # the fingerprint that the name led to
         self.num_bytes = 0  # of the server's memory
         self.num_resumed = 0  # tokens of outputs that came with the request
         self.group: SequenceGroup | None = None

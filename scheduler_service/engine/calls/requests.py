@@ -69,7 +69,7 @@ class Requests:
         call.first_output = submission.first_output
         if submission.HasField("no_worker_timeout"):
             call.no_worker_timeout = submission.no_worker_timeout
-        call.group = decode_group(call.key, submission, time.monotonic(), call.adapter)
+        call.group = decode_group(call.key, submission, time.monotonic(), call.adapter_id)
         self.admission.submitted(call, superseded)
         if call.group.trace_parent:
             self.traced.add(call)
@@ -140,8 +140,8 @@ class Requests:
         assert call.group is not None
         encoder_input = call.group.encoder_input
         digest = b"" if encoder_input is None else encoder_input.digest
-        ours = (call.adapter, pack(call.group.prompt_token_ids), digest)
-        if ours != (later.adapter, submission.prompt_token_ids, submission.encoder_input.digest):
+        ours = (call.adapter_id, pack(call.group.prompt_token_ids), digest)
+        if ours != (later.adapter_id, submission.prompt_token_ids, submission.encoder_input.digest):
             raise RequestError(
                 grpc.StatusCode.ALREADY_EXISTS,
                 "request_id is in flight already, with another prompt or adapter; a request that resumes is sent again "
@@ -160,7 +160,7 @@ class Requests:
 
     def end_all(self, error: RequestError, adapter: str | None = None) -> None:
         """End all requests with an error, or those of an adapter."""
-        for call in [call for call in self.in_flight.values() if adapter is None or call.adapter == adapter]:
+        for call in [call for call in self.in_flight.values() if adapter is None or call.adapter_id == adapter]:
             self.end(call, error)
 
     def fail(self, group: SequenceGroup) -> None:
@@ -182,7 +182,7 @@ class Requests:
     def uses_adapter(self, fingerprint: str) -> bool:
         """Whether a request in flight, or one that is being checked, names an adapter."""
         calls = (*self.in_flight.values(), *self.admission.being_checked.values())
-        return any(call.adapter == fingerprint for call in calls)
+        return any(call.adapter_id == fingerprint for call in calls)
 
     def _finish(self, call: Call) -> bool:
         """End what is left of its outputs; returns whether anything was."""

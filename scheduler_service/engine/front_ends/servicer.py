@@ -268,7 +268,7 @@ class FrontEndConnection:
                 if self._answer(
                     admitted,
                     lambda: self._engine.admit(
-                        admitted, admit.num_bytes, resumes=admit.resumes, lora_name=admit.lora_name
+                        admitted, admit.num_bytes, resumes=admit.resumes, adapter_name=admit.adapter_name
                     ),
                 ):
                     self._calls[event.call] = admitted
@@ -322,5 +322,5 @@ class FrontEndConnection:
             log.error("request could not be queued", key=call.key, exc_info=error)
             call.tell(answer=pb.Answer(code=_INTERNAL.code.value[0], message=str(_INTERNAL)))
             return False
-        call.tell(answer=pb.Answer(adapter_id=call.adapter))
+        call.tell(answer=pb.Answer(adapter_id=call.adapter_id))
         return True

@@ -37,7 +37,7 @@ async def embed(link: EngineLink, request: pb.EmbedRequest, context: Context) ->
             async for delta in state.stream:
                 for message in _messages(number, state, delta):
                     message.dimensions = pooling.dimensions
-                    message.model_fingerprint = served_fingerprint(model, state.request.adapter)
+                    message.model_fingerprint = served_fingerprint(model, state.request.adapter_id)
                     await writer.write(message)
 
         try:

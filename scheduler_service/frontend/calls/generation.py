@@ -86,11 +86,12 @@ async def generate(
         key = request_key(request.tenant, request_id)
         if (api_key := caller.get()) is not None:
             api_key.check_adapter(request.lora_name)
-        adapter = await call.admit(key, admitted_bytes, resumes=request.HasField("resume"), lora_name=request.lora_name)
+        resumes = request.HasField("resume")
+        adapter_id = await call.admit(key, admitted_bytes, resumes=resumes, adapter_name=request.lora_name)
         model = await allowed_model(link)
         if request.HasField("encoder_sound"):
             await call.hold(SOUND_BYTES)
-        checked = replace(await check_request(request, request_id, model), adapter=adapter, is_whole=is_whole)
+        checked = replace(await check_request(request, request_id, model), adapter_id=adapter_id, is_whole=is_whole)
         checked = await check_resumption(request, checked, model)
         more_bytes = prompt_logprob_bytes(checked.sampling.prompt_logprobs, len(checked.prompt_token_ids))
         more_bytes += NUMBER_BYTES * model.defaults.num_listed

@@ -65,7 +65,7 @@ class PartedCall:
                 api_key.check_adapter(request.lora_name)
             self._call = stack.enter_context(EngineCall(self._link))
             key = request_key(request.tenant, self._id)
-            self._adapter = await self._call.admit(key, self._num_bytes, lora_name=request.lora_name)
+            self._adapter_id = await self._call.admit(key, self._num_bytes, adapter_name=request.lora_name)
             self.model = await allowed_model(self._link)
             check_place(request, self.model)
             if self._trace is not None:
@@ -96,7 +96,7 @@ class PartedCall:
             cache_salt=request.cache_salt,
             tenant=request.tenant,
             priority=request.priority,
-            adapter=self._adapter,
+            adapter_id=self._adapter_id,
             encoder_input=encoder_input,
         )
         with EngineCall(self._link) as call:

@@ -27,7 +27,7 @@ async def check_resumption(
     if not message.HasField("resume"):
         return request
     resume = message.resume
-    served = served_fingerprint(model, request.adapter)
+    served = served_fingerprint(model, request.adapter_id)
     if resume.model_fingerprint not in ("", served):
         raise RequestError(
             grpc.StatusCode.FAILED_PRECONDITION,

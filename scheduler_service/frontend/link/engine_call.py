@@ -59,7 +59,7 @@ class EngineCall:
         with contextlib.suppress(RequestError):  # the engine is gone, and the place with it
             await self._link.connection.ask(self.number, close=pb.CloseCall(finished=self.finished, is_answered=True))
 
-    async def admit(self, key: str, num_bytes: int, *, resumes: bool = False, lora_name: str = "") -> str:
+    async def admit(self, key: str, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> str:
         """Have a place held, so that a flood is refused before any work is done. Returns the fingerprint of the adapter
         that is named. Raises RequestError.
         """
@@ -69,7 +69,7 @@ class EngineCall:
             num_bytes=num_bytes,
             resumes=resumes,
             api_key_id=api_key.id if api_key else "",
-            lora_name=lora_name,
+            adapter_name=adapter_name,
         )
         with self._link.count_waiting(num_bytes):
             answer = await self._link.connection.ask(self.number, admit=admit)
@@ -124,7 +124,7 @@ class EngineCall:
             submission.no_worker_timeout = seconds
         encode_sampling(request.sampling, submission)
         if welcome.prefix_caching and model.generates:
-            first = key_of_adapter(root_behind(root, request.encoder_input), request.adapter)
+            first = key_of_adapter(root_behind(root, request.encoder_input), request.adapter_id)
             submission.block_keys = await _block_keys(first, request, model.block_size)
         await link.connection.ask(self.number, submit=submission)
         return state

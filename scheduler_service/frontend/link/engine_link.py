@@ -37,7 +37,7 @@ class EngineLink:
         """Makes spans of requests; None where there are none."""
         self.keyring: Keyring | None = None
         """The API keys that calls need; None where they need none."""
-        self.lora_names: tuple[str, ...] = ()
+        self.adapter_names: tuple[str, ...] = ()
         """The adapters that requests can name, in alphabetical order."""
         self.serving = False
         self.serving_changed = asyncio.Event()
@@ -133,6 +133,6 @@ class EngineLink:
             case "keys":
                 self.keyring = Keyring.decode(event.keys)
             case "adapters":
-                self.lora_names = tuple(event.adapters.names)
+                self.adapter_names = tuple(event.adapters.names)
             case "goodbye":
                 self.connection.end = SHUTTING_DOWN

@@ -40,8 +40,8 @@ class GenerationRequest:
 
     `n` is how many outputs are wanted, None for as many as there are sequences; if it is less, the likeliest are given.
     `hides_logprobs` when log-probabilities serve that ranking alone. `resumes` if it goes on with a broken stream.
-    `is_whole` if its client is sent each output once it has ended. `adapter` is the fingerprint of a low-rank adapter;
-    `encoder_input` what an encoder beside the decoder reads.
+    `is_whole` if its client is sent each output once it has ended. `adapter_id` is the fingerprint of a low-rank
+    adapter; `encoder_input` what an encoder beside the decoder reads.
     """
 
     request_id: str
@@ -58,7 +58,7 @@ class GenerationRequest:
     resumption: Resumption = Resumption()
     resumes: bool = False
     is_whole: bool = False
-    adapter: str = ""
+    adapter_id: str = ""
     encoder_input: EncoderInput | None = None
 
     @property
