@@ -7,6 +7,7 @@ name every parameter once more: `SamplingParams` for clients, `GroupSampling` fo
 """
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -32,10 +33,12 @@ class Bounds(NamedTuple):
     excludes_low: bool = False
 
     def hold(self, value: float) -> bool:
-        """Whether the value is finite and lies in the range; NaN lies in none."""
-        return -math.inf < value < math.inf and self.low <= value <= self.high and (
-            not self.excludes_low or value != self.low
-        )  # fmt: skip
+        """Whether the value is finite and lies in the range; NaN lies in none.
+
+        Messages carry 32 bits, in which 0.01 is a little less, so the lower bound is taken in 32 bits too.
+        """
+        low = min(self.low, struct.unpack("f", struct.pack("f", self.low))[0])
+        return -math.inf < value < math.inf and low <= value <= self.high and not (self.excludes_low and value == low)
 
     def __str__(self) -> str:
         if self.high == math.inf:

@@ -137,6 +137,15 @@ async def test_numbers_beyond_their_bounds_are_refused(name: str, value: float, 
     assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize("name", NUMBERS)
+async def test_the_bounds_of_a_number_are_allowed(name: str, byte_model: ServedModel) -> None:
+    """A message has 32 bits, in which 0.01 is less than it is in 64."""
+    low, high, excludes_low = NUMBERS[name].bounds
+    for value in (high,) if excludes_low else (low, high):
+        checked = await check(request(**{name: value}), byte_model)
+        assert getattr(checked.sampling, name) == pytest.approx(value)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 async def test_biases_that_are_no_number_are_refused(value: float, byte_model: ServedModel) -> None:
     with pytest.raises(RequestError, match=r"logit_bias\[1\] is"):
