@@ -1,1 +1,1 @@
-"""Measurements of how a worker computes: weights, adapters, guesses, and exactness."""
+"""Measurements of how a worker computes: weights, adapters, drafts, and exactness."""

@@ -1,1 +1,1 @@
-"""LoRA adapters: their files, and the copies that workers fetch."""
+"""LoRA adapters: their files, and the copies that each worker is sent (`adapter_fetcher`)."""
