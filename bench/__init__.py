@@ -1,1 +1,1 @@
-"""Measurements. Every figure is printed beside a peer's, taken in the same run on the same machine."""
+"""Benchmarks. Every figure is printed beside a peer's, measured in the same run on the same machine."""

@@ -1,6 +1,7 @@
-"""Measures one subject: python -m bench NAME [options]. Without a name, it prints the names.
+"""Run one benchmark: python -m bench NAME [options]. Without a name, it prints the names.
 
-Only the standard library is imported before a subject's module is: three subjects run where torch alone is installed.
+Before the benchmark's module is imported, only the standard library is: three benchmarks run where only torch is
+installed.
 """
 
 import sys
@@ -27,7 +28,7 @@ BENCHES = {
     "serve_gpu": ("bench.gpu.serve_gpu", "serving on a GPU, beside vLLM"),
     "pack": ("bench.gpu.pack", "measures nothing: packs vLLM for a GPU machine without a network"),
 }
-"""The module whose main() is called, and what it measures; README.md beside this file has the whole table."""
+"""The module whose main() is called, and what it measures; README.md in this folder has the whole table."""
 
 
 def main() -> None:

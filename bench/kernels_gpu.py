@@ -1,16 +1,16 @@
-"""How near paged attention comes to what the GPU can do: python -m bench.kernels_gpu. The last line is JSON.
+"""How near paged attention comes to the limits of a GPU: python -m bench.kernels_gpu. The last line is JSON.
 
-It needs torch and triton alone. In one run it measures
+It needs only torch and triton. In one run it measures
 
-- the bandwidth of a copy, read and written bytes counted, and the rate of a bf16 matrix product;
+- the bandwidth of a copy (bytes read and written), and the rate of a bf16 matrix product;
 - decodes, 32 query heads over 8 key heads of 128 in bf16: bytes of keys and values a second, as % of that bandwidth;
 - prompts of the same heads: causal products a second, as % of that rate;
-- decodes behind one prompt, 64 further tokens each, whose keys are attended to for each and once for all of them;
+- decodes after a shared prompt, 64 further tokens each, with the prompt's keys read per sequence or once for all.
 
-the first two beside torch's `scaled_dot_product_attention` over the same keys and values laid out densely, and beside
-FlashInfer if it is installed. All calls are captured in a CUDA graph, so that no host time is included. Calls go
-through several layers in turn, so that no keys come out of the level 2 cache. Results are compared with torch's before
-they are timed.
+Decodes and prompts are also measured with torch's `scaled_dot_product_attention`, which gets the same keys and values
+in a dense layout. FlashInfer is measured if it is installed. All calls are captured in a CUDA graph, so that no host
+time is included. Calls go through several layers in turn, so that no keys come out of the level 2 cache. Results are
+compared with torch's before they are timed.
 """
 
 import json
@@ -38,7 +38,7 @@ OWN_TOKENS = 64
 DECODES = [(batch, context) for context in (1024, 8192) for batch in (1, 32, 256)]
 PROMPTS = [2048, 8192]
 COLD_BYTES = 2**29
-"""The least bytes of all layers of one measurement: several times any level 2 cache."""
+"""Bytes of all layers of one measurement, at least: several times any level 2 cache."""
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
 NUM_CALLS = 20
 NUM_REPLAYS = 10
@@ -46,7 +46,7 @@ NUM_REPLAYS = 10
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table; FlashInfer's time is None where it did not run."""
+    """One row of the table; FlashInfer's time is None if it did not run."""
 
     what: str
     limit: str
@@ -57,7 +57,7 @@ class Result:
 
 
 class Setting:
-    """`batch` sequences of `context` tokens in shuffled blocks, and the same keys and values densely."""
+    """`batch` sequences of `context` tokens in shuffled blocks, and the same keys and values in a dense layout."""
 
     def __init__(self, batch: int, context: int, query_len: int, device: torch.device) -> None:
         self.batch, self.context, self.query_len = batch, context, query_len
@@ -122,7 +122,7 @@ def main() -> None:
 
 def measure(device: torch.device, bandwidth: float, rate: float, flashinfer: Any) -> Iterator[Result]:
     for batch, context in DECODES:
-        needed = 3 * max(batch * context * TOKEN_BYTES, COLD_BYTES)  # paged, dense, and a copy on the way
+        needed = 3 * max(batch * context * TOKEN_BYTES, COLD_BYTES)  # paged, dense, and a temporary copy
         if torch.cuda.mem_get_info(device)[0] < needed:
             say(f"decode {batch} x {context}: left out, it takes {needed / 2**30:.0f} GiB")
             continue
@@ -138,7 +138,7 @@ def measure(device: torch.device, bandwidth: float, rate: float, flashinfer: Any
 
 
 def shared_seconds(batch: int, prompt: int, device: torch.device) -> tuple[float, float]:
-    """Of decodes behind one prompt, whose keys are attended to for each, and once for all of them."""
+    """Seconds of decodes after a shared prompt, with its keys read for each sequence, and once for all."""
     ops = ops_for(device)
     setting = Setting(batch, prompt + OWN_TOKENS, 1, device)
     tables = setting.tables.clone()
@@ -160,7 +160,7 @@ def shared_seconds(batch: int, prompt: int, device: torch.device) -> tuple[float
 
 
 def times(setting: Setting, flashinfer: Any) -> tuple[float, float, float | None]:
-    """Seconds of ours; microseconds of SDPA and of FlashInfer."""
+    """Seconds of our kernel; microseconds of SDPA and of FlashInfer."""
     ops = ops_for(setting.query.device)
     calls = [partial(ops.paged_attention, setting.query, layer, setting.metadata, SCALE) for layer in setting.layers]
     expected, sdpa_us = sdpa_microseconds(setting)
@@ -169,7 +169,7 @@ def times(setting: Setting, flashinfer: Any) -> tuple[float, float, float | None
 
 
 def sdpa_microseconds(setting: Setting) -> tuple[Tensor, float]:
-    """The first layer's result as well, [num_tokens, heads, head_dim]."""
+    """The first layer's result, [num_tokens, heads, head_dim], and microseconds a call."""
     query, layers = setting.dense()
     attend = partial(
         functional.scaled_dot_product_attention, is_causal=setting.query_len > 1, scale=SCALE, enable_gqa=True
@@ -179,7 +179,7 @@ def sdpa_microseconds(setting: Setting) -> tuple[Tensor, float]:
 
 
 def flashinfer_microseconds(setting: Setting, expected: Tensor, flashinfer: Any) -> float | None:
-    """None if FlashInfer is absent or fails, for example without a compiler; the reason is printed."""
+    """Microseconds a call. None if FlashInfer is absent or fails, as without a compiler; the reason is printed."""
     if flashinfer is None:
         return None
     try:
@@ -214,7 +214,7 @@ def import_flashinfer() -> Any:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, by a kernel: the copy engine, which `copy_` has in a graph, is slower."""
+    """Bytes a second, read and written, by a kernel: the copy engine, which `copy_` uses in a graph, is slower."""
     source = torch.randint(2**30, (2**29,), dtype=torch.int32, device=device)
     destination = torch.empty_like(source)
     return 2 * source.nbytes / seconds([lambda: torch.bitwise_not(source, out=destination)])
@@ -230,7 +230,7 @@ def matmul_rate(device: torch.device) -> float:
 def seconds(calls: Sequence[Callable[[], object]]) -> float:
     """The time of one call: the median over replays of a graph that makes each call at least once."""
     for call in calls[:3]:
-        call()  # what is compiled, chosen or allocated lazily
+        call()  # compile, choose or allocate lazily before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     rounds = -(-NUM_CALLS // len(calls))
@@ -245,13 +245,15 @@ def seconds(calls: Sequence[Callable[[], object]]) -> float:
         graph.replay()
         stop.record()
         stop.synchronize()
-        if replay > 1:  # the first ones wake the clocks
+        if replay > 1:  # the first replays raise the GPU's clocks
             taken.append(start.elapsed_time(stop) / 1e3)
     return float(statistics.median(taken)) / (rounds * len(calls))
 
 
 def check_close(found: Tensor, expected: Tensor) -> None:
-    """Every head of every token: bf16 rounds weights and values to one in 256, and errors of a vector average out."""
+    """Compare every head of every token: bf16 rounds weights and values to one in 256, and a vector's errors average
+    out.
+    """
     error = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     assert error.max() < 0.03, f"a result is off by {error.max():.1%} of its length"
 

@@ -1,14 +1,16 @@
-"""How near a worker's decode steps come to what the GPU's memory allows: python -m bench.steps_gpu. Ends with JSON.
+"""How near a worker's decode steps come to the limit of the GPU's memory: python -m bench.steps_gpu. Ends with JSON.
 
 A worker with the shape of Llama 3 8B and random weights in bf16 computes steps of 1, 32 and 256 sequences with 1,024
 tokens of context: session, batch, CUDA graph, greedy sampling and the tokens read back; protobuf and gRPC are left out.
-The limit is the time to read the weights that a step needs, and the keys and values of its sequences, once, at the
-bandwidth of a copy that is measured in the same run. Times are from one answer to the next, and figures are medians
-over steps. For "step" each step is launched before the previous one has finished, as when a scheduler sends steps
-ahead; for "alone" it is launched afterwards. A second table has steps whose sequences have an adapter of rank 16 each,
-one of four, and steps that verify four guesses of each sequence, all of them wrong, launched alone. A third has steps
-in which a prompt, or what is new of it, is computed beside the decodes of 31 sequences, launched ahead. All of it is
-done twice, by the fastest kernels and by those of `--batch-invariant`, whose cost is stated, of prompts too.
+The limit is the time to read a step's weights, keys and values once, at the bandwidth of a copy in the same run.
+
+Times are from one answer to the next, and figures are medians over steps. For "step" each step is launched before the
+previous one has finished, as when a scheduler sends steps ahead; for "alone" it is launched afterwards.
+
+A second table has steps whose sequences each have one of four adapters of rank 16. It also has steps that verify four
+drafts of each sequence, all wrong, launched alone. A third has steps in which a prompt, or its uncached rest, is
+computed beside the decodes of 31 sequences, launched ahead. All tables are made twice, by the fastest kernels and by
+the kernels of `--batch-invariant`, whose cost is printed, for prompts too.
 """
 
 import json
@@ -44,11 +46,11 @@ NUM_DRAFTS = 4
 
 
 class Prompt(NamedTuple):
-    """One that is computed in a step."""
+    """A prompt that is computed in a step."""
 
     num_tokens: int
     behind: int
-    """Tokens that were computed before."""
+    """Tokens computed before."""
 
 
 PROMPTS = (Prompt(32, 0), Prompt(128, 0), Prompt(224, 0), Prompt(32, CONTEXT), Prompt(224, CONTEXT))
@@ -79,7 +81,7 @@ def main() -> None:
 
 
 def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: bool) -> dict[str, Any]:
-    """Print both tables, and return what they say."""
+    """Print the tables, and return their figures."""
     config = read_config(LLAMA_3_8B)
     model = build_model(config, torch.bfloat16, device, batch_invariant=batch_invariant)
     tensors = model.checkpoint_tensors()
@@ -140,7 +142,7 @@ def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: b
 
 
 def random_adapters(model: CausalModel) -> Adapters:
-    """As many as there are slots, named by numbers, on all projections."""
+    """An adapter for each slot, named by its number, on all projections."""
     adapters = Adapters(model, ROOM)
     for number in range(ROOM.num_slots):
         adapters.add(
@@ -168,7 +170,7 @@ def measure(
 ) -> float:
     """Median milliseconds from the end of a step to the end of the next one.
 
-    num_drafts: for each sequence; prompt: one more sequence in each step, which leaves after it.
+    num_drafts: drafts for each sequence; prompt: one more sequence in each step, which leaves after it.
     """
     session = Session(1, limits)
     blocks = torch.randperm(limits.num_device_blocks, generator=torch.Generator().manual_seed(0))
@@ -198,7 +200,7 @@ def measure(
         if running is not None and not ahead:
             ends.append(finish(session, running))
             running = None
-        chunks = session.apply(output)  # whose guesses are token 0
+        chunks = session.apply(output)  # its drafts are all token 0
         before, running = running, runner.launch(output, chunks, running)
         session.advance(chunks)
         if before is not None:
@@ -207,7 +209,7 @@ def measure(
 
 
 def with_prompt(output: SchedulerOutput, prompt: Prompt, table: list[int]) -> SchedulerOutput:
-    """The same step with a new sequence, in the same blocks as that of the step before."""
+    """The same step with a new sequence, in the same blocks as the previous step's prompt."""
     number, last = BESIDE + output.step_id, prompt.behind + prompt.num_tokens
     new = NewSequence(
         sequence_id=number,
@@ -228,7 +230,7 @@ def with_prompt(output: SchedulerOutput, prompt: Prompt, table: list[int]) -> Sc
 
 
 def finish(session: Session, running: RunningStep) -> float:
-    """Returns the time at which the step ended."""
+    """Finish a step. Returns its end time."""
     answer = running.finish()
     session.fill_in(running.chunks, answer.token_ids, answer.num_tokens)
     return time.perf_counter()

@@ -32,11 +32,11 @@ def run(arguments: argparse.Namespace, target: str) -> None:
         case "chat":
             chat(arguments, target)
         case "serve":
-            from pagewire_client.http.serve import serve  # its libraries are for the gateway's machine alone
+            from pagewire_client.http.serve import serve  # the HTTP libraries are only on the gateway's machine
 
             asyncio.run(serve(arguments, target, **access(arguments)))
         case "watch":
-            logging.getLogger("pagewire_client").setLevel(logging.WARNING)  # the picture itself shows a lost connection
+            logging.getLogger("pagewire_client").setLevel(logging.WARNING)  # the view itself shows lost connections
             asyncio.run(watch(target, interval=arguments.interval, once=arguments.once, **access(arguments)))
         case "requests":
             asyncio.run(requests(arguments, target))
@@ -55,7 +55,7 @@ def main() -> None:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # line editing for input()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as for Ctrl-C, and stop the processes that were started
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as for Ctrl-C, and stop the child processes
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         if arguments.command == "new-key":
@@ -63,7 +63,7 @@ def main() -> None:
         elif arguments.target:
             run(arguments, arguments.target)
         else:
-            os.environ.pop("PAGEWIRE_TLS", None)  # servers of a command are called from this machine, in plain text
+            os.environ.pop("PAGEWIRE_TLS", None)  # a command's own servers speak plain text on this machine
             sys.stderr.write("starting a scheduler and a worker …\n")
             with LocalServer(arguments.model or "default") as server:
                 run(arguments, server.target)

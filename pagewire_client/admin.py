@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The state as it came, and when, in seconds of the monotonic clock."""
+    """A cluster state, and when it arrived: seconds of the monotonic clock."""
 
     at: float
     state: pb.ClusterState
@@ -29,7 +29,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The scheduler cannot be reached, and why; it is tried again."""
+    """The scheduler cannot be reached, for the reason `details`; the client keeps trying."""
 
     reason: str
 
@@ -37,7 +37,8 @@ class Lost:
 class Admin:
     """One connection to a scheduler's port for operators. Create it inside the event loop that uses it.
 
-    `api_key` and `tls` are those of `Client`. Methods raise grpc.aio.AioRpcError with the server's status and sentence.
+    `api_key` and `tls` mean the same as in `Client`. Methods raise grpc.aio.AioRpcError with the server's status and
+    message.
     """
 
     def __init__(self, target: str, *, api_key: str = "", tls: Path | None = None) -> None:
@@ -65,7 +66,7 @@ class Admin:
         return Sample(time.monotonic(), response.state)
 
     async def finished_requests(self, limit: int = 100) -> list[pb.FinishedRequest]:
-        """The requests that ended last, the last one first; limit is in [1, 1000]."""
+        """The requests that ended last, newest first; `limit` is in [1, 1000]."""
         response = await self._call(self._stub.ListFinishedRequests, pb.ListFinishedRequestsRequest(limit=limit))
         return list(response.requests)
 
@@ -76,26 +77,26 @@ class Admin:
         await self._call(self._stub.UndrainWorker, pb.UndrainWorkerRequest(address=address))
 
     async def load_adapter(self, name: str) -> pb.AdapterInfo:
-        """Have requests name an adapter of the scheduler's --lora-dir."""
+        """Load an adapter from the scheduler's --lora-dir, so that requests can name it."""
         response = await self._call(self._stub.LoadAdapter, pb.LoadAdapterRequest(name=name))
         return response.adapter
 
     async def unload_adapter(self, name: str) -> None:
-        """Have no more requests name an adapter."""
+        """Unload an adapter: new requests cannot name it."""
         await self._call(self._stub.UnloadAdapter, pb.UnloadAdapterRequest(name=name))
 
     async def adapters(self) -> list[pb.AdapterInfo]:
-        """Those that requests can name, by name."""
+        """The loaded adapters, sorted by name."""
         response = await self._call(self._stub.ListAdapters, pb.ListAdaptersRequest())
         return list(response.adapters)
 
     async def reset_prefix_cache(self) -> int:
-        """Have requests find nothing of what was computed so far; returns how many blocks could be found."""
+        """Empty the prefix cache. Returns the number of blocks that were cached."""
         response = await self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest())
         return response.num_blocks
 
     async def watch(self, interval: float) -> AsyncGenerator[Sample | Lost, None]:
-        """The state every `interval` seconds, for ever; one `Lost` when the scheduler is gone, until it is back."""
+        """Yield the state every `interval` seconds, for ever. An outage of the scheduler yields one `Lost`."""
         request = pb.WatchClusterStateRequest(interval_ms=round(interval * 1000))
         backoff = Backoff(float("inf"))
         is_lost = False

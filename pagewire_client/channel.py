@@ -1,4 +1,4 @@
-"""How clients connect, and what they show to get in."""
+"""How clients connect and authenticate."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,30 +16,30 @@ OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.max_receive_message_length", 64 << 20),
-    # A server that comes back, perhaps at another address of the same name, is to be found within a second or two.
+    # A server that comes back, perhaps at another address of the same name, is found within two seconds.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # what one attempt to connect may take
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # time limit of one attempt to connect
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
 
 _RESOLVERS = ("dns", "ipv4", "ipv6")
-"""gRPC's own names of how a target is looked up."""
+"""gRPC's own name resolvers."""
 
 Metadata = Sequence[tuple[str, str]] | None
 
 
 def direction(target: str, tls: Path | None, port_hint: str) -> Direction:
-    """What errors of calls on `connect`'s channel are explained by."""
+    """The facts that explain errors of calls on `connect`'s channel."""
     return Direction(target, tls is not None, "--tls", port_hint, may_use_proxy=True)
 
 
 def connect(target: str, tls: Path | None = None) -> grpc.aio.Channel:
-    """A channel, in plain text unless there is a folder of certificates.
+    """Open a channel: in plain text without `tls`, a folder of certificates.
 
-    The server's must come from its ca.crt, or from an authority of the system if it has none; tls.crt and tls.key are
-    shown to servers that want a certificate. Raises ValueError when they cannot be used, or no such target or proxy can
-    be.
+    The server's certificate is checked against the folder's ca.crt, or against the system's authorities without that
+    file. tls.crt and tls.key are shown to servers that ask for a client certificate. Raises ValueError if the
+    certificates, the target or the proxy are invalid.
     """
     _check_target(target)
     if tls is None:
@@ -67,7 +67,7 @@ def _check_target(target: str) -> None:
 
 
 def key_metadata(api_key: str) -> Metadata:
-    """What shows a server an API key; nothing if there is none. Raises ValueError for what cannot be one."""
+    """Metadata that carries an API key; empty without a key. Raises ValueError for an invalid key."""
     if not (api_key.isascii() and (api_key.isprintable() or not api_key)):
         raise ValueError("an API key has printable ASCII characters only")
     return (("authorization", f"Bearer {api_key}"),) if api_key else None

@@ -1,5 +1,6 @@
-"""The asyncio client: the generated stub with prompts as Python values, calls that end when their reader does, and
-streams that go on where they broke.
+"""The asyncio client: the generated stub with prompts as Python values.
+
+A call ends when its reader stops, and streams resume where they broke.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from pagewire_client.retry import Backoff
 RETRY_SECONDS = 60.0
 
 MAX_TEXTS = 2048
-"""Of one call; more are sent in several."""
+"""Texts of one call; longer lists are sent in several calls."""
 
 T = TypeVar("T")
 
@@ -33,11 +34,11 @@ T = TypeVar("T")
 class Client:
     """One connection to a scheduler service. Create it inside the event loop that uses it.
 
-    Every method raises grpc.aio.AioRpcError with the server's status and sentence. While the server cannot be reached,
-    or is about to leave, calls are tried again for `retry_for` seconds (0: not at all); streams then go on where they
-    were, with no token lost or twice. Attempts are logged as INFO by the logger `pagewire_client`.
+    Every method raises grpc.aio.AioRpcError with the server's status and message. While the server cannot be reached or
+    is about to leave, calls are retried for `retry_for` seconds (0: not at all). Streams then resume where they broke,
+    with no token lost or repeated. Attempts are logged as INFO by the logger `pagewire_client`.
 
-    `api_key` is for servers that want one; `tls` is a folder of certificates, as `channel.connect` has it.
+    `api_key` is for servers that require a key; `tls` is a folder of certificates: see `channel.connect`.
     """
 
     def __init__(
@@ -64,8 +65,11 @@ class Client:
         await self._channel.close()
 
     async def wait_until_serving(self, timeout: float | None = None) -> None:
-        """Return once the server reports SERVING; raises TimeoutError after `timeout` seconds, and AioRpcError where
-        waiting does not help, as at a port of another kind."""
+        """Wait until the server reports SERVING.
+
+        Raises TimeoutError after `timeout` seconds, and AioRpcError if waiting does not help, as at a port of another
+        service.
+        """
         backoff = Backoff(math.inf, target=self._target)
         try:
             async with asyncio.timeout(timeout):
@@ -75,7 +79,7 @@ class Client:
             raise TimeoutError(f"the server was not ready within {timeout} s") from None
 
     async def _is_serving(self, backoff: Backoff) -> bool:
-        """Watch until the server serves, or the watch ends; then pause: a balancer without servers answers at once."""
+        """Watch until the server serves or the watch ends, then pause: a balancer without servers answers at once."""
         watch = self._health.Watch(health_pb2.HealthCheckRequest())
         try:
             async for response in watch:
@@ -104,11 +108,11 @@ class Client:
         timeout: float | None = None,
         retry_for: float | None = None,
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Stream a prompt's continuation. Leaving the loop early, by whatever way, frees it on the server.
+        """Stream a prompt's continuation. Leaving the loop early, in any way, frees the request on the server.
 
-        `lora_name`: a low-rank adapter; the base model without one. `priority`: lower runs first; for servers with
-        --scheduling-policy priority. `cache_salt`: cached prefixes are shared only with requests of the same salt.
-        `timeout` seconds are a deadline for all of it; `retry_for` is the client's unless given.
+        `lora_name`: a low-rank adapter; empty for the base model. `priority`: lower runs first, on servers with
+        --scheduling-policy priority. `cache_salt`: cached prefixes are shared only among requests with the same salt.
+        `timeout`: seconds until the whole call's deadline. `retry_for`: by default the client's.
         """
         request = pb.GenerateRequest(
             request_id=request_id or uuid.uuid4().hex,
@@ -152,8 +156,10 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[Embedding]:
-        """The vectors of texts, each a text or its token ids, in their order; without `pooling` and `normalize` as the
-        model was trained."""
+        """The vectors of texts, in their order; each text is a string or its token ids.
+
+        Without `pooling` and `normalize`, the model's trained defaults apply.
+        """
         found: list[Embedding] = []
         for start in range(0, len(texts), MAX_TEXTS):
             request = pb.EmbedRequest(
@@ -195,8 +201,10 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[tuple[int, float]]:
-        """Documents by their places, with how well they answer the query, the best first. `pair_format` is for models
-        that were trained on single texts, as "Query: {query} Answer: {document}"."""
+        """(index, score) of each document, best first.
+
+        `pair_format` is for models trained on single texts, such as "Query: {query} Answer: {document}".
+        """
         request = pb.ScoreRequest(
             query=query,
             documents=documents,
@@ -227,12 +235,11 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[pb.TranscribeResponse]:
-        """What is said in a sound, as it is understood: the language, segments of text with their times, the end.
+        """Transcribe a sound, as a stream: the language, segments of text with their times, the end.
 
-        Without a `language`, which is an ISO 639 code or a name in English, it is found out. With `scores` segments say
-        how sure the model is, and with `words` when each word is said. A `prompt` is what was said before, or a text
-        with the names and the style that are to be expected. Leaving the loop early frees the call. It is
-        not tried again.
+        `language` is an ISO 639 code or an English name; if empty, it is detected. `scores` adds the model's confidence
+        to segments, and `words` the time of each word. `prompt` is the preceding text, or a text with the expected
+        names and style. Leaving the loop early frees the call. It is not retried.
         """
         request = pb.TranscribeRequest(
             sound=pb.Sound(data=sound.data, content_type=sound.content_type),
@@ -258,7 +265,7 @@ class Client:
             stream.cancel()
 
     async def abort(self, request_id: str, *, tenant: str = "") -> bool:
-        """End a tenant's call in flight; returns whether there was one.
+        """End a tenant's call in flight; returns whether there was a call.
 
         A call of this client ends, and is not resumed, even if the server that was asked does not have it.
         """
@@ -269,7 +276,7 @@ class Client:
         stream.abort()
         with suppress(grpc.aio.AioRpcError):
             if (await self._stub.Abort(request, metadata=self._metadata)).aborted:
-                self._streams.pop((tenant, request_id), None)  # the stream ends with what the server still sends of it
+                self._streams.pop((tenant, request_id), None)  # the stream ends with the server's remaining messages
                 return True
         return stream.give_up()
 
@@ -279,7 +286,7 @@ class Client:
     async def tokenize(
         self, text: str | Sequence[Mapping[str, str]], *, parse_special_tokens: bool = False
     ) -> list[int]:
-        """Token ids of a text or of chat messages, as `generate` would see them."""
+        """Token ids of a text or of chat messages, as `generate` would compute them."""
         request = pb.TokenizeRequest(parse_special_tokens=parse_special_tokens)
         if isinstance(text, str):
             request.text = text
@@ -292,12 +299,12 @@ class Client:
         return (await self._retrying(self._stub.Detokenize, request)).text
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """What each of at most 4,096 tokens says by itself, as it reads behind others."""
+        """The text of each of at most 4,096 tokens, as it reads after other tokens."""
         request = pb.DetokenizeRequest(token_ids=token_ids, separately=True)
         return list((await self._retrying(self._stub.Detokenize, request)).texts)
 
     async def _retrying(self, method: Callable[..., Awaitable[T]], request: Any) -> T:
-        """Call a method that may safely be called twice."""
+        """Call an idempotent method, with retries."""
         backoff = Backoff(self._retry_for, target=self._target)
         while True:
             try:

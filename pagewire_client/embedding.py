@@ -9,28 +9,28 @@ from pagewire.v1 import inference_service_pb2 as pb
 
 @dataclass(slots=True)
 class Embedding:
-    """The vectors of one text: one, or with POOLING_ALL one for each of its tokens."""
+    """The vectors of one text: a single vector, or with POOLING_ALL one for each token."""
 
     data: bytes = b""
-    """float32, little-endian, one vector after the other: what numpy.frombuffer(data, "<f4") reads."""
+    """float32, little-endian, vectors one after the other, as numpy.frombuffer(data, "<f4") reads them."""
     dimensions: int = 0
     usage: pb.Usage = field(default_factory=pb.Usage)
     model_fingerprint: str = ""
-    """Vectors can be compared where it is equal."""
+    """Identifies the model: only vectors with equal fingerprints can be compared."""
 
     @property
     def vector(self) -> "array[float]":
-        """The only one, or the first."""
+        """The first vector, which is the only one except with POOLING_ALL."""
         return self._numbers(self.data[: 4 * self.dimensions])
 
     @property
     def vectors(self) -> "list[array[float]]":
-        """All of them."""
+        """All vectors."""
         size = 4 * self.dimensions
         return [self._numbers(self.data[start : start + size]) for start in range(0, len(self.data), size)]
 
     def add(self, response: pb.EmbedResponse) -> None:
-        """Take the next message of the text in."""
+        """Append the text's next message."""
         self.data += response.vectors
         self.dimensions = response.dimensions
         self.model_fingerprint = response.model_fingerprint

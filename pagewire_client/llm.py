@@ -33,7 +33,7 @@ class Output:
     finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
     stop_reason: str | int | None = None
     error: str = ""
-    """Why it failed, if its finish_reason is FINISH_REASON_ERROR; the other outputs are whole."""
+    """The reason, if finish_reason is FINISH_REASON_ERROR; the other outputs are complete."""
 
 
 @dataclass(slots=True)
@@ -49,14 +49,14 @@ class Completion:
 
 
 class LLM:
-    """Generates for batches of prompts, on a server that runs already (`target`) or on one of its own.
+    """Generates for batches of prompts, on a running server (`target`) or on its own server.
 
-    Its own server holds `model`, loads when the LLM is made and stops with `close`, with the `with` block, or when
-    the LLM is collected. `worker_arguments` and `scheduler_arguments` are further flags of its two services, as
-    ["--scheduling-policy", "priority"]. Raises ServerError when it does not start.
+    Its own server holds `model`, loads when the LLM is made, and stops with `close`, with the `with` block, or when the
+    LLM is collected. `worker_arguments` and `scheduler_arguments` are further flags of its two services, such as
+    ["--scheduling-policy", "priority"]. Raises ServerError if it does not start.
 
-    `api_key` and `tls` are for a `target`, as `Client` has them. Raises ValueError for what is said of a server of its
-    own where there is a target, or the other way round.
+    `api_key` and `tls` are for a `target`, as in `Client`. Raises ValueError if arguments for an own server are
+    combined with a target, or the other way round.
     """
 
     def __init__(
@@ -98,11 +98,13 @@ class LLM:
         parse_special_tokens: bool = False,
         progress: bool = True,
     ) -> list[Completion]:
-        """Complete every prompt; a single text is a batch of one. `sampling`, `lora_name` (a low-rank adapter),
-        `priority` and `cache_salt` are for all, or one for each; they and the others are those of `Client.generate`.
+        """Complete every prompt; a single text is a batch of one.
 
-        Raises ValueError when prompts and parameters differ in number, and grpc.aio.AioRpcError with the server's
-        sentence for the first prompt it refuses.
+        `sampling`, `lora_name` (a low-rank adapter), `priority` and `cache_salt` are one value for all prompts, or a
+        list with a value for each. All arguments mean the same as in `Client.generate`.
+
+        Raises ValueError if prompts and parameters differ in number, and grpc.aio.AioRpcError with the server's message
+        for the first prompt it refuses.
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         columns = {
@@ -114,7 +116,7 @@ class LLM:
             "parse_special_tokens": [parse_special_tokens] * len(batch),
         }
         each = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        # On a thread of its own, because a notebook has an event loop running on this one.
+        # Run on a thread of its own, because a notebook has an event loop on this thread.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, self._generate(batch, each, progress)).result()
 
@@ -136,15 +138,15 @@ class LLM:
                 return await asyncio.gather(*(one(p, options) for p, options in zip(batch, each, strict=True)))
 
     def _client(self) -> Client:
-        # A server of its own is not restarted, so a retry would wait for nothing.
+        # Its own server is not restarted, so retries would be useless.
         return Client(self.target, retry_for=0 if self._server else RETRY_SECONDS, **self._access)
 
     def embed(self, texts: Sequence[Text], **options: Any) -> list[Embedding]:
-        """The vectors of texts; `options` are those of `Client.embed`."""
+        """The vectors of texts; `options` are the arguments of `Client.embed`."""
         return self._ask(lambda client: client.embed(texts, **options))
 
     def score(self, query: str, documents: Sequence[str], **options: Any) -> list[tuple[int, float]]:
-        """Documents by their places, the best answer first; `options` are those of `Client.score`."""
+        """(index, score) of each document, best first; `options` are the arguments of `Client.score`."""
         return self._ask(lambda client: client.score(query, documents, **options))
 
     def _ask(self, question: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
@@ -176,7 +178,7 @@ def _refuse(arguments: Mapping[str, object], reason: str) -> None:
 
 
 def _for_each(batch: Sequence[Prompt], value: Any, kind: type, what: str) -> list[Any]:
-    """One value for all prompts, or one for each. Raises ValueError for another number of them."""
+    """A list with one value for each prompt. Raises ValueError if `value` is a list of another length."""
     if value is None or isinstance(value, kind):
         return [value] * len(batch)
     each = list(value)
@@ -188,7 +190,7 @@ def _for_each(batch: Sequence[Prompt], value: Any, kind: type, what: str) -> lis
 async def collect(
     client: Client, prompt: Prompt, sampling: pb.SamplingParams | None = None, **options: Any
 ) -> Completion:
-    """Read one stream to its end; `options` are those of `Client.generate`."""
+    """Read one stream to its end; `options` are the arguments of `Client.generate`."""
     completion = Completion(prompt, [Output() for _ in range(sampling.n or 1 if sampling else 1)])
     async for response in client.generate(prompt, sampling, **options):
         output = completion.outputs[response.index]

@@ -15,7 +15,7 @@ from typing import IO, Self
 STOP_SECONDS = 10.0
 ADMIN = ("--admin-listen", "127.0.0.1:0")
 SILENT_SECONDS = 2.0
-"""Without a sign of life, after which it is said what is waited for."""
+"""Seconds of silence after which a message gives the reason for the wait."""
 MAX_EVENTS = 1000
 
 
@@ -24,20 +24,20 @@ class ServerError(Exception):
 
 
 def start_process(module: str, arguments: Sequence[str]) -> "subprocess.Popen[str]":
-    """`python -m MODULE` in this process's environment, with what it writes to stderr on a pipe."""
+    """Start `python -m MODULE` in this process's environment, with its stderr on a pipe."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C is for the parent, which then stops its children in order
+        start_new_session=True,  # Ctrl-C reaches only the parent, which then stops its children in order
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
 
 
 class ServiceProcess:
-    """One service. Its JSON log is read for the address that it listens on; its other output is shown."""
+    """One service. Its listening address is read from its JSON log; other output is printed."""
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
         self.module = module
@@ -68,11 +68,11 @@ class ServiceProcess:
             if event.get("level") in ("warning", "error"):
                 print(f"{self.module}: {line.rstrip()}", file=sys.stderr, flush=True)  # noqa: T201
             self._events.put(event)
-            if self._events.qsize() > MAX_EVENTS:  # after the start nothing reads them
+            if self._events.qsize() > MAX_EVENTS:  # nothing reads events after the start
                 self._events.get_nowait()
 
     def wait_for(self, name: str, timeout: float) -> dict[str, object]:
-        """The next log event of this name. Raises ServerError when the process ends, or after `timeout` seconds."""
+        """The next log event of this name. Raises ServerError if the process ends, or after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         reason = said = ""
         while True:
@@ -95,7 +95,7 @@ class ServiceProcess:
                 reason = str(event.get("reason"))
 
     def stop(self) -> int:
-        """SIGTERM, then SIGKILL if that does not help; returns the exit status."""
+        """Send SIGTERM, then SIGKILL if the process does not end; returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -110,7 +110,7 @@ class ServiceProcess:
 class LocalServer:
     """A scheduler and a worker on this machine, from construction until `stop`.
 
-    `scheduler_arguments` and `worker_arguments` are further flags. Raises ServerError when either does not start.
+    `scheduler_arguments` and `worker_arguments` are further flags. Raises ServerError if either does not start.
     """
 
     def __init__(

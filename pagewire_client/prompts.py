@@ -1,4 +1,4 @@
-"""What a request begins with: text, token ids, chat messages, or what an encoder reads."""
+"""The input of a request: text, token ids, chat messages, or an encoder's input."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,33 +9,36 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.files import read_file
 
 MAX_SOUND_BYTES = 16 << 20
-"""The most of a sound's file. No server takes a longer message."""
+"""Bytes of a sound's file, at most. No server accepts a longer message."""
 
 
 @dataclass(frozen=True)
 class Sound:
-    """A file. The server finds out what it is; a `content_type`, as "audio/wav", is only passed on."""
+    """A sound file. The server detects its format; a `content_type`, such as "audio/wav", is only forwarded."""
 
     data: bytes
     content_type: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ValueError for a file that cannot be read, or has more bytes than a server takes."""
+        """Read a sound. Raises ValueError if the file cannot be read or has more bytes than a server accepts."""
         return cls(read_file(path, MAX_SOUND_BYTES))
 
 
 @dataclass(frozen=True)
 class EncoderPrompt:
-    """For a model with an encoder beside its decoder: the text, the token ids or the sound of at most 30 seconds that
-    the encoder reads, and the tokens that the decoder goes on from, by default the model's own start."""
+    """Input of a model with an encoder and a decoder.
+
+    The encoder's input is a text, token ids, or a sound of at most 30 seconds. The decoder continues from its own
+    tokens, by default the model's start tokens.
+    """
 
     encoder: str | Sequence[int] | Sound
     decoder: Sequence[int] = ()
 
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | EncoderPrompt
-"""Text, token ids, chat messages with "role" and "content", or what an encoder and a decoder begin with."""
+"""Text, token ids, chat messages with "role" and "content", or input of an encoder and a decoder."""
 
 Text = str | Sequence[int]
 """Text or token ids."""

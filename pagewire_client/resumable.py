@@ -1,7 +1,7 @@
 """A Generate call that outlives its connection, and the scheduler at the other end of it.
 
-To resume, a client keeps the seed, each output's tokens, and which outputs have ended. When the stream breaks, it sends
-the same request again with these, and the server sends only what is missing.
+For a resumption, the client keeps the seed, each output's tokens, and which outputs have ended. When the stream breaks,
+it sends the same request again with this state, and the server sends only the missing rest.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from pagewire_client.retry import PASSING, Backoff, passes
 
 Metadata = tuple[tuple[str, str], ...]
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
-# The server may still be checking an attempt that broke early. And a server that has just started may get more resumed
-# requests at once than it takes, which is no reason to give up a request.
+# The server may still be checking an attempt that broke early. A restarted server may get more resumed requests at once
+# than it accepts; the client then retries.
 PASSING_AGAIN = PASSING | {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 class Received:
-    """What has been received of a request with `num_outputs` outputs."""
+    """The messages received so far for a request with `num_outputs` outputs."""
 
     def __init__(self, num_outputs: int) -> None:
         self._open: dict[int, list[int]] = {index: [] for index in range(num_outputs)}
@@ -47,7 +47,7 @@ class Received:
 
     @property
     def state(self) -> pb.ResumeState:
-        """What the server needs to resume the request."""
+        """The state that the server needs to resume the request."""
         return pb.ResumeState(
             seed=self._seed,
             model_fingerprint=self._fingerprint,
@@ -60,7 +60,7 @@ class Received:
 
 
 class ResumableStream:
-    """One request, in as many calls as it takes.
+    """One request, in as many calls as needed.
 
     `start` makes a call from a request, the seconds until its deadline and further metadata. `timeout` is for all calls
     together. `backoff` limits the time between a broken call and the next message of a later call. `explain` adds
@@ -86,7 +86,7 @@ class ResumableStream:
         self._aborted = asyncio.Event()
 
     async def responses(self) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """The messages of all calls, as of one call; raises a grpc.aio.AioRpcError that no further attempt can mend."""
+        """The messages of all calls, as of one call. Raises the first grpc.aio.AioRpcError that a retry cannot fix."""
         loop = asyncio.get_running_loop()
         deadline = None if self._timeout is None else loop.time() + self._timeout
         while self._received.open and not self._aborted.is_set():
@@ -114,17 +114,17 @@ class ResumableStream:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._aborted.wait(), pause)
             self._request.resume.CopyFrom(self._received.state)
-        for index in self._received.open:  # it was aborted while no server had it
+        for index in self._received.open:  # aborted while no server had the request
             yield pb.GenerateResponse(
                 request_id=self._request.request_id, index=index, finish_reason=pb.FINISH_REASON_ABORT
             )
 
     def abort(self) -> None:
-        """Have a call that breaks from now on end without an error, and not be resumed."""
+        """From now on, a broken call ends without an error, and is not resumed."""
         self._aborted.set()
 
     def give_up(self) -> bool:
-        """After `abort`, if no server has ended the stream: end it here. Returns whether outputs were still open."""
+        """After `abort`, end the stream here if no server has ended it. Returns whether outputs were still open."""
         if not self._received.open:
             return False
         if self._call is not None:

@@ -1,4 +1,4 @@
-"""Which failures are worth another attempt, how long to pause before it, and when to give up."""
+"""Which failures are retried, after which pause, and when to give up."""
 
 import logging
 import math
@@ -14,21 +14,21 @@ log = logging.getLogger("pagewire_client")
 
 FIRST_PAUSE_SECONDS = 0.1
 LAST_PAUSE_SECONDS = 2.0
-# The server is not there, is leaving, or has ended its streams. CANCELLED does not come from the caller: a call that
-# the caller cancels raises asyncio.CancelledError.
+# The server is down, is leaving, or has ended its streams. CANCELLED is never the caller's own: a call that the caller
+# cancels raises asyncio.CancelledError.
 PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 
 
 PATIENCE_HEADER = "pagewire-no-worker-timeout"
 FIRST_WAIT_SECONDS = 2.0
-"""That a server may hold a request without a worker before its user is told why."""
+"""Seconds that a server may hold a request without a worker before its user is told why."""
 
 
 class Backoff:
-    """The pauses between attempts: each about twice the last, and random, so that clients do not return together.
+    """The pauses between attempts: each about twice the previous, and random, so that clients do not return together.
 
-    `limit` is in seconds from the first failure on, and a server's wait for a worker counts; a success in between
-    begins it anew. 0 retries nothing, and leaves that wait to the server. `target` is named to the user.
+    `limit` is in seconds since the first failure. A server's wait for a worker counts, and a success resets it. 0 means
+    no retries, and the server alone decides how long it waits. `target` is named to the user.
     """
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic, target: str = "") -> None:
@@ -36,7 +36,7 @@ class Backoff:
         self._clock = clock
         self._target = target
         self._said = ""
-        self._began = clock()  # the present attempt
+        self._began = clock()  # start of the current attempt
         self._offered = 0.0  # how long the server may wait in it
         self.succeeded()
 
@@ -58,7 +58,7 @@ class Backoff:
         self._failed_at: float | None = None
 
     def pause(self, error: grpc.aio.AioRpcError, codes: Collection[grpc.StatusCode] = PASSING) -> float:
-        """Seconds to wait before the next attempt; raises the error when there should be none."""
+        """Seconds to wait before the next attempt. Raises the error if there should be no attempt."""
         now = self._clock()
         if self._limit <= 0 or not passes(error, codes):
             raise error
@@ -77,7 +77,7 @@ class Backoff:
 
 
 def passes(error: grpc.aio.AioRpcError, codes: Collection[grpc.StatusCode] = PASSING) -> bool:
-    """Whether another attempt may fare better."""
+    """Whether another attempt may succeed."""
     return not isinstance(error, MisdirectedError) and (error.code() in codes or _is_reset(error))
 
 

@@ -1,18 +1,21 @@
-"""The limits within which both services read a form: what the scheduler has accepted, a worker can follow."""
+"""The limits with which both services parse a form: a form that the scheduler accepts, a worker accepts too."""
 
 from llguidance import LLParserLimits
 
 MAX_SECONDS = 0.3
-"""Seconds of CPU time: for a front end to compile a form and find out what its texts may begin with, and for a worker
-of one output's next token, compiling its form included. Of 300 schemas, 100 expressions and 20 grammars none took more
-than 0.003 for either, with a vocabulary of 49,152."""
+"""Seconds of CPU time.
+
+In a front end it limits compiling a form and finding the possible beginnings of its texts. In a worker it limits an
+output's next token, compilation included. Of 300 schemas, 100 expressions and 20 grammars none took more than
+0.003 for either, with a vocabulary of 49,152.
+"""
 
 
 def parser_limits() -> LLParserLimits:
-    """Below llguidance's defaults, because a form comes from a client. Errors do not quote the form's inside.
+    """Limits below llguidance's defaults, because a form comes from a client. Errors do not quote the form.
 
-    Lexemes are not tried on every token beforehand: that would take longer for a worker, which knows the tokens, and
-    fail there alone.
+    Lexemes are not tested on every token in advance. That would take longer in a worker, which knows the tokens, and
+    could fail only there.
     """
     return LLParserLimits(
         initial_lexer_fuel=400_000,

@@ -1,7 +1,6 @@
-"""Exit 0 when the server at HOST:PORT reports SERVING: python -m pagewire_common.healthcheck HOST:PORT [SERVICE].
+"""Exit 0 if the server at HOST:PORT reports SERVING: python -m pagewire_common.healthcheck HOST:PORT [SERVICE].
 
-It speaks TLS where the server does, in whose environment it runs: with the files of PAGEWIRE_TLS, whose certificate
-must be for the HOST as well.
+It runs in the server's environment and uses TLS if PAGEWIRE_TLS is set. The certificate must be valid for HOST too.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ SECONDS = 3.0
 
 
 async def is_serving(target: str, service: str, tls: TlsFolder | None) -> bool:
-    """Raises grpc.aio.AioRpcError."""
+    """Whether the service reports SERVING. Raises grpc.aio.AioRpcError."""
     async with secure_channel(target, tls) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=SECONDS)

@@ -1,14 +1,14 @@
-"""Settings under the names of the release before.
+"""Settings under the names of the previous release.
 
-Such a name is valid for one release, as a flag and as a variable, and each use of it writes a line to the log. A
-setting under both its names is refused: one of the two values would be ignored.
+An old name is valid for one release, as a flag and as a variable, and each use of it is logged. A setting under both
+its names is refused: one of the two values would be ignored.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 
 Translate = Callable[[Mapping[str, str]], dict[str, str]]
-"""From values by old names to values by new names. Raises ValueError where an old value has no meaning."""
+"""Translates values by old names to values by new names. Raises ValueError if an old value has no meaning."""
 
 
 def flag(name: str) -> str:
@@ -20,14 +20,14 @@ def variable(name: str) -> str:
 
 
 def from_environment(old_names: Mapping[str, str]) -> dict[str, str]:
-    """The variables of old names that are set, by the old names. An empty one counts as unset."""
+    """The variables with old names that are set, by old name. An empty variable counts as unset."""
     return {old: value for old in old_names if (value := os.environ.get(variable(old)))}
 
 
 def translated(
     arguments: Sequence[str], old_names: Mapping[str, str], translate: Translate
 ) -> tuple[list[str], list[str]]:
-    """The arguments under new names, and the lines for the log, of the variables too.
+    """The arguments under new names, and the log lines for old names, variables included.
 
     old_names: new names by old names. Raises ValueError for a setting under both names.
     """
@@ -60,7 +60,7 @@ def translated(
 
 
 def renamed(arguments: Sequence[str], old_names: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """The arguments of a command that reads no variables, with each flag under its new name, and lines for stderr."""
+    """The arguments of a command that reads no variables, with new names for old flags, and lines for stderr."""
     flags = {flag(old): flag(new) for old, new in old_names.items()}
     words = [word.partition("=") for word in arguments]
     used = dict.fromkeys(name for name, _, _ in words if name in flags)

@@ -1,9 +1,9 @@
 """The sampling parameters, each with its values, its default and its readers: one table for all parts of the system.
 
-A plain number is one field of `SamplerParams` here. From it are made: the check of requests and of steps, the core's
-and the worker's types, both codecs, the flag of the command line, the field of the HTTP API, and the default of a
-model's generation config. `tests/test_docs.py` compares docs/sampling.md with this table. The messages of protobuf
-name every parameter once more: `SamplingParams` for clients, `GroupSampling` for engine and workers.
+A plain number is one field of `SamplerParams`. Other code is derived from that field: the checks of requests and of
+steps, the core's and the worker's types, both codecs, the command line's flag, the HTTP API's field, and the default in
+a model's generation config. `tests/test_docs.py` compares docs/sampling.md with this table. The protobuf messages
+repeat each parameter: `SamplingParams` for clients, `GroupSampling` for engine and workers.
 """
 
 import math
@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 MAX_N = 128
-"""Outputs of one request, or beams."""
+"""Outputs or beams of one request, at most."""
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 64
@@ -22,7 +22,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100
 MAX_BAD_WORDS = 64
 MAX_STRING = 256
-"""Characters of a stop string or a bad word, and of names."""
+"""Characters of a stop string, a bad word, or a name, at most."""
 
 
 class Bounds(NamedTuple):
@@ -33,7 +33,7 @@ class Bounds(NamedTuple):
     excludes_low: bool = False
 
     def hold(self, value: float) -> bool:
-        """Whether the value is finite and lies in the range; NaN lies in none.
+        """Whether the value is finite and lies in the range; false for NaN.
 
         Messages carry 32 bits, in which 0.01 is a little less, so the lower bound is taken in 32 bits too.
         """
@@ -47,7 +47,7 @@ class Bounds(NamedTuple):
 
 
 class Reader(StrEnum):
-    """A part of the system that reads a parameter; a parameter that only a front end reads is not sent on."""
+    """A part of the system that reads a parameter. Parameters that only a front end reads are not sent on."""
 
     FRONT_END = "front end"
     ENGINE = "engine"
@@ -55,28 +55,30 @@ class Reader(StrEnum):
 
 
 class Parameter(NamedTuple):
-    """What is true of a parameter everywhere; `values` and `default` are in words, for the documentation."""
+    """A parameter's properties; `values` and `default` are in words, for the documentation."""
 
     values: str
     default: str
     readers: tuple[Reader, ...]
     with_beams: bool = True
-    """Whether a request for beam search may have it."""
+    """Whether beam search allows the parameter."""
 
 
 class Number(NamedTuple):
-    """A parameter that is a plain number, which the worker's sampler alone reads. Beam search refuses all of them: it
-    takes the likeliest continuations of the model's own distribution."""
+    """A parameter that is a plain number and is read only by the worker's sampler.
+
+    Beam search refuses all of them: it takes the likeliest continuations of the model's own distribution.
+    """
 
     kind: type[float]
     default: float
     bounds: Bounds
     help: str
-    """What --help says of it."""
+    """The parameter's text in --help."""
     in_files: bool
     """Whether a model's generation config may set its default."""
     edits_logits: bool
-    """Whether it changes logits before the temperature divides them and filters drop tokens."""
+    """Whether it changes logits before temperature and filters."""
 
 
 def _number(default: float, bounds: Bounds, text: str, *, in_files: bool = False, edits_logits: bool = False) -> Any:
@@ -86,7 +88,7 @@ def _number(default: float, bounds: Bounds, text: str, *, in_files: bool = False
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerParams:
-    """The numbers by which a worker's sampler chooses tokens. With the defaults it takes the likeliest token."""
+    """The numbers with which a worker's sampler chooses tokens. The defaults choose the likeliest token."""
 
     temperature: float = _number(
         0.0, Bounds(0, 100), "0 takes the likeliest token (default: the model's)", in_files=True
@@ -116,7 +118,7 @@ NUMBERS: Mapping[str, Number] = {
     for one in fields(SamplerParams)
 }
 LOGIT_EDITS: Mapping[str, float] = {name: number.default for name, number in NUMBERS.items() if number.edits_logits}
-"""The numbers that change logits, with the value of each that changes none."""
+"""The numbers that change logits, with their neutral values."""
 
 LENGTH_PENALTY = Bounds(-10, 10)
 
@@ -163,4 +165,4 @@ PARAMETERS: Mapping[str, Parameter] = {
     "early_stopping": Parameter("true or false", "false", _ENGINE),
     "strict": Parameter("true or false", "`--undeclared-keys` decides", _FRONT_END, with_beams=False),
 }
-"""By the names of the fields of the public message."""
+"""Parameters by field name in the public message."""

@@ -1,7 +1,7 @@
-"""Configuration by flags and PAGEWIRE_ environment variables, through one typed class a service.
+"""Settings from flags and PAGEWIRE_ environment variables: one typed class a service.
 
-Flags win over the environment, the environment over defaults. An empty variable counts as one that is not set, but for
-those that close a service: one of them that is empty by mistake would open it. A bad value ends the process with one
+Flags override the environment, and the environment overrides defaults. An empty variable counts as unset, except
+variables that restrict access: an empty one by mistake would open the service. A bad value ends the process with one
 sentence.
 """
 
@@ -34,29 +34,29 @@ Address = Annotated[str, AfterValidator(parse_address)]
 
 
 class _Environment(EnvSettingsSource):
-    """PAGEWIRE_ variables, under old names too."""
+    """PAGEWIRE_ variables, old names included."""
 
     def __call__(self) -> dict[str, Any]:
         found = super().__call__()
         settings: type[ServiceSettings] = self.settings_cls  # type: ignore[assignment]
         found |= settings.translate(old_names.from_environment(settings.old_names))
-        # Kubernetes gives pods such a PAGEWIRE_PORT where a Service has the name "pagewire".
+        # Kubernetes sets PAGEWIRE_PORT to tcp://… in pods if a Service has the name "pagewire".
         if str(found.get("port", "")).startswith("tcp://"):
             del found["port"]
-        if "listen" in self.current_state:  # flags win, and --listen has both parts
+        if "listen" in self.current_state:  # flags win, and --listen sets both host and port
             found.pop("host", None)
             found.pop("port", None)
         return found
 
 
 class ServiceSettings(BaseSettings):
-    """The settings that both services have."""
+    """The settings that both services share."""
 
     old_names: ClassVar[Mapping[str, str]] = {}
-    """New names by the names of the release before."""
+    """New names by the previous release's names."""
 
     several: ClassVar[frozenset[str]] = frozenset()
-    """Settings whose flags take several words, as `--lora-modules a=A b=B`."""
+    """Settings whose flags take several words, such as `--lora-modules a=A b=B`."""
 
     _lines: list[str] = PrivateAttr(default_factory=list)
 
@@ -104,11 +104,11 @@ class ServiceSettings(BaseSettings):
 
     @classmethod
     def translate(cls, values: Mapping[str, str]) -> dict[str, str]:
-        """Values by new names, from values by old names. Raises ValueError where an old value has no meaning."""
+        """Values by new names, from values by old names. Raises ValueError if an old value has no meaning."""
         return {cls.old_names[old]: value for old, value in values.items()}
 
     def log_old_names(self) -> None:
-        """Write a line for each setting that was given under its old name."""
+        """Log each setting that was given under its old name."""
         for line in self._lines:
             log.warning(line)
 
@@ -134,12 +134,14 @@ class ServiceSettings(BaseSettings):
 Settings = TypeVar("Settings", bound=ServiceSettings)
 
 _LOCKS = re.compile("(.*_)?(tls|identity|keys?)")
-"""Settings that close a service."""
+"""Settings that restrict access to a service."""
 
 
 def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | None = None) -> Settings:
-    """Read the settings of a service. A bad setting ends the process with a sentence on stderr; --version prints the
-    version and ends it with status 0."""
+    """Read a service's settings.
+
+    A bad setting ends the process with a sentence on stderr. --version prints the version and ends it with status 0.
+    """
     cls.model_config["cli_prog_name"] = program
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--version" in given:
@@ -160,14 +162,14 @@ def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | 
         field = str(first["loc"][0]).replace("_", "-")
         value = "" if first["type"] == "missing" else f" (got {first['input']!r})"
         sys.exit(f"{program}: --{field}: {first['msg'].removeprefix('Value error, ')}{value}")
-    except Exception as error:  # the settings library raises its own types for flags it cannot read
+    except Exception as error:  # the settings library has its own errors for unreadable flags
         sys.exit(f"{program}: {error}")
     settings._lines = lines
     return settings
 
 
 def _one_word_each(arguments: Sequence[str], several: frozenset[str]) -> Iterator[str]:
-    """The arguments, with a flag that takes several words repeated before each of them."""
+    """The arguments, with a flag that takes several words repeated before each word."""
     flags = {old_names.flag(name) for name in several}
     current = ""
     for word in arguments:

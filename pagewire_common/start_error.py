@@ -1,4 +1,4 @@
-"""The kind of error that is meant for the operator of a service."""
+"""The errors of a service's start, for its operator."""
 
 
 class StartError(Exception):

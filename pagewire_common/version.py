@@ -1,4 +1,4 @@
-"""The version of this package, as pip has it."""
+"""The version of this package, from pip's metadata."""
 
 from importlib.metadata import version
 
@@ -6,5 +6,5 @@ DISTRIBUTION = "pagewire"
 
 
 def version_of(program: str) -> str:
-    """The text of --version."""
+    """The text that --version prints."""
     return f"{program} {version(DISTRIBUTION)}"

@@ -1,4 +1,4 @@
-"""`--lora-modules`, as vLLM's flag of this name: NAME=FOLDER, or JSON with "name" and "path", once or several times."""
+"""`--lora-modules`, like vLLM's flag: NAME=FOLDER, or JSON with "name" and "path", once or several times."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ KEYS = {"name", "path"}
 
 
 def parse_modules(value: object) -> object:
-    """A list of NAME=FOLDER. Raises ValueError for JSON that says more than a name and a path."""
+    """A list of NAME=FOLDER. Raises ValueError for JSON with more than a name and a path."""
     if isinstance(value, str):
         return list(_modules(value))
     if isinstance(value, list):
@@ -16,7 +16,7 @@ def parse_modules(value: object) -> object:
 
 
 def _modules(text: str) -> Iterator[str]:
-    """Of a text with any number of them, separated by commas."""
+    """The modules in a comma-separated text."""
     while text := text.lstrip(", \n"):
         if text.startswith(("{", "[")):
             try:

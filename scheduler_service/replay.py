@@ -1,4 +1,4 @@
-"""Run the scheduler again from a recording, and prove that it decides the same: every plan, byte for byte.
+"""Run the scheduler again from a recording, and check that it decides the same: every plan, byte for byte.
 
 python -m scheduler_service --record FILE makes recordings. The last line of the output is JSON.
 """

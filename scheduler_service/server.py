@@ -1,4 +1,4 @@
-"""The engine's process: engine, front ends and metrics, and the order in which they start and stop."""
+"""The engine's process: engine, front ends and metrics, and the order of their start and stop."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 ADMIN_SERVICE = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 ADMIN_BYTES = 64 << 10
-"""The most bytes of an operator's request."""
+"""Bytes of an operator's request, at most."""
 OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
 
 
@@ -56,8 +56,7 @@ async def engine_server(front_ends: FrontEnds) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def admin_server(admin: AdminServicer, listen: str, security: Security = OPEN) -> AsyncIterator[str]:
-    """Serve AdminService on a port of its own; yields HOST:PORT as bound. Raises StartError if the port cannot be
-    used."""
+    """Serve AdminService on a port of its own; yields HOST:PORT as bound. Raises StartError for an unusable port."""
     check = key_check(lambda: admin.engine.keyring, admin=True)
     server = GrpcServer(
         [ADMIN_SERVICE], max_receive_bytes=ADMIN_BYTES, security=security, check=check, outermost=[Audit()]
@@ -107,7 +106,7 @@ async def serve(settings: SchedulerSettings) -> None:
             watching.cancel()
             await processes.stop(front_ends.say_goodbye())
             if not keeping.cancel():
-                await keeping  # it is over already: raise why, if it failed
+                await keeping  # it has already ended: raise its error, if it failed
     log.info("stopped")
 
 
@@ -141,7 +140,7 @@ async def _run(
 
 
 async def announce(engine: Engine, front_ends: FrontEnds) -> None:
-    """Have front ends show whether requests are worth sending here, and log it, until cancelled."""
+    """Have front ends report whether workers take requests, and log it, until cancelled."""
     model = await engine.fleet.agreement.wait_for_model()
     _spare_the_collector()
 
@@ -150,7 +149,7 @@ async def announce(engine: Engine, front_ends: FrontEnds) -> None:
         log.info("ready", model=model.name, context_length=model.context_length)
 
     async with asyncio.TaskGroup() as tasks:
-        async for serving in engine.fleet.watch_health():  # the first is that it is so
+        async for serving in engine.fleet.watch_health():  # the first event is always SERVING
             front_ends.tell_serving(serving=serving)
             if serving:
                 saying = tasks.create_task(say_ready())
@@ -160,10 +159,10 @@ async def announce(engine: Engine, front_ends: FrontEnds) -> None:
 
 
 def _spare_the_collector() -> None:
-    """Have Python's cycle collector ignore the objects that exist at the start, and seldom look at the others.
+    """Exclude the objects that exist at the start from Python's cycle collector, and collect the others seldom.
 
-    Requests and sessions are not left to the collector: they are freed when their call or their session ends. What is
-    left are small cycles, such as those of gRPC's exceptions.
+    Requests and sessions need no collector: they are freed when their call or their session ends. Only small cycles
+    remain, such as in gRPC's exceptions.
     """
     gc.collect()
     gc.freeze()

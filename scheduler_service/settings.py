@@ -184,7 +184,7 @@ class SchedulerSettings(ServiceSettings):
     @classmethod
     def translate(cls, values: Mapping[str, str]) -> dict[str, str]:
         new = super().translate(values)
-        if new.get("long_prefill_token_threshold") == "0":  # 0 was a quarter of the step, which is now the default
+        if new.get("long_prefill_token_threshold") == "0":  # 0 meant a quarter of the step, which is now the default
             del new["long_prefill_token_threshold"]
         return new
 

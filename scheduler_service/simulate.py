@@ -1,7 +1,7 @@
 """Plan capacity without a GPU: python -m scheduler_service.simulate --trace FILE.csv --workers 8
 
 Prints latencies, throughput and utilisation of each policy side by side; the last line is JSON. With --plot OUT.png it
-draws latencies and queues as well.
+also draws latencies and queues.
 """
 
 import argparse
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def _import_plot(path: Path) -> Callable[[Mapping[str, Result], str, Path], None]:
-    """The module that draws. If it cannot draw, the program ends here, before anything is simulated."""
+    """Import the plotting module. If it is unusable, the program ends here, before the simulation."""
     try:
         from scheduler_service.simulation.plot import check, save
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""How --workers names them: given addresses, and names of which every address is a worker's."""
+"""The syntax of --workers: fixed addresses, and DNS names of which every address is a worker's."""
 
 from pagewire_common.connection.address import parse_address
 
@@ -6,7 +6,7 @@ SCHEME = "dns:///"
 
 
 def parse_target(target: str) -> str:
-    """Check that it is HOST:PORT or dns:///NAME:PORT; raises ValueError otherwise."""
+    """Check that a target is HOST:PORT or dns:///NAME:PORT. Raises ValueError otherwise."""
     address = target.removeprefix(SCHEME)
     try:
         parse_address(address)

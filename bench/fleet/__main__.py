@@ -1,11 +1,13 @@
-"""What a fleet costs and how it takes failures and load: python -m bench.fleet. Tables are Markdown; JSON comes last.
+"""The overhead of a fleet, and its behaviour under failures and load: python -m bench.fleet.
 
-- `failover`: from SIGKILL to the next token of a killed worker's streams, and the part of it that recomputing takes.
+Tables are Markdown; JSON comes last.
+
+- `failover`: time from SIGKILL to the next token of a killed worker's streams, and the part spent on recomputing.
 - `feeding`: how many workers of 256 sequences and 20 ms a step one scheduler process keeps fed.
-- `front-ends`: what front ends take for each token with few streams and with many, over one connection and over many,
-  and what a step is on the wire to them.
+- `front-ends`: the front ends' CPU time a token with few streams and with many, over one connection and over many,
+  and the size of a step's message to them.
 - `overhead`: one scheduler with one to three workers, beside as many schedulers with one worker each.
-- `tracing`: the scheduler's CPU time for a token with spans of every request, and without any.
+- `tracing`: the scheduler's CPU time a token with spans of every request, and without any.
 - `bystanders`: streams beside calls that are never read and connections on which nothing is sent.
 """
 
@@ -34,7 +36,7 @@ from worker_service.settings import WorkerSettings
 
 PARTS = ("failover", "feeding", "front-ends", "overhead", "tracing", "bystanders")
 OVERHEAD_WORKERS = (1, 2, 3)
-"""With one worker both sides are alike: their difference is the error of the measurement."""
+"""Workers of a case. With one worker both systems are equal: their difference is the error of the measurement."""
 OVERHEAD_COLUMNS = (
     "workers", "apart, tok/s", "together, tok/s", "overhead, %", "at least", "at most", "scheduler apart, µs a token",
     "together, µs a token",
@@ -108,7 +110,7 @@ def main() -> None:
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}, but {', '.join(PARTS)}")
     raise_open_files_limit()  # a thousand connections end in this process
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as for Ctrl-C, and stop the processes that were started
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as for Ctrl-C, and stop the child processes
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         model = find_model("default", load_settings(WorkerSettings, "bench", []).cache.expanduser()).path

@@ -1,7 +1,7 @@
-"""What other clients cost a stream: calls that are never read and connections on which nothing is sent.
+"""The effect of other clients on a stream: calls that are never read, and connections on which nothing is sent.
 
-The same calls are made and computed in both runs. In one run their client opens no window for the answers, and a
-thousand idle connections stand beside it. One worker of the default model serves; eight streams are measured.
+Both runs make and compute the same calls. In one run their client opens no window for the answers, and a thousand idle
+connections are open too. One worker of the default model serves; eight streams are measured.
 """
 
 import asyncio
@@ -29,22 +29,22 @@ NUM_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Bystanders:
-    """Output tokens a second of the streams that are measured."""
+    """Output tokens a second of the measured streams."""
 
     alone: float
-    """Beside calls that are read."""
+    """Rate beside calls that are read."""
     beside: float
-    """Beside calls that are not read, and silent connections."""
+    """Rate beside calls that are not read, and silent connections."""
     slowed_percent: float
-    """The median over pairs of runs."""
+    """The median slowdown over pairs of runs."""
     at_least_percent: float
-    """Where that median lies with 95% coverage."""
+    """The lower bound of that median, with 95% coverage."""
     at_most_percent: float
 
 
 @asynccontextmanager
 async def extra_calls(target: str, window: int) -> AsyncIterator[None]:
-    """Calls with long outputs, which end with the block."""
+    """Keep calls with long outputs running until the `with` block ends."""
     host, _, port = target.rpartition(":")
     transport, connection = await asyncio.get_running_loop().create_connection(
         lambda: Connection(PATH, lambda *_: None, lambda _: None, window), host, int(port)
@@ -76,7 +76,7 @@ def run(model: Path, vocabulary_size: int, tell: Callable[[str], None]) -> Bysta
                         async with extra_calls(fleet.target, 0 if name == "beside" else WIDEST):
                             prompts = load.prompts(vocabulary_size, f"{number} {name}")  # cached in neither run
                             run = await drive(system, load, prompts)
-                    if number:  # the first one warms up
+                    if number:  # the first run is a warm-up
                         runs[name].append(run)
                         tell(f"{name}: {rate([run]):.0f} output tok/s")
 

@@ -1,4 +1,4 @@
-"""A process of the benchmark that counts, and answers a request for its counters with a line of JSON."""
+"""A process of the benchmark that keeps counters, and reports them on request as a line of JSON."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ class Child:
         self.first = self._read()
 
     def ask(self) -> Any:
-        """The child's counters, now. Raises BenchError when it is gone."""
+        """The child's counters, now. Raises BenchError if the child has ended."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write("\n")

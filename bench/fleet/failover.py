@@ -1,8 +1,10 @@
 """How long the streams of a killed worker pause: from SIGKILL to the next token of each.
 
 Two workers of the default model have a thread each. One worker is drained while the streams begin, so that all of them
-run on the other worker; the first is free when the second is killed. The time of recomputing is measured too, in the
-same way and on the same worker: the time to the first token of as many new prompts of as many tokens, sent all at once.
+run on the other worker. When that worker is killed, the drained one is free.
+
+Recomputing is timed on the same worker in the same way: as many new prompts of as many tokens are sent at once, and the
+time to each first token is taken.
 """
 
 import asyncio
@@ -31,9 +33,9 @@ class Failover:
     """Milliseconds, one value for each stream and kill."""
 
     pauses: list[float] = field(default_factory=list)
-    """From SIGKILL to the next token."""
+    """Time from SIGKILL to the next token."""
     recomputes: list[float] = field(default_factory=list)
-    """From sending an equal prompt to its first token."""
+    """Time from sending an equal prompt to its first token."""
 
     def as_json(self) -> dict[str, float]:
         return {
@@ -62,7 +64,7 @@ async def measure(fleet: Fleet, vocabulary_size: int, tell: Callable[[str], None
 async def _kill(
     fleet: Fleet, victim: str, other: str, vocabulary_size: int, draw: Random
 ) -> tuple[list[float], list[float]]:
-    came: list[list[float]] = [[] for _ in range(NUM_STREAMS)]  # when each token of a stream came
+    came: list[list[float]] = [[] for _ in range(NUM_STREAMS)]  # arrival times of each stream's tokens
     progress = asyncio.Event()
 
     async def read(client: Client, times: list[float], num_prompt_tokens: int) -> None:
@@ -99,7 +101,7 @@ async def _kill(
 
 
 def _end_of_pause(killed: float, times: Sequence[float]) -> float:
-    """When the longest pause about the kill ended: tokens that the killed worker had sent may still come after it."""
+    """The end of the longest pause around the kill: tokens that the killed worker had sent may arrive later."""
     pauses = [(after - before, after) for before, after in pairwise(times) if before < killed + ON_ITS_WAY_SECONDS]
     return max(pause for pause in pauses if pause[1] > killed)[1]
 

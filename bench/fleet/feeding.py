@@ -1,9 +1,9 @@
-"""How many workers one scheduler process keeps fed: workers that sleep are added until they are idle too much.
+"""How many workers one scheduler process keeps fed: sleeping workers are added until they are idle too much.
 
-Each worker runs 256 sequences in steps of 20 ms. Requests of 64 prompt tokens and 128 to 384 output tokens come as
-others end, enough that some always wait. Every token is turned into text and streamed to a client. Worker processes and
-the load generator are made to be cheap, and the report has the CPU time of each process: when the scheduler's is near
-one core's, Python's lock is its limit.
+Each worker runs 256 sequences in steps of 20 ms. Requests of 64 prompt tokens and 128 to 384 output tokens arrive as
+others end, so many that some always wait. Every token is detokenized and streamed to a client. Worker processes and
+load generator are made to be cheap. The report has the CPU time of each process: if the scheduler's is near one core's,
+Python's lock is its limit.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ STEP_MS = 20.0
 WORKERS_A_PROCESS = 8
 MAX_IDLE_PERCENT = 5.0
 WAITING_SHARE = 0.125
-"""Streams beyond those that run, so that the queue is never empty."""
+"""Streams beyond the running ones, as a share, so that the queue is never empty."""
 RAMP_SECONDS = 60.0
 SETTLE_SECONDS = 3.0
 WINDOW_SECONDS = 8.0
@@ -32,31 +32,31 @@ WINDOW_SECONDS = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """The measurement of so many workers."""
+    """The measurement for one number of workers."""
 
     num_workers: int
     idle_percent: float
-    """The share of the workers' time that is not steps."""
+    """The share of the workers' time outside steps."""
     sequences_a_step: float
     tokens_per_second: float
     """Tokens a second delivered to clients, of streams that ended in the window."""
     messages_per_second: float
     tokens_a_message: float
-    """Tokens a message: the more, the less often a stream sends."""
+    """Tokens a message: the larger, the fewer messages a stream sends."""
     engine_us: float
     front_ends_us: float
-    """CPU time of these processes for each token, everything in it counted."""
+    """Total CPU microseconds of the front ends a token."""
     engine_cores: float
-    """CPU seconds a second; gRPC's own threads run beside Python's."""
+    """CPU seconds a second of the engine; gRPC's own threads run in parallel with Python's."""
     front_ends_cores: float
     busiest_percent: float
-    """What the busiest front end takes of that."""
+    """The busiest front end's share of the front ends' CPU time."""
     workers_cores: float
     client_cores: float
 
     @property
     def is_fed(self) -> bool:
-        """Whether workers are not idle, and their steps full: a worker that is given half a step is half idle."""
+        """Whether workers are not idle, and their steps full: a worker with half a step is half idle."""
         return self.idle_percent < MAX_IDLE_PERCENT and self.sequences_a_step > 0.95 * MAX_NUM_SEQS
 
 
@@ -68,7 +68,7 @@ def measure(
     num_streams: int | None = None,
     num_connections: int | None = None,
 ) -> Feeding:
-    """Start everything, wait until steps are full, and look for a few seconds.
+    """Start all processes, wait until steps are full, and measure for a few seconds.
 
     By default there are more streams than run at once, and a connection for every 64 of them.
     """
@@ -135,7 +135,7 @@ def measure(
 
 
 def _ramp_up(read: Callable[[], dict[str, float]], full: float) -> None:
-    """Return when steps have been full for a while, or when they will not be."""
+    """Wait until steps have been full for a while, or will not become full."""
     until = time.monotonic() + RAMP_SECONDS
     before = read()
     while time.monotonic() < until:
@@ -149,9 +149,9 @@ def _ramp_up(read: Callable[[], dict[str, float]], full: float) -> None:
 
 
 def search(model: Path, most: int, tell: Callable[[Feeding], None]) -> list[Feeding]:
-    """Double the workers until they are not fed, then halve the distance to the last number that was fed.
+    """Double the workers until they are not fed, then search between the last two numbers by bisection.
 
-    Raises BenchError if not even one is fed. Measurements are in the order of the number of workers.
+    Raises BenchError if not even one worker is fed. The results are sorted by the number of workers.
     """
     seen: dict[int, Feeding] = {}
 

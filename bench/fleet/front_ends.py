@@ -1,4 +1,4 @@
-"""What front ends cost with few streams and with many, and how a client's connections divide among them."""
+"""CPU time of front ends with few streams and with many, and the effect of a client's number of connections."""
 
 import time
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from scheduler_service.engine.calls.outbox import Outbox
 
 NUM_ROUNDS = 300
 FIRST_TOKEN_ID, FIRST_OUTPUT = 30_000, 1_000_000
-"""Of a vocabulary, and of an engine that has run for a while: small numbers would make small messages."""
+"""Token id and output id as after a long run: smaller numbers would make smaller messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Streams of one worker that sleeps 20 ms a step."""
+    """Streams on one worker that sleeps 20 ms a step."""
 
     streams: int
     front_ends: int = 1
@@ -25,7 +25,7 @@ class Case:
 
 
 CASES = (Case(1), Case(8), Case(256), Case(256, 2, 1), Case(256, 2, 32))
-"""The last two are a gateway that has a single connection, and one that has many."""
+"""The last two are gateways with one connection and with many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,18 @@ class Cost:
     front_ends: int
     connections: int
     messages_per_second: float
-    """Of all streams; each is due 50 tokens a second."""
+    """Messages a second of all streams; each stream should get 50 tokens a second."""
     engine_us: float
     front_ends_us: float
-    """CPU time for each token, everything in it counted."""
+    """Total CPU microseconds of the front ends a token."""
     front_ends_cores: float
     busiest_percent: float
-    """What the busiest front end takes of the CPU time of all."""
+    """The busiest front end's share of the front ends' CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One step of 256 sequences on its way from the engine to a front end."""
+    """The message of one step of 256 sequences from the engine to a front end: its size and CPU times."""
 
     num_bytes: int
     encode_us: float
@@ -77,7 +77,7 @@ def _measure(case: Case, model: Path, tell: Callable[[str], None]) -> Cost:
 
 
 def wire() -> Wire:
-    """The fastest of many rounds."""
+    """Time the message; each figure is the fastest of many rounds."""
     outbox = Outbox()
     encode_us, decode_us, data = [], [], b""
     for _ in range(NUM_ROUNDS):

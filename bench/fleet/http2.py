@@ -1,9 +1,9 @@
-"""A client that does next to nothing: the frames of HTTP/2 that a gRPC call needs, and no more.
+"""A minimal client: only the HTTP/2 frames that a gRPC call needs.
 
-gRPC's own Python client takes about as much of a core as the server that it loads. This client writes its calls' frames
-once and opens every window as wide as it goes. It cuts the answers into frames and messages by their lengths alone,
-which takes a few microseconds each. Frames and their flags follow RFC 9113, headers are literals of RFC 7541, and
-messages have gRPC's prefix of five bytes.
+gRPC's own Python client takes about as much of a core as the server that it loads. This client serialises its calls'
+frames once, and opens every window as far as it goes. It cuts the answers into frames and messages by their lengths
+alone, which takes a few microseconds each. Frames and their flags follow RFC 9113, headers are literals of RFC 7541,
+and messages have gRPC's prefix of five bytes.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ END_HEADERS = 0x4
 INITIAL_WINDOW_SIZE = 0x4  # a parameter of SETTINGS frames
 WIDEST = (1 << 31) - 1
 PREFIX = 5
-"""Bytes before each message: whether it is compressed, and its length."""
+"""Bytes before each message: the compression flag, and the message's length."""
 REFILL = 1 << 29
-"""Bytes after which the connection's window is opened anew."""
+"""Bytes received before the connection's window is opened again."""
 
 
 class ProtocolError(Exception):
-    """The server ended a stream or the connection; the message says how."""
+    """The server ended a stream or the connection; the message has its error."""
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -37,7 +37,7 @@ def call_headers(path: str) -> bytes:
         assert len(value) < 127
         return bytes([len(value)]) + value.encode()
 
-    method, scheme = b"\x83", b"\x86"  # POST, http: of the static table
+    method, scheme = b"\x83", b"\x86"  # POST and http, from the static table
     block = method + scheme + b"\x04" + text(path) + b"\x01" + text("bench")  # :path, :authority
     for name, value in (("content-type", "application/grpc"), ("te", "trailers")):
         block += b"\x00" + text(name) + text(value)
@@ -47,8 +47,8 @@ def call_headers(path: str) -> bytes:
 class Connection(asyncio.Protocol):
     """Server-streaming calls to one method, any number at once.
 
-    `ended` is called with each one's last message and its trailers, undecoded; `failed` when nothing more will come.
-    `window` is how many bytes a call may send unread: with 0 it is a client that never reads.
+    `ended` is called with each call's last message and trailers, undecoded; `failed` when the connection is lost.
+    `window` is the number of bytes that a call may send unread; 0 means a client that never reads.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
         self._failed(error or ProtocolError("the server closed a connection"))
 
     def begin(self, message: bytes) -> None:
-        """Make a call."""
+        """Start a call."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         body = b"\0" + struct.pack(">I", len(message)) + message
         self._transport.write(
@@ -87,7 +87,7 @@ class Connection(asyncio.Protocol):
         )
 
     def widen(self, num_bytes: int) -> None:
-        """Let the server send so many more bytes on every call."""
+        """Let the server send `num_bytes` more on every call."""
         payload = struct.pack(">I", num_bytes)
         self._transport.write(
             b"".join(frame(WINDOW_UPDATE, 0, stream, payload) for stream in range(1, self._next_stream, 2))
@@ -131,5 +131,5 @@ class Connection(asyncio.Protocol):
             self._last_messages[stream] = payload[at + PREFIX : end]
             self.num_messages += 1
             at = end
-        if at < size:  # the rest of a message comes with the next frame
+        if at < size:  # the message continues in the next frame
             self._parts[stream] = payload[at:]

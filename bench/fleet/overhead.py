@@ -1,9 +1,10 @@
-"""What a fleet costs: one scheduler with several workers beside as many pairs of a scheduler and a worker.
+"""The overhead of a fleet: one scheduler with several workers, beside as many pairs of a scheduler and a worker.
 
-Both compute the same streams with the same workers on the same cores. The difference is the fleet's own work: one queue
-for all, placement, several sessions in one event loop. Workers of the default model have a thread each. Both systems
-are up at once and run in turn, so that the machine's drift affects both, and each pair of runs gives a ratio. The CPU
-time that schedulers take for a token is reported too: it shows the fleet's cost even if the machine's noise is larger.
+Both systems compute the same streams with the same workers on the same cores. The difference is the fleet's own work: a
+shared queue, placement, and several sessions in one event loop. Workers of the default model have a thread each.
+
+Both systems are up at once and run in turn, so that the machine's drift affects both, and each pair of runs gives a
+ratio. The schedulers' CPU time a token is reported too: it shows the overhead even if the machine's noise is larger.
 """
 
 import asyncio
@@ -28,21 +29,21 @@ NUM_ROUNDS = 12
 
 
 class Targets:
-    """One or several schedulers, to which streams go in turn."""
+    """One or several schedulers; streams are dealt out to them in turn."""
 
     def __init__(self, name: str, fleets: Sequence[Fleet]) -> None:
         self.name = name
         self.start_seconds = 0.0
         self.runs: list[Run] = []
         self.scheduler_seconds = 0.0
-        """CPU time that all schedulers took for the runs."""
+        """CPU time of all schedulers during the runs."""
         self._fleets = fleets
 
     def pids(self) -> list[int]:
         return [pid for fleet in self._fleets for pid in fleet.pids()]
 
     async def run(self, load: Load, prompts: Sequence[Sequence[int]]) -> float:
-        """Drive a load, and keep what it took; returns output tokens a second."""
+        """Drive a load, and add its CPU time; returns output tokens a second."""
         pids = [fleet.scheduler_pid for fleet in self._fleets]
         before = cpu_seconds(pids)
         self.runs.append(await drive(self, load, prompts))
@@ -57,7 +58,7 @@ class Targets:
         async with AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(Client(fleet.target)) for fleet in self._fleets]
             for client in clients:
-                await client.get_model()  # the connection is made before anything is measured
+                await client.get_model()  # connect before the measurement
             turns = itertools.cycle(clients)
 
             async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
@@ -71,16 +72,16 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Output rates of so many workers: each with a scheduler of its own, or all together with one."""
+    """Output rates of workers that each have their own scheduler, and of workers that share a scheduler."""
 
     num_workers: int
     apart: float
-    """Output tokens a second."""
+    """Output tokens a second with a scheduler for each worker."""
     together: float
     overhead_percent: float
-    """The median over pairs of runs."""
+    """The median overhead over pairs of runs."""
     at_least_percent: float
-    """Where that median lies with 95% coverage."""
+    """The lower bound of that median, with 95% coverage."""
     at_most_percent: float
     scheduler_us_per_token_apart: float
     scheduler_us_per_token_together: float

@@ -1,8 +1,8 @@
-"""A worker that sleeps instead of computing, behind real gRPC, and says how long it had nothing to do.
+"""A worker that sleeps instead of computing, behind real gRPC, and reports its idle time.
 
-A worker is idle from the end of a step to the arrival of the next, if that has not come already. A step ends when its
-time is over, not when this process's timer fires, so that a late timer does not count as idle time. A late timer still
-delays the answer; that makes the scheduler's work harder, and the figures no better.
+A worker is idle from the end of a step until the next step's arrival, if that has not arrived already. A step ends when
+its time is over, not when this process's timer fires, so that a late timer does not count as idle time. A late timer
+still delays the answer; that makes the scheduler's work harder, and the figures no better.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ MAX_NUM_SEQS = 256
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
 FIRST_WORD, LAST_WORD = 1_000, 40_000
-"""Token ids between these are ordinary ones of the default model."""
+"""The range of token ids that are ordinary tokens of the default model."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the worker began."""
+    """Totals since the worker's start."""
 
     num_steps: int = 0
     num_sequences: int = 0
-    """Summed over all steps."""
+    """Sequences, summed over all steps."""
 
 
 class SleepingWorkerService(WorkerServiceServicer):
-    """One worker without a model; every token it samples is drawn at random."""
+    """One worker without a model; every sampled token is random."""
 
     def __init__(self, directory: Path, step_seconds: float) -> None:
         self.counters = Counters()

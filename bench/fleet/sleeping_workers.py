@@ -1,8 +1,8 @@
 """Workers that sleep instead of computing: python -m bench.fleet.sleeping_workers.
 
-Each of `--count` workers speaks WorkerService on a port of its own and takes `--step-ms` for every step, whatever is in
-it. The counters that the process reports (child.py) are of each worker by address; the difference of two readings
-belongs to the time between them.
+Each of `--count` workers serves WorkerService on its own port and takes `--step-ms` for every step, whatever its size.
+The process reports counters of each worker by address (child.py); a difference of two readings belongs to the time
+between them.
 """
 
 import argparse

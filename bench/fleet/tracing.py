@@ -1,8 +1,8 @@
-"""What traces cost: the CPU time that a scheduler takes for a token with spans of every request, and without any.
+"""The cost of traces: the scheduler's CPU time a token with spans of every request, and without any.
 
-A worker that sleeps 20 ms a step, and 256 streams of 128 to 384 tokens. The spans go to a collector that throws them
-away. Each round measures without spans, with them, and without them again: what the first and the last differ by is the
-error of the measurement.
+One worker sleeps 20 ms a step, under 256 streams of 128 to 384 tokens. The spans go to a collector that discards them.
+Each round measures without spans, with spans, and without spans again: the first and the last differ by the error of
+the measurement.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +22,8 @@ NUM_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds of CPU a token, of engine and front end together: the least of all rounds, as whatever else the
-    machine does only adds to it.
+    """CPU microseconds of engine and front end a token: the least of all rounds, as the machine's other work only adds
+    to it.
     """
 
     without_us: float

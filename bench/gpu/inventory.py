@@ -1,4 +1,4 @@
-"""What is installed on a machine: its Python and its packages. Standard library only: it runs on that machine."""
+"""Lists a machine's Python and packages. It runs on that machine, with the standard library alone."""
 
 import json
 import platform
@@ -12,16 +12,16 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Inventory:
-    """A machine, as far as it decides which wheels fit."""
+    """The properties of a machine that decide which wheels fit."""
 
     python: str
-    """Major and minor version, as 3.12."""
+    """Major and minor version, such as 3.12."""
     machine: str
-    """Of the processor, as x86_64."""
+    """Processor architecture, such as x86_64."""
     glibc: str
-    """Major and minor version, as 2.35."""
+    """Major and minor version, such as 2.35."""
     packages: Mapping[str, str | None]
-    """The version of each package by its normalised name; None where it is there in an unknown version."""
+    """The version of each package by its normalised name; None if its version is unknown."""
 
     @classmethod
     def of_this_machine(cls) -> Self:
@@ -32,13 +32,13 @@ class Inventory:
             packages={
                 normalised(name): found.version
                 for found in distributions()
-                if (name := found.metadata["Name"])  # a folder that was left half-removed has none
+                if (name := found.metadata["Name"])  # a folder that was left half-removed has no name
             },
         )
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """Raises ValueError for a file that is no inventory."""
+        """Read an inventory. Raises ValueError if the file is not an inventory."""
         try:
             found = cls(**json.loads(file.read_text()))
             major, minor = found.python.split(".")
@@ -52,5 +52,5 @@ class Inventory:
 
 
 def normalised(name: str) -> str:
-    """A package's name as indexes compare it."""
+    """A package's name in the form in which indexes compare it."""
     return name.lower().replace("_", "-").replace(".", "-")

@@ -1,4 +1,4 @@
-"""Downloads what a machine lacks, and writes it in pieces: the two folders that pack.py describes."""
+"""Downloads the packages that a machine lacks, and writes them in pieces: the two folders that pack.py describes."""
 
 import subprocess
 import sys
@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 EXTRAS = ("scheduler", "worker", "client")
 LEFT_OUT = (
     "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",  # FlashAttention 2, 190 MB: Hopper has FlashAttention 3
-    "vllm/vllm-rs",  # 38 MB: a front end that is off unless it is asked for
+    "vllm/vllm-rs",  # 38 MB: an optional front end that is off by default
 )
 
 
 def plan(machine: Inventory, vllm: str, folder: Path) -> dict[str, Plan]:
-    """What each of the two folders needs on that machine. Raises PackError."""
+    """The packages of each of the two folders for a machine. Raises PackError."""
     pins = read_pins(ROOT / "constraints.txt")
-    # What is generated from protos/ runs with no older version than that of its generator.
+    # Code generated from protos/ needs at least its generator's version.
     runtime = [Requirement(f"{name}>={next(iter(pins[name])).version}") for name in ("grpcio", "protobuf")]
     ours = [*project_requirements(ROOT / "pyproject.toml", EXTRAS), *runtime, Requirement("aiohttp")]
 
@@ -37,7 +37,7 @@ def plan(machine: Inventory, vllm: str, folder: Path) -> dict[str, Plan]:
 
 
 def write(plans: Mapping[str, Plan], folder: Path, piece_bytes: int, *, whole: bool) -> list[Part]:
-    """The pieces and the manifest, in place of older ones; whole: with what this GPU makes no use of."""
+    """Write the pieces and the manifest, in place of older ones. `whole`: include files that this GPU does not use."""
     for older in folder.glob("*.zip*"):
         older.unlink()
     generated = {str(file.relative_to(ROOT / "protos")): file for file in ROOT.glob("protos/pagewire/v1/*_pb2*.py")}
@@ -54,9 +54,9 @@ def write(plans: Mapping[str, Plan], folder: Path, piece_bytes: int, *, whole: b
 
 
 def download(requirement: str, machine: Inventory, folder: Path) -> Path:
-    """The newest wheel for it, of those that run on that machine, or one that was downloaded for it before.
+    """Download the newest wheel for a requirement that runs on the machine, or reuse an earlier download.
 
-    Raises PackError where there is none.
+    Raises PackError if there is no such wheel.
     """
     wanted = Requirement(requirement)
     if wheel := newest(folder, wanted):
@@ -77,7 +77,7 @@ def download(requirement: str, machine: Inventory, folder: Path) -> Path:
 
 
 def newest(folder: Path, wanted: Requirement) -> Path | None:
-    """Of the folder's wheels the newest that meets the requirement; None where there is none."""
+    """The folder's newest wheel that meets the requirement, or None."""
     versions = {
         version: wheel
         for wheel in folder.glob("*.whl")

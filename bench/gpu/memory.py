@@ -1,4 +1,4 @@
-"""The bandwidth of a copy on a device, measured in a process of its own that leaves nothing behind there."""
+"""The bandwidth of a copy on a device, measured in a process of its own so that no device memory stays allocated."""
 
 import multiprocessing
 import statistics
@@ -13,7 +13,7 @@ NUM_COPIES = 10
 
 
 def measure_copy(device: str) -> tuple[str, float]:
-    """The device's name, and bytes a second, read and written. Raises ValueError where there is no such device."""
+    """The device's name, and bytes a second, read and written. Raises ValueError for an unknown device."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_measure, device).result()
 

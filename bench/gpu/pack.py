@@ -1,13 +1,13 @@
-"""Packs vLLM, and what this project needs, for a machine with a GPU and no network: python -m bench.gpu.pack COMMAND.
+"""Packs vLLM and this project's requirements for a machine with a GPU and no network: python -m bench.gpu.pack COMMAND.
 
-    inventory                        there: what is installed, as JSON; standard library only
-    plan FOLDER --inventory FILE     here: what would be brought, what fits as it is there, what is left out
+    inventory                        there: the installed packages, as JSON; standard library only
+    plan FOLDER --inventory FILE     here: which packages would be brought, fit already, or are left out
     make FOLDER --inventory FILE     here: the same, then pieces and manifest.json in FOLDER
-    join FOLDER --into PLACE         there, after each piece that has come: keeps it, and unpacks what is complete
+    join FOLDER --into PLACE         there, after each piece that has come: keeps it, and unpacks complete parts
 
-Two folders are unpacked in PLACE: vllm/ and pagewire/. They are apart because the two want different versions of the
-same packages; each goes on the PYTHONPATH of its own processes. pagewire/ has no code of this project but what is
-generated from protos/: the sources come as they are. Without an inventory bench/gpu/machine.json is assumed.
+Two folders are unpacked in PLACE: vllm/ and pagewire/. They are separate because they need different versions of the
+same packages; each goes on the PYTHONPATH of its own processes. Of this project, pagewire/ has only the code generated
+from protos/; the sources are brought as they are. The default inventory is bench/gpu/machine.json.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from bench.gpu.pieces import PieceError, join
 
 ASSUMED = Path(__file__).with_name("machine.json")
 VLLM = "0.25.1"
-"""The newest whose wheel wants torch 2.11.0 with CUDA 13 and takes transformers 5.17."""
+"""The newest version whose wheel requires torch 2.11.0 with CUDA 13 and accepts transformers 5.17."""
 PIECE_MIB = 56
-"""A piece and the sources, 5 MiB, come in 64 MiB together."""
+"""MiB of a piece: a piece and the sources, 5 MiB, come in 64 MiB together."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -51,8 +51,8 @@ def _at_least_one(text: str) -> int:
 
 
 def make(arguments: argparse.Namespace) -> None:
-    """Plan and, if that is the command, write. Raises PackError where nothing that would run can be packed."""
-    from bench.gpu.make import plan, write  # they need the package packaging, and a network
+    """Plan, and with the command `make` also write. Raises PackError if no working set can be packed."""
+    from bench.gpu.make import plan, write  # these need the package packaging, and a network
 
     arguments.folder.mkdir(parents=True, exist_ok=True)
     plans = plan(Inventory.read(arguments.inventory), arguments.vllm, arguments.folder)

@@ -1,9 +1,8 @@
-"""Archives in pieces: written where there is a network, brought in any order, joined where there is none.
+"""Archives in pieces: written on a machine with a network, brought in any order, joined on one without a network.
 
-A part is one folder of packages, an archive of it, and the pieces that the archive is cut into. manifest.json names
-them all with their sizes and digests. `join` may be called after each piece that has come: it keeps the pieces that it
-finds, and unpacks a part when its last piece has come. Standard library only, as it runs on the machine without a
-network.
+A part is a folder of packages, an archive of it, and the pieces into which the archive is cut. manifest.json names them
+all with their sizes and digests. `join` may be called after each piece that arrives: it keeps the pieces that it finds,
+and unpacks a part when its last piece is there. Standard library only, as it runs on the machine without a network.
 """
 
 import hashlib
@@ -20,17 +19,17 @@ MANIFEST = "manifest.json"
 _CHUNK = 2**20
 _KEPT = ".pieces"
 _NAME = re.compile(r"\w[\w.-]*")
-"""Names of parts and pieces: without a folder, and not beginning with a dot."""
+"""Valid names of parts and pieces: no folder, and no dot at the start."""
 _IN_DATA_FOLDER = re.compile(r"[^/]+\.data/(?:purelib|platlib)/(.+)")
 
 
 class PieceError(Exception):
-    """A piece or an archive is not what the manifest says."""
+    """A piece or an archive differs from the manifest."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A file of the folder that is brought."""
+    """One file that is brought to the machine."""
 
     name: str
     size: int
@@ -42,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Part:
-    """A folder of packages in pieces; size and sha256 are those of the whole archive."""
+    """A folder of packages in pieces; size and sha256 are the whole archive's."""
 
     name: str
     size: int
@@ -55,8 +54,7 @@ class Part:
 
 
 def _check_name(name: str) -> None:
-    """Raises ValueError for a name that leads out of its folder: files and folders of these names are written and
-    removed."""
+    """Raises ValueError for a name that leads out of its folder: files with these names are written and removed."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a file")
 
@@ -64,10 +62,9 @@ def _check_name(name: str) -> None:
 def write_archive(
     archive: Path, wheels: Iterable[Path], files: Mapping[str, Path], left_out: Sequence[str] = ()
 ) -> None:
-    """Write a zip of a folder for PYTHONPATH: the files that the wheels install, and further files by their names in
-    it.
+    """Write a zip of a folder for PYTHONPATH: the wheels' files, and `files` by their names in the zip.
 
-    left_out: names of files to leave out. Programs of wheels are left out too. The same content makes the same bytes.
+    `left_out`: names of files to omit. Programs of wheels are omitted too. The same content makes the same bytes.
     """
     written = set(files)
     with zipfile.ZipFile(archive, "w") as target:
@@ -101,7 +98,7 @@ def _copy_into(target: zipfile.ZipFile, name: str, source: IO[bytes]) -> None:
 
 
 def cut(archive: Path, folder: Path, piece_bytes: int, versions: Mapping[str, str]) -> Part:
-    """Write the archive's pieces into the folder, named after it, and remove the archive."""
+    """Write the archive's pieces into the folder, named after the archive, and remove the archive."""
     pieces: list[Piece] = []
     with open(archive, "rb") as source:
         while content := source.read(piece_bytes):
@@ -118,7 +115,7 @@ def write_manifest(folder: Path, parts: Iterable[Part]) -> None:
 
 
 def read_manifest(folder: Path) -> list[Part]:
-    """Raises PieceError where there is none."""
+    """Read the manifest. Raises PieceError if there is none."""
     try:
         return [
             Part(**part | {"pieces": [Piece(**piece) for piece in part["pieces"]]})
@@ -129,10 +126,10 @@ def read_manifest(folder: Path) -> list[Part]:
 
 
 def join(folder: Path, into: Path) -> dict[str, list[str]]:
-    """Keep the pieces that have come, and unpack each part that is complete as a folder of its name.
+    """Keep the pieces that have arrived, and unpack each complete part as a folder of its name.
 
-    Returns the names of the pieces that each part still lacks; parts that are unpacked lack none. Raises PieceError
-    where a file's digest is not the manifest's.
+    Returns the names of the pieces that each part still lacks; unpacked parts lack none. Raises PieceError if a file's
+    digest differs from the manifest's.
     """
     kept = into / _KEPT
     kept.mkdir(parents=True, exist_ok=True)
@@ -153,7 +150,7 @@ def join(folder: Path, into: Path) -> dict[str, list[str]]:
 
 
 def _keep(piece: Piece, folder: Path, kept: Path) -> bool:
-    """Whether the piece is among the kept ones by now."""
+    """Keep the piece if it has arrived. Returns whether it is kept by now."""
     if (kept / piece.name).is_file() and _digest(kept / piece.name) == piece.sha256:
         return True
     if not (folder / piece.name).is_file():

@@ -1,7 +1,7 @@
-"""Which wheels a machine lacks for some requirements. What it has in a version that fits stays; the rest is fetched.
+"""Which wheels a machine lacks for some requirements. Installed versions that fit stay; the rest is fetched.
 
-Of a package that the machine has, further requirements are taken to be met. Where a fetched package requires what
-cannot be had, an older version of that package is tried.
+Packages that the machine has are assumed to have their own requirements. If a fetched package has a requirement that
+cannot be met, an older version of that package is tried.
 """
 
 import tomllib
@@ -20,33 +20,33 @@ from packaging.utils import parse_wheel_filename
 from bench.gpu.inventory import Inventory, normalised
 
 FROM_THE_MACHINE = frozenset({"torch", "torchaudio", "torchvision", "triton"})
-"""They belong to its CUDA, and are gigabytes."""
+"""Packages that belong to the machine's CUDA, and are gigabytes."""
 NOT_NEEDED = frozenset({
-    # Kernels for other GPUs than Hopper's, for other number formats than bf16, or that have a substitute.
+    # Kernels for GPUs other than Hopper, for number formats other than bf16, or that have a substitute.
     "flashinfer-cubin", "flashinfer-python", "humming-kernels", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl",
     "quack-kernels", "tilelang", "tokenspeed-mla",
-    # Films, loading of weights, marks for a profiler, and guesses by n-grams.
+    # Video, loading of weights, marks for a profiler, and n-gram drafts.
     "fastsafetensors", "numba", "nvtx", "pynvvideocodec", "torchcodec",
 })  # fmt: skip
-"""What vLLM names as requirements, imports only where it is used, and does not use to serve these models."""
+"""Requirements of vLLM that it imports only on use, and does not use to serve these models."""
 
 
 class PackError(ValueError):
-    """Nothing that would run can be packed; the message says why."""
+    """No working set can be packed, for the reason in the message."""
 
 
 Fetch = Callable[[str], Path]
-"""Downloads the newest wheel for a requirement, as "name<2"; returns the file. Raises PackError."""
+"""Downloads the newest wheel for a requirement such as "name<2"; returns the file. Raises PackError."""
 
 
 @dataclass
 class Plan:
-    """What is brought, and what is not."""
+    """The packages that are brought, that fit already, and that are left out."""
 
     wheels: dict[str, Path] = field(default_factory=dict)
-    """By normalised name."""
+    """Wheels by normalised name."""
     on_machine: dict[str, str | None] = field(default_factory=dict)
-    """The machine's version of each package that is asked for and fits; None where it is unknown."""
+    """The machine's version of each requested package that fits; None if the version is unknown."""
     not_needed: set[str] = field(default_factory=set)
 
     @property
@@ -55,7 +55,7 @@ class Plan:
 
 
 class UnmetError(PackError):
-    """A requirement that cannot be met, of the package `parent` in the version that was fetched."""
+    """A requirement that cannot be met, of the fetched version of the package `parent`."""
 
     def __init__(self, message: str, parent: str | None) -> None:
         super().__init__(message)
@@ -70,8 +70,8 @@ def resolve(
 ) -> Plan:
     """Follow the requirements until all are met.
 
-    pins: versions that fetched packages have, where no requirement is against it. Raises PackError where a requirement
-    cannot be met.
+    `pins`: preferred versions of fetched packages, unless a requirement excludes them. Raises PackError if a
+    requirement cannot be met.
     """
     excluded: dict[str, SpecifierSet] = {}
     reasons: list[str] = []
@@ -127,7 +127,7 @@ def _follow(
 
 
 def project_requirements(pyproject: Path, extras: Iterable[str]) -> Iterator[Requirement]:
-    """Those of a project under development, which has no wheel."""
+    """The requirements of a project under development, which has no wheel."""
     project = tomllib.loads(pyproject.read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     for requirement in map(Requirement, lines):
@@ -138,14 +138,14 @@ def project_requirements(pyproject: Path, extras: Iterable[str]) -> Iterator[Req
 
 
 def read_pins(constraints: Path) -> dict[str, SpecifierSet]:
-    """The versions in a file of pip's constraints."""
+    """The versions in a constraints file of pip."""
     lines = (line.partition("#")[0].strip() for line in constraints.read_text().splitlines())
     found = (Requirement(line) for line in lines if line)
     return {normalised(requirement.name): requirement.specifier for requirement in found}
 
 
 def platforms(machine: Inventory) -> list[str]:
-    """The names of platforms whose wheels run there, as pip's --platform takes them."""
+    """The names of platforms whose wheels run on the machine, as values of pip's --platform."""
     major, minor = map(int, machine.glibc.split(".")[:2])
     names = [f"manylinux_{major}_{older}" for older in range(minor, 4, -1)]
     return [f"{name}_{machine.machine}" for name in (*names, "manylinux2014", "manylinux2010", "manylinux1", "linux")]
@@ -156,17 +156,17 @@ def version_of(wheel: Path) -> str:
 
 
 def _fits(version: str | None, asked: SpecifierSet) -> bool:
-    """An unknown version is taken to fit."""
+    """Whether a version fits; an unknown version counts as fitting."""
     return version is None or asked.contains(version, prereleases=True)
 
 
 def _pinned(asked: SpecifierSet, pin: SpecifierSet | None) -> SpecifierSet:
-    """What is asked for or, where one of its versions is pinned, that one."""
+    """The pinned version if it is among the requested ones, otherwise the request."""
     return pin if pin and all(asked.contains(one.version, prereleases=True) for one in pin) else asked
 
 
 def _requirements_of(wheel: Path, extra: str, machine: Inventory) -> Sequence[Requirement]:
-    """What it requires on that machine: for the extra alone, if there is one."""
+    """The requirements of a wheel on the machine: of the extra alone, if one is named."""
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/METADATA"))
         lines = HeaderParser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist") or []

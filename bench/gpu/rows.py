@@ -1,6 +1,6 @@
-"""The figures of one load on one system, one JSON object a line, and tables of them.
+"""The figures of one load on one system, as a line of JSON each, and tables of them.
 
-A line is written as soon as it is known: of a run that was cut off, what it has measured can still be shown.
+A line is written as soon as its load ends, so a run that was cut off still has its earlier figures.
 """
 
 import json
@@ -22,7 +22,7 @@ class Row:
 
     device: str
     copy_bytes_per_second: float
-    """Read and written, measured just before the system was started."""
+    """Bytes read and written a second, measured just before the system was started."""
     model: str
     load: str
     concurrency: int
@@ -30,18 +30,18 @@ class Row:
     start_seconds: float
     output_tokens_per_second: float
     ttft_ms: float
-    """The median, as all figures that are not named otherwise."""
+    """The median, like all figures without another name."""
     ttft_p99_ms: float
     itl_p50_ms: float
     itl_p99_ms: float
     step_ms: float | None
-    """A decode step of all sequences; None where decodes are not most of the steps."""
+    """Milliseconds of a decode step of all sequences; None unless decodes are most of the steps."""
     limit_ms: float | None
-    """The least that such a step can take."""
+    """The least time that such a step can take."""
     idle_percent: float | None
-    """Of the load's time, that in which the device computed no step; None where it is not known."""
+    """The share of the load's time in which the device computed no step; None if unknown."""
     idle_us: float | None
-    """The same for one step."""
+    """Idle microseconds of one step."""
 
 
 def append_row(file: Path, row: Row) -> None:
@@ -50,7 +50,7 @@ def append_row(file: Path, row: Row) -> None:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Raises BenchError for a line that is none, save for a last one that was cut off."""
+    """Read rows. Raises BenchError for an invalid line, except for an incomplete last line."""
     lines = file.read_text().splitlines(keepends=True)
     rows = []
     for number, line in enumerate(lines, 1):
@@ -63,7 +63,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def figures_table(rows: Iterable[Row]) -> Table:
-    """A line for each load and system, ours first; the ratio is our rate over that of the system in the line."""
+    """A line for each load and system, ours first; the ratio is our rate over the line's rate."""
     table = new_table(
         "model", "load", "system", "output tok/s", "ratio", "TTFT, ms", "p99", "ITL, ms", "p99", "idle", "µs a step"
     )
@@ -80,7 +80,7 @@ def figures_table(rows: Iterable[Row]) -> Table:
 
 
 def limits_table(rows: Iterable[Row]) -> Table:
-    """A decode step, as a client sees it, beside the time in which the device copies what it has to read."""
+    """A decode step, as a client sees it, beside the time of a copy of all the bytes that it has to read."""
     table = new_table("model", "sequences", "system", "copy, GB/s", "limit, ms", "decode step, ms", "x limit")
     for model, _, of_load in _by_load(rows):
         for row in of_load:
@@ -93,7 +93,7 @@ def limits_table(rows: Iterable[Row]) -> Table:
 
 
 def _by_load(rows: Iterable[Row]) -> Iterator[tuple[str, str, Sequence[Row]]]:
-    """The last row of each system under each load of each model, in the order in which loads came first."""
+    """The last row of each system, for each load of each model, in the order of the loads' first rows."""
     last: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         last.setdefault((row.model, row.load), {})[row.system] = row

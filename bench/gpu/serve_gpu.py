@@ -1,19 +1,19 @@
 """Serves on a GPU, beside vLLM: the same models, loads and GPU, one system after the other, in one run.
 
     python -m bench serve_gpu --peer DIR [--models llama-8b,…] [--loads 128x1,…] [--rounds 1] [--output FILE]
-    python -m bench serve_gpu --show FILE        the tables of what one or several runs have written, cut off or not
+    python -m bench serve_gpu --show FILE        the tables of one or several runs' output, cut off or not
 
-Ours are the scheduler, a worker and a client over gRPC on this machine; vLLM's server is driven over HTTP by the same
-client. Both have random weights of real shapes in bf16, nine tenths of the GPU's memory, 256 sequences and 8,192 tokens
-a step at most, prefix caching, and otherwise their defaults. Only one is up at a time: two would share the memory, in
-which two copies of the largest model leave no room for keys and values. The bandwidth of a copy is measured before each
-is started, and would show a GPU that has become slower meanwhile.
+Our system is the scheduler, a worker and a client over gRPC on this machine; the same client drives vLLM's server over
+HTTP. Both systems have random weights of real shapes in bf16, 90 % of the GPU's memory, and prefix caching. A step has
+at most 256 sequences and 8,192 tokens. All else is default. Only one is up at a time, because the largest model
+does not fit twice with room for keys and values. The bandwidth of a copy is measured before each start, which would
+show a GPU that has become slower.
 
-DIR is where `python -m bench.gpu.pack join` has unpacked vLLM, or a folder with venv/, a virtual environment that can
-run it; without one, ours runs alone. A decode step is the median of the mean pauses between 16 tokens of a request, as
-the client sees them. Its limit is the time in which a copy moves what it has to read. The GPU is idle where no step of
-ours is computed, as CUDA events in the worker tell; of vLLM it is not known. With --device cpu, and vLLM's CPU build in
-DIR/venv, the program can be tried out without a GPU. The last line is JSON.
+DIR is the folder into which `python -m bench.gpu.pack join` unpacked vLLM, or a folder with venv/, a virtual
+environment that can run it. Without DIR, our system runs alone. A decode step is the median of the mean pauses between
+16 tokens of a request, as the client sees them. Its limit is the time of a copy of all the bytes that it has to read.
+CUDA events in our worker tell when the GPU is idle; for vLLM the idle time is unknown. With --device cpu and vLLM's CPU
+build in DIR/venv, the program can be tried without a GPU. The last line is JSON.
 """
 
 import argparse
@@ -59,7 +59,7 @@ LOADS = (
     streams(8192, 256, 32, num_requests=32),
     streams(8192, 256, 256, num_requests=256),
 )
-"""In the order of the time that they take: what a time limit cuts off is the last."""
+"""Loads, shortest first: a time limit cuts off the longest."""
 CPU_CACHE_GIB = 2
 STEP_TOKENS = 16
 MAX = ("--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
@@ -82,7 +82,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def systems(model: Path, device: str, peer: Path | None) -> Iterator[Start]:
-    """How each system is started, ours first."""
+    """A starter for each system, ours first."""
     ours = [*MAX, "--device", device, "--load-format", "dummy"]
     cache_gib = CPU_CACHE_GIB if device == "cpu" else None
     yield lambda: Pagewire(model, cache_gib, *ours, context=CONTEXT, scheduler_flags=MAX)
@@ -93,7 +93,7 @@ def systems(model: Path, device: str, peer: Path | None) -> Iterator[Start]:
 
 
 def vllm_in(folder: Path) -> tuple[Sequence[str | Path], dict[str, str]]:
-    """The program, and what it finds in its environment: of a virtual environment, or of unpacked packages.
+    """vLLM's program and its environment variables: from a virtual environment, or from unpacked packages.
 
     Raises BenchError for a folder with neither.
     """
@@ -105,7 +105,7 @@ def vllm_in(folder: Path) -> tuple[Sequence[str | Path], dict[str, str]]:
 
 
 def run(arguments: argparse.Namespace, rows: list[Row]) -> None:
-    """Measure, and add each load's figures to the rows and to the file. Raises BenchError where a system fails."""
+    """Measure, and add each load's figures to the rows and to the file. Raises BenchError if a system fails."""
     loads = choose(arguments.loads, LOADS)
     models = arguments.models.split(",")
     if unknown := [model for model in models if model not in SHAPES]:

@@ -1,6 +1,6 @@
-"""Models of which only the shape is real: a folder with config.json and a tokenizer, for servers with random weights.
+"""Models with a real shape and random weights: a folder with config.json and a tokenizer.
 
-What a decode step has to read of such a model is known from its shape, so how fast a step can be is known too.
+The shape determines the bytes that a decode step has to read, and so its fastest possible time.
 """
 
 import json
@@ -49,7 +49,7 @@ LLAMA_3_8B = _LLAMA | {
 
 
 def _longer(factor: float) -> dict[str, Any]:
-    """The positions of the later ones of the family."""
+    """The positions of the family's later models."""
     return {
         "max_position_embeddings": 131072,
         "rope_parameters": {
@@ -109,11 +109,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""Llama 3.2 1B, Qwen3 4B, Llama 3.1 8B, Qwen3 30B A3B, and one to try programs with."""
+"""Llama 3.2 1B, Qwen3 4B, Llama 3.1 8B, Qwen3 30B A3B, and a tiny model to try programs with."""
 
 
 def write_model(shape: Mapping[str, Any], folder: Path) -> None:
-    """config.json, and a tokenizer with as many tokens as there are ids, so that every id has a text."""
+    """Write config.json, and a tokenizer with as many tokens as there are ids, so that every id has a text."""
     folder.mkdir()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = (f"Ġw{number}" for number in range(shape["vocab_size"] - len(alphabet) - 1))
@@ -128,10 +128,10 @@ def write_model(shape: Mapping[str, Any], folder: Path) -> None:
 
 
 def step_bytes(shape: Mapping[str, Any], batch: int, context: float) -> float:
-    """The least that a decode step of so many sequences, with so many tokens of context each, has to read.
+    """The least bytes that a decode step reads, for `batch` sequences with `context` tokens each.
 
-    Weights once, in bf16, the vectors of tokens only where they make logits too; of experts, as many as so many tokens
-    have on average if they choose at random; keys and values once.
+    Weights are read once, in bf16; the token embeddings only if they make the logits too. Experts count as many as
+    random choices select on average. Keys and values are read once.
     """
     config = read_config(shape)
     assert isinstance(config, DecoderConfig)

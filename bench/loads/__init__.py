@@ -1,1 +1,1 @@
-"""The requests that are sent, how they are sent, and the figures of what comes back."""
+"""The requests of a benchmark, their timing, and the figures of their answers."""

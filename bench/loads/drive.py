@@ -1,4 +1,4 @@
-"""Puts a load on a system and notes when its tokens come. It treats all kinds of system alike."""
+"""Puts a load on a system and notes when its tokens arrive. It treats all kinds of system alike."""
 
 import asyncio
 import time
@@ -11,27 +11,28 @@ from bench.loads.load import Load
 from scheduler_service.simulation.trace import Arrival
 
 Stream = Callable[[Sequence[int], int], AsyncIterator[int]]
-"""Generates so many tokens after a prompt, greedily and past any end; yields the number that each message brought."""
+"""Generates a number of tokens after a prompt, greedily and past any end; yields the number of tokens in each message.
+"""
 
 
 class BenchError(Exception):
-    """Nothing can be measured, or the measurement is invalid; the message says why."""
+    """The measurement is impossible or invalid, for the reason in the message."""
 
 
 class System(Protocol):
-    """A server that runs."""
+    """A running server."""
 
     name: str
     start_seconds: float
 
     def pids(self) -> Sequence[int]:
-        """Process ids of the processes that were started, without their children."""
+        """Ids of the started processes, without their children."""
 
     def connect(self) -> AbstractAsyncContextManager[Stream]: ...
 
 
 async def drive(system: System, load: Load, prompts: Sequence[Sequence[int]]) -> Run:
-    """Run a load once. Raises BenchError when the system sends more or fewer tokens than were asked for."""
+    """Run a load once. Raises BenchError if the system sends more or fewer tokens than requested."""
     slots = asyncio.Semaphore(load.concurrency)
     async with system.connect() as stream:
         start = time.perf_counter()

@@ -1,9 +1,8 @@
-"""Computes the figures that are compared from the moments at which messages came; arithmetic only.
+"""Computes the compared figures from the arrival times of messages; arithmetic only.
 
 A reader sees messages, not tokens, and a message may bring several tokens. Each token is charged the whole pause before
-its message. So a stream that puts tokens together into fewer messages never looks smoother than it was, and a long
-pause is not diluted by the tokens that ended it. The time before the first message is no pause, but the time to the
-first token.
+its message. So a stream that sends fewer, larger messages never looks smoother than it was, and a long pause is not
+diluted by the tokens that ended it. The time before the first message is no pause, but the time to the first token.
 """
 
 import math
@@ -15,7 +14,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One request: when it was sent, and when how many tokens came. Seconds of one clock."""
+    """One request: when it was sent, and when how many tokens arrived. Seconds of one clock."""
 
     began: float
     prompt_tokens: int
@@ -31,17 +30,17 @@ class Timeline:
 
     @property
     def tpot(self) -> float | None:
-        """The mean time of each token after the first; none where there is no such token."""
+        """The mean time of each token after the first; None if there is no such token."""
         further = self.output_tokens - 1
         return (self.messages[-1][0] - self.messages[0][0]) / further if further else None
 
     def pauses(self) -> list[float]:
-        """The pause that each token behind the first message is charged."""
+        """The pause charged to each token after the first message."""
         return [at - before for (before, _), (at, tokens) in pairwise(self.messages) for _ in range(tokens)]
 
     def mean_pauses(self, window: int) -> list[float]:
-        """The mean pauses of so many tokens each, one behind the other; messages that came late and together, as to a
-        reader that was busy, do not change them much.
+        """The mean pauses of consecutive runs of `window` tokens. Messages that arrived late and together, as at a busy
+        reader, change these means little.
         """
         times = [at for at, tokens in self.messages for _ in range(tokens)][::window]
         return [(later - earlier) / window for earlier, later in pairwise(times)]
@@ -61,9 +60,9 @@ class Figures:
 
     output_tokens_per_second: float
     total_tokens_per_second: float
-    """Prompts, cached or not, and outputs."""
+    """Tokens a second of prompts, cached or not, and outputs."""
     ttft_ms: float
-    """The median, as all figures that are not named otherwise."""
+    """The median, like all figures without another name."""
     ttft_p99_ms: float
     tpot_ms: float
     itl_p50_ms: float
@@ -101,7 +100,7 @@ def rate(runs: Sequence[Run]) -> float:
 
 
 def summarise(runs: Sequence[Run], memory_mib: float) -> Figures:
-    """The figures over all runs of a load together."""
+    """The figures over all runs of a load."""
     timelines = [timeline for run in runs for timeline in run.timelines]
     ttfts = [timeline.ttft for timeline in timelines]
     tpots = [tpot for timeline in timelines if (tpot := timeline.tpot) is not None]

@@ -1,4 +1,4 @@
-"""The loads: how many requests, when, how long, and of which random tokens. Both systems get exactly the same.
+"""The loads: numbers, times, lengths and random tokens of requests. Both systems get exactly the same.
 
 Prompts are drawn from a seed: a run with a seed of its own finds no other run's prompts in a prefix cache.
 """
@@ -10,26 +10,26 @@ from dataclasses import dataclass, replace
 from scheduler_service.simulation.trace import Arrival
 
 CONTEXT = 2048
-"""The longest sequence that the systems are started for, and that a trace's requests are cut to."""
+"""Tokens of the longest sequence that systems are started for; a trace's requests are cut to it."""
 CACHE_GIB = 2
-"""Memory for keys and values that each system is given."""
+"""Memory for keys and values of each system."""
 WARM_UP_PROMPT_TOKENS = 8192
 WARM_UP_OUTPUT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that come at their times; at most `concurrency` are under way, others wait until one of them ends."""
+    """Requests with arrival times. At most `concurrency` are in flight; others wait until a request ends."""
 
     name: str
-    """For the command line."""
+    """The load's name on the command line."""
     title: str
     arrivals: Sequence[Arrival]
     concurrency: int
     shared_tokens: int = 0
-    """The number of first tokens that all prompts share, but for those of `num_others`."""
+    """The number of leading tokens that all prompts share, except the prompts of `num_others`."""
     num_others: int = 0
-    """Requests, the first ones, whose prompts share nothing."""
+    """Number of requests, the first ones, whose prompts share nothing."""
 
     def prompts(self, vocabulary_size: int, seed: object) -> list[list[int]]:
         draw = random.Random(f"{self.name} {seed}")
@@ -41,7 +41,7 @@ class Load:
         ]
 
     def warm_up(self) -> "Load":
-        """A short one of the same shape: its first requests, all at once, ended after a few tokens."""
+        """A short load of the same shape: its first requests, all at once, ended after a few tokens."""
         arrivals: list[Arrival] = []
         for arrival in self.arrivals[: self.concurrency]:
             if sum(earlier.prompt_tokens for earlier in arrivals) >= WARM_UP_PROMPT_TOKENS:
@@ -52,21 +52,21 @@ class Load:
 
 
 def streams(prompt_tokens: int, output_tokens: int, concurrency: int, num_requests: int) -> Load:
-    """`concurrency` streams at once, each followed by another until all requests are done."""
+    """`concurrency` streams at once; each is followed by another until all requests are done."""
     arrival = Arrival(0.0, prompt_tokens, output_tokens)
     title = f"{prompt_tokens}/{output_tokens} x {concurrency}"
     return Load(f"{prompt_tokens}x{concurrency}", title, [arrival] * num_requests, concurrency)
 
 
 def shared_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
-    """All at once; the prefix is new to the server, which can compute it once or for each of them."""
+    """All requests at once; their prefix is new to the server, which can compute it once or for each request."""
     arrival = Arrival(0.0, shared_tokens + own_tokens, output_tokens)
     title = f"{shared_tokens}+{own_tokens}/{output_tokens} x {num_requests}"
     return Load("prefix", title, [arrival] * num_requests, num_requests, shared_tokens)
 
 
 def busy_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
-    """The same half a second after four other streams have begun: no request is admitted before the others come."""
+    """The same load, half a second after four other streams have begun, so that its requests are admitted together."""
     others = [Arrival(0.0, 128, 192)] * 4
     arrival = Arrival(0.5, shared_tokens + own_tokens, output_tokens)
     title = f"4 streams, {shared_tokens}+{own_tokens}/{output_tokens} x {num_requests}"
@@ -80,7 +80,7 @@ def replayed(trace: Sequence[Arrival], speedup: float) -> Load:
 
 
 def capped(arrival: Arrival, context: int = CONTEXT) -> Arrival:
-    """The output cut to half the context, then the prompt to what that leaves."""
+    """Cut the output to half the context, then the prompt to the rest."""
     output_tokens = min(arrival.output_tokens, context // 2)
     return arrival._replace(
         prompt_tokens=min(arrival.prompt_tokens, context - output_tokens), output_tokens=output_tokens

@@ -1,1 +1,1 @@
-"""Loads on several systems in turn, and the tables and charts of what was measured."""
+"""Runs loads on several systems in turn, and makes tables and charts of the figures."""

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from bench.measurements.report import OURS, Report
 
-COLOURS = ("#0072b2", "#d55e00")  # that stay apart for colour-blind readers (Okabe and Ito)
+COLOURS = ("#0072b2", "#d55e00")  # distinct for colour-blind readers (Okabe and Ito)
 BAR = 0.38
 
 

@@ -14,25 +14,25 @@ from bench.systems.pagewire_system import Pagewire
 from bench.systems.processes import cpu_seconds, memory_mib
 
 PAUSE_SECONDS = 1.0
-"""Before each run: threads that wait actively for more work, as OpenMP's do, stop within this time."""
+"""Seconds before each run, within which threads that spin for more work, as OpenMP's do, stop."""
 
 
 @dataclass(slots=True)
 class Measurement:
-    """Everything about one load, by system."""
+    """All runs of one load, by system."""
 
     runs: dict[str, list[Run]] = field(default_factory=dict)
     figures: dict[str, Figures] = field(default_factory=dict)
     idle_cpu_percent: dict[str, float] = field(default_factory=dict)
-    """The share of one core that a system took while the others were under load: the largest of all runs."""
+    """The largest share of one core that a system used while another system was under load."""
     split: Split | None = None
 
 
 async def measure(systems: Sequence[System], load: Load, vocabulary_size: int, rounds: int) -> Measurement:
     """Warm all systems up, then run the load `rounds` times on each, every other round in reverse order.
 
-    So the machine's drift, which is the same for neighbours, affects all systems alike. Each round has prompts of its
-    own, and all systems get the same.
+    Neighbouring runs see the same drift of the machine, so it affects all systems alike. Each round has new prompts,
+    and all systems get the same.
     """
     result = Measurement(runs={system.name: [] for system in systems})
     warm_up = load.warm_up()

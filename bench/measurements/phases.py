@@ -1,4 +1,4 @@
-"""The split of a step: what the phases of our steps took under a load, as the scheduler measured them."""
+"""The split of a step: the time of each phase of our steps under a load, as the scheduler measured it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,35 +6,35 @@ from dataclasses import dataclass
 from pagewire.v1.admin_service_pb2 import StepSplit
 
 PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "guess", "decode", "update", "publish")
-"""In the order in which a step passes through them."""
+"""Phases in the order of a step."""
 MODEL_PHASES = frozenset(("move", "forward", "sample", "guess"))
 """The worker's phases; all others are scheduler, codec and gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Microseconds a step, by phase, over so many steps."""
+    """Microseconds a step, by phase, averaged over `num_steps` steps."""
 
     num_steps: int
     us: dict[str, float]
 
     @property
     def model_us(self) -> float:
-        """What the device takes of a step."""
+        """The device's microseconds of a step."""
         return sum(us for phase, us in self.us.items() if phase in MODEL_PHASES)
 
     @property
     def overhead_percent(self) -> float:
-        """The share of scheduler, codec and gRPC in the sum of all phases, hidden behind the worker or not."""
+        """The share of scheduler, codec and gRPC in the sum of all phases, overlapped with the worker or not."""
         return 100 * (1 - self.model_us / sum(self.us.values()))
 
     def idle_us(self, seconds: float) -> float:
-        """The part of a step in which the device computed no step, if all steps took so many seconds in all."""
+        """Idle microseconds of the device a step, if all steps together took `seconds`."""
         return 1e6 * seconds / self.num_steps - self.model_us
 
 
 def split_between(readings: Sequence[tuple[StepSplit, StepSplit]]) -> Split:
-    """The split over all runs of a load, from a reading before and one after each run."""
+    """The split over all runs of a load, from a reading before and after each run."""
     num_steps = sum(after.num_steps - before.num_steps for before, after in readings)
 
     us = {

@@ -1,4 +1,4 @@
-"""The tables and the JSON of a benchmark. Tables are Markdown, to be read here and pasted into results/."""
+"""The tables and the JSON of a benchmark. Tables are Markdown, for the terminal and for results/."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,7 +27,7 @@ TARGET_LOAD, TARGET_PERCENT = "128/128 x 32", 5
 
 @dataclass
 class Report:
-    """What was measured of ours and of the peer, by load. A peer's figures may be fewer than ours."""
+    """The figures of our system and of the peer, by load. A peer may have fewer figures than ours."""
 
     peer: str | None
     """Its name and version."""
@@ -43,7 +43,7 @@ class Report:
             (self.ours if name == OURS else self.theirs)[load.title] = asdict(figures)
 
     def ratios(self, load: str) -> dict[str, float]:
-        """Ours over theirs, for all figures that both have."""
+        """Our figure over the peer's, for all figures that both have."""
         theirs = self.theirs.get(load, {})
         return {column: ours / theirs[column] for column, ours in self.ours[load].items() if theirs.get(column)}
 
@@ -74,7 +74,7 @@ class Report:
         }
 
     def figures_table(self) -> Table:
-        """Three lines a load: ours, theirs, and ours over theirs."""
+        """Three lines a load: ours, the peer's, and ours over the peer's."""
         table = new_table("load", "system", *(heading for heading, _ in COLUMNS.values()))
         for load, ours in self.ours.items():
             add_row(table, [load, OURS], ours, {column: cell for column, (_, cell) in COLUMNS.items()})
@@ -84,7 +84,7 @@ class Report:
         return table
 
     def steps_table(self) -> Table:
-        """Microseconds of a step by phase, and the share of what is not the model."""
+        """Microseconds of a step by phase, and the share of phases outside the model."""
         table = new_table("load", "steps", *PHASES, "scheduler + codec + gRPC")
         for load, measurement in self.measurements.items():
             if split := measurement.split:

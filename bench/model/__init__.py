@@ -1,1 +1,1 @@
-"""Measurements of how a worker computes: weights, adapters, drafts, and exactness."""
+"""Benchmarks of a worker's computation: weights, adapters, drafts, and exactness."""

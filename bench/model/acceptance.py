@@ -1,17 +1,17 @@
-"""How often a draft model's guess is right, on real logits: by shared noise, by draws of its own, by the ratio test.
+"""How often a draft model's token is accepted, on real logits: by shared noise, independent draws, and the ratio test.
 
     python -m bench acceptance --model TARGET --draft-model DRAFT [--temperature 1.0] [--texts 12]
 
-For each position of functions of this project, p and q are what target and draft say of the next token.
+For each position of this project's functions, p and q are the target's and the draft model's probabilities of the next
+token.
 
-- Shared noise is what the method `draft_model` does: both take the largest of logits / temperature + the same Gumbel
-  noise.
-  Counted over draws by the worker's own sampler.
-- Draws of its own agree with probability sum(p q).
-- The ratio test (Leviathan, Kalman and Matias 2023) keeps a guess with probability sum(min(p, q)), and no scheme can
-  keep more. Its outputs depend on the draft model; those of the other two do not.
+- Shared noise is the method `draft_model`: both models take the largest of logits / temperature + equal Gumbel noise.
+  Agreement is counted over draws by the worker's own sampler.
+- Independent draws agree with probability sum(p q).
+- The ratio test (Leviathan, Kalman and Matias 2023) accepts with probability sum(min(p, q)), the most of any scheme.
+  Its outputs depend on the draft model; the outputs of the other two do not.
 
-The bound for shared noise, (1 - d) / (1 + d) with d = 1 - sum(min(p, q)), is that of Daliri, Musco and Suresh (2024).
+The bound for shared noise, (1 - d) / (1 + d) with d = 1 - sum(min(p, q)), is from Daliri, Musco and Suresh (2024).
 """
 
 import argparse
@@ -31,12 +31,12 @@ from worker_service.session.step import TOKENS, SamplingParams
 
 DRAWS = 32
 SKIPPED = 32
-"""First positions of a text, where little is known yet."""
+"""Leading positions of a text that are skipped, because they have little context."""
 TOKENS_OF_A_TEXT = 160
 
 
 def logits_of(name: str, texts: list[list[int]]) -> list[Tensor]:
-    """[positions, vocabulary_size] of each text."""
+    """Logits of each text, [positions, vocabulary_size]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
@@ -45,7 +45,7 @@ def logits_of(name: str, texts: list[list[int]]) -> list[Tensor]:
 
 
 def draws(logits: Tensor, temperature: float, position: int) -> Tensor:
-    """What is drawn from logits, [vocabulary_size], with each of so many seeds."""
+    """One token for each seed, drawn from logits, [vocabulary_size]."""
     sequences = [
         SequenceState(
             1,

@@ -1,11 +1,10 @@
-"""What adapters cost: the same requests to one server, of the base model and of 1, 4 and 16 adapters, in turn.
+"""The cost of adapters: the same requests to one server, of the base model and of 1, 4 and 16 adapters, in turn.
 
     python -m bench adapters [--model default] [--sequences 16,32] [--rank 16] [--adapters 1,4,16] [--rounds 3]
-    python -m bench adapters --peer DIR        as of bench serving: vLLM with the same adapters as well
+    python -m bench adapters --peer DIR        DIR as for bench serving: vLLM with the same adapters too
 
-The adapters are random, of all linear layers. Requests are dealt out among them. The last line says how long the first
-token took of an adapter that had a slot on the device, of one that had to be copied there, and of one that the worker
-had to be brought.
+The adapters are random, of all linear layers. Requests are dealt out among them. The last line has three times to the
+first token: with an adapter on the device, in host memory, and still to be fetched.
 """
 
 import argparse
@@ -38,11 +37,11 @@ OUTPUT_TOKENS = 128
 PROMPT_TOKENS = 128
 TIMES = 18
 EXTRA = 2
-"""Adapters that a worker has no place for in host memory."""
+"""Adapters beyond the worker's host memory."""
 
 
 def write_adapters(folder: Path, model: str, count: int, rank: int) -> None:
-    """Folders a0, a1 …, as PEFT writes them."""
+    """Write the folders a0, a1 …, in PEFT's format."""
     config = read_config(Checkpoint(find_model(model, Path("~/.cache/pagewire").expanduser()).path).config)
     if not isinstance(config, DecoderConfig):
         raise SystemExit("bench adapters: this model does not run natively")
@@ -70,7 +69,7 @@ def write_adapters(folder: Path, model: str, count: int, rank: int) -> None:
 
 
 Call = Callable[[Sequence[int], int, str], Awaitable[None]]
-"""Generates so many tokens behind a prompt with an adapter, or with the base for an empty name."""
+"""Generates a number of tokens after a prompt, with an adapter, or with the base model for an empty name."""
 
 
 def ours(client: Client) -> Call:
@@ -93,7 +92,7 @@ def theirs(session: aiohttp.ClientSession) -> Call:
 
 
 async def rate(call: Call, num_sequences: int, names: Sequence[str], seed: int) -> float:
-    """Output tokens a second of so many streams at once."""
+    """Output tokens a second of `num_sequences` streams at once."""
 
     async def one(number: int) -> None:
         prompt = [1000 + (number * 7919 + seed * 104729 + i * 31) % 20000 for i in range(PROMPT_TOKENS)]
@@ -105,7 +104,7 @@ async def rate(call: Call, num_sequences: int, names: Sequence[str], seed: int) 
 
 
 async def first_token_seconds(call: Call, names: Sequence[str]) -> float:
-    """The median over requests of one token, each alone and of the next of these adapters."""
+    """The median time to first token of requests sent one by one, each with the next adapter."""
     found = []
     for number in range(max(TIMES, 2 * len(names))):
         began = time.perf_counter()
@@ -142,7 +141,8 @@ async def measure(
                     f"{ratio:.2f} x base\n"
                 )
                 sys.stdout.flush()
-        # One more than slots: each has lost its own by its turn. And two more than the worker's places.
+        # One more than the slots, so that each adapter has lost its slot by its turn; and two more than host memory
+        # holds.
         few = max(counts) + 1
         for which, call in calls.items():
             there, copied, brought = [

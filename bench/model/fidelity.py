@@ -1,14 +1,15 @@
 """How near served log-probabilities are to exact ones: python -m bench.fidelity. Ends with JSON.
 
-Texts go teacher-forced through each system. It returns the log-probability of every token of the text, and the
-likeliest token at its place. These are compared with transformers in float32 with the same weights: the mean difference
-of the log-probabilities of the text's tokens, how often the likeliest token is the same, and by how much perplexity is
-larger. Ours serves in bfloat16, with keys and values in int8, and with quantised weights where the machine has such
-products; beside it are transformers in bfloat16 and, with --peer, vLLM. Ratios are to transformers in bfloat16. A
-cache in fp8 is for GPUs: here transformers attends to what it would hold.
+Each system scores texts with teacher forcing: the log-probability of every token of the text, and the likeliest token
+at its position. The reference is transformers in float32 with the same weights. The figures are the mean difference of
+the tokens' log-probabilities, how often the likeliest token is the same, and the increase of perplexity.
+
+Our system serves in bfloat16, with keys and values in int8, and with quantised weights if the machine has kernels for
+them. The others are transformers in bfloat16 and, with --peer, vLLM. Ratios are to transformers in bfloat16. An fp8
+cache needs a GPU; here transformers attends to keys and values rounded to fp8.
 
 The texts are the first tokens of pages of Python's own manual, which comes with every Python. --prompts adds the texts
-of a JSON-lines file whose objects have `turns`, as MT-bench's have.
+of a JSON-lines file whose objects have `turns`, as in MT-bench.
 """
 
 import argparse
@@ -47,7 +48,7 @@ from worker_service.settings import WorkerSettings
 
 TOPICS = ("types", "import", "formatstrings", "compound", "specialnames", "assert", "exprlists", "numbers")
 WINDOW = 512
-"""Tokens of a text at most."""
+"""Tokens of a text, at most."""
 CACHE_GIB = 2
 BASE = "transformers, bfloat16"
 
@@ -62,18 +63,18 @@ class Scores:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How far scores are from exact ones, over the tokens of all texts."""
+    """Distance of scores from the exact ones, over the tokens of all texts."""
 
     mean_difference: float
     """The mean absolute difference of log-probabilities."""
     same_likeliest: float
-    """In percent of all tokens."""
+    """Percent of tokens whose likeliest token is the exact one."""
     perplexity: float
-    """In percent of that of the exact scores, above it."""
+    """Increase of perplexity over the exact scores', in percent."""
 
 
 def compare(found: Sequence[Scores], exact: Sequence[Scores]) -> Fidelity:
-    """found, exact: of the same texts. Raises BenchError where one lacks tokens."""
+    """Compare scores of the same texts. Raises BenchError if a text lacks tokens."""
     differences: list[float] = []
     losses: list[float] = []
     same = 0
@@ -88,7 +89,7 @@ def compare(found: Sequence[Scores], exact: Sequence[Scores]) -> Fidelity:
 
 
 class _CacheInFp8(DynamicCache):  # type: ignore[misc]  # whose types are not known
-    """Keys and values as they are read from a cache in e4m3."""
+    """Keys and values rounded to e4m3, as a cache in fp8 returns them."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         kept = (widened(narrowed(heads, FLOAT8), heads.dtype) for heads in (key_states, value_states))
@@ -113,7 +114,7 @@ def transformers_scores(
 
 
 def our_scores(directory: Path, texts: Sequence[list[int]], *flags: str) -> list[Scores]:
-    """Scores from a scheduler and a worker of their own, one text after the other."""
+    """Scores from a new scheduler and worker, one text after the other."""
 
     async def ask() -> list[Scores]:
         sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
@@ -146,7 +147,7 @@ def vllm_scores(url: str, texts: Iterable[list[int]]) -> list[Scores]:
 
 
 def scores_of(entries: Sequence[dict[str, dict[str, Any]] | None], text: Sequence[int]) -> Scores:
-    """vLLM's entries, by token id, at each place of a text; at the first there is none."""
+    """Scores from vLLM's entries, by token id, at each position of a text; the first position has no entry."""
     known = [entry or {} for entry in entries[1:]]
     return Scores(
         [entry[str(token)]["logprob"] for entry, token in zip(known, text[1:], strict=True)],
@@ -164,7 +165,7 @@ def read_texts(directory: Path, prompts: Path | None) -> list[list[int]]:
 
 
 def run(model: str, peer: Path | None, prompts: Path | None) -> tuple[dict[str, Fidelity], int]:
-    """By system, and the number of tokens that were scored."""
+    """Fidelity by system, and the number of scored tokens."""
     cache = load_settings(WorkerSettings, "bench", []).cache.expanduser()
     directory = peer / "model" if peer else find_model(model, cache).path
     texts = read_texts(directory, prompts)

@@ -1,11 +1,12 @@
-"""Weights of a GGUF file as they are served here and as llama.cpp computes them, in turn, on one machine.
+"""A GGUF file's weights, served here and computed by llama.cpp, in turn, on one machine.
 
     python -m bench packed FILE --peer llama-batched-bench [--quantization gguf,int4] [--streams 1,8,32] [--rounds 3]
 
-Prints output tokens a second of streams that begin at once, of 128 tokens behind 128 of their own, prompts included,
-and prompt tokens a second of one prompt of 512. Ours are those of a client over gRPC. llama.cpp's are those of its
-`llama-batched-bench`, which computes the same numbers of tokens in one process, without a server: built from the
-sources that the Python package llama-cpp-python brings, with `-DGGML_NATIVE=ON`. It has as many threads as a worker.
+Prints two rates. Output tokens a second: streams begin at once, each with 128 prompt and 128 output tokens, prompts
+included. Prompt tokens a second: one prompt of 512 tokens. Our figures are measured by a client over gRPC.
+llama.cpp's come from its `llama-batched-bench`, which computes the same numbers of tokens in one process, without a
+server. It is built from the sources in the Python package llama-cpp-python, with `-DGGML_NATIVE=ON`, and has as many
+threads as a worker.
 """
 
 import argparse
@@ -32,12 +33,12 @@ OUTPUT_TOKENS = 128
 LONG_PROMPT_TOKENS = 512
 CACHE_GIB = 1
 FIRST_IDS = 30_000
-"""Prompts are drawn from these ids, which a vocabulary must have: the default model's has 49,152."""
+"""The first of the token ids for prompts; the default model has 49,152 ids."""
 
-_seeds = itertools.count()  # no prompt is in a prefix cache
+_seeds = itertools.count()  # new prompts each time: none is in a prefix cache
 
 System = Callable[[int, int, int], tuple[float, float]]
-"""Output tokens a second, and prompt tokens a second, of so many streams with so many tokens of each."""
+"""Output tokens a second, and prompt tokens a second, for a number of streams and of tokens in each."""
 
 
 def ours(server: Pagewire, count: int, prompt_tokens: int, output_tokens: int) -> tuple[float, float]:
@@ -64,7 +65,7 @@ def compare(systems: Mapping[str, System], counts: Sequence[int], rounds: int) -
         for number in range(rounds + 1):
             for name, system in systems.items():
                 figure = system(*numbers)[place]
-                if number:  # the first round is to warm up
+                if number:  # the first round is a warm-up
                     found[name].append(figure)
         peer = statistics.median(found["llama.cpp"])
         for name, figures in found.items():

@@ -1,14 +1,14 @@
-"""What drafting brings: the same requests to servers that guess in different ways, in turn, on one machine.
+"""The gain of drafts: the same requests to servers with different draft methods, in turn, on one machine.
 
     python -m bench speculation [--methods ngram,draft_model] [--model default] [--draft-model NAME]
-        [--sequences 1,8,32]
+                                [--sequences 1,8,32]
     python -m bench speculation --methods eagle3 --draft-model FOLDER
-    python -m bench speculation --peer DIR     as of bench serving: vLLM with its own n-grams, and without, as well
+    python -m bench speculation --peer DIR     DIR as for bench serving: vLLM with its own n-grams, and without, too
 
-Two sets of prompts. Texts that repeat are edits of this project's own sources: a file, and the request to write it
-again with one name changed. Texts that do not are the beginnings of paragraphs of its documentation, continued by
-sampling. With --code, these are beginnings of its functions instead, for models of code. A small model follows the
-first kind of request about as well as any, because it has to copy. Tokens are compared as well: they must be the same.
+There are two sets of prompts. Repetitive texts are edits of this project's own sources: a file, and a request to write
+it again with one name changed. Other texts are beginnings of paragraphs of its documentation, continued by sampling;
+with --code, the beginnings of its functions, for models of code. A small model follows the edits about as well as any
+model, because it has to copy. All methods must generate the same tokens, which is checked.
 """
 
 import argparse
@@ -37,7 +37,7 @@ OUTPUT_TOKENS = 128
 
 
 def edits(*folders: str) -> Iterator[str]:
-    """Of functions and classes of 12 to 60 lines, each with the change of one of its names."""
+    """Functions and classes of 12 to 60 lines, each with a request to change one of its names."""
     for file in sorted(file for folder in folders or ("scheduler_service",) for file in (ROOT / folder).rglob("*.py")):
         for part in re.split(r"\n\n\n(?=class |def |async def )", file.read_text())[1:]:
             names = re.findall(r"\bself\._?(\w{5,})|\b(\w{6,}) = ", part)
@@ -98,14 +98,14 @@ async def run(
 
 
 def functions() -> Iterator[str]:
-    """The beginnings of functions: what they are called with, and what they are for."""
+    """The beginnings of functions: signature and docstring."""
     for file in sorted((ROOT / "scheduler_service").rglob("*.py")):
         for found in re.finditer(r"\n(def \w+\(.*\) -> .*:\n    \"\"\"[^\"]{40,}\"\"\"\n)", file.read_text()):
             yield found[1]
 
 
 async def drafts(server: LocalServer | Vllm) -> tuple[int, int]:
-    """How many were verified, and how many were right; none of vLLM's, which are not asked for."""
+    """Numbers of verified and of accepted drafts; zeros for vLLM, which is not asked."""
     if isinstance(server, Vllm):
         return 0, 0
     async with Admin(server.admin_target) as admin:
@@ -116,7 +116,7 @@ async def drafts(server: LocalServer | Vllm) -> tuple[int, int]:
 async def compare(
     servers: Mapping[str, LocalServer | Vllm], num_sequences: int, rounds: int, others: Callable[[], Iterator[str]]
 ) -> None:
-    """servers: by how they guess; the first does not, and nor does the first that is vLLM."""
+    """Compare servers by draft method; the first of ours and the first vLLM server draft nothing."""
     off, *drafting = servers
     references = {one: next(o for o in servers if type(servers[o]) is type(servers[one])) for one in servers}
     async with AsyncExitStack() as stack:
@@ -184,7 +184,7 @@ def main() -> None:
             servers[one] = server("--speculative-config", json.dumps({"method": one, **draft, **most}))
         if arguments.peer:
             config = {"method": "ngram", "num_speculative_tokens": int(arguments.num_speculative_tokens)}
-            lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 16}  # as ours
+            lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 16}  # the same as ours
             for name, flags in (("vLLM", ()), ("vLLM ngram", ("--speculative-config", json.dumps(config | lookup)))):
                 servers[name] = stack.enter_context(vllm_on_cpu(arguments.peer, CACHE_GIB, *flags))
         for num_sequences in map(int, arguments.sequences.split(",")):

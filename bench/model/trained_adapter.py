@@ -1,9 +1,9 @@
-"""An adapter that is really trained: it learns codes that the base cannot know, and says them when it is served.
+"""A trained adapter: it learns codes that the base model cannot know, and is then asked for them.
 
     python -m bench trained_adapter [--model default] [--steps 150] [--rank 8]
 
-PEFT trains it on sentences that name a code for each of some words, on this machine, in a few minutes. Then one server
-answers for the base and for the adapter, all words at once, and counts the codes that are right.
+PEFT trains it on sentences with a code for each of some words, on this machine, in a few minutes. Then one server
+answers for the base and for the adapter, all words at once, and counts the right codes.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def train(model: str, folder: Path, steps: int, rank: int) -> None:
 
 
 async def count_right(target: str, lora_name: str) -> int:
-    """Of the codes, all asked for at once."""
+    """The number of right codes, with all words asked at once."""
     async with Client(target) as client:
         await client.wait_until_serving(600)
         sampling = SamplingParams(max_tokens=8, temperature=0)

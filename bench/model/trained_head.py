@@ -1,13 +1,13 @@
-"""An EAGLE-3 head that learns from what a model itself says, on this machine, in minutes, for the method `eagle3`.
+"""Trains an EAGLE-3 head on a model's own outputs, on this machine, in minutes, for the method `eagle3`.
 
     python -m bench trained_head FOLDER [--model default] [--prompts FILE] [--outputs 240] [--epochs 6]
 
-A server answers prompts of two kinds, those of `bench speculation` with other sources than it has, and questions of a
-file in the form of MT-bench's, if there is one. Then one head is trained on the answers as in "EAGLE-3: Scaling up
-Inference Acceleration of Large Language Models via Training-Time Test" (Li et al., 2025): it sees what it will see when
-it guesses several tokens, its own states in place of the model's, and it learns the model's probabilities. It begins as
-the model's last layer. The answers to a tenth of the prompts are held out, and say how often its guesses are right.
-Models of the family of Llama alone can be trained for.
+A server answers two kinds of prompts: those of `bench speculation`, from other sources, and questions of a file in
+MT-bench's format, if given. Then a head is trained on the answers as in "EAGLE-3: Scaling up Inference Acceleration of
+Large Language Models via Training-Time Test" (Li et al., 2025). In training, as when it drafts several tokens, it sees
+its own states in place of the model's, and it learns the model's probabilities. It starts from the model's last layer.
+The answers to a tenth of the prompts are held out to measure how often its drafts are right. Only models of the Llama
+family are supported.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from pagewire_client.llm import collect
 from worker_service.loading.model_store import find_model
 
 DEPTH = 3
-"""Guesses in a row that it learns to make."""
+"""Consecutive draft tokens that the head learns to make."""
 LEARNING_RATE = 1e-3
 SEED = 0
 Pair = tuple[Tensor, Tensor]
@@ -46,13 +46,16 @@ NAMES = {
     **{one: f"midlayer.self_attn.{one}_proj" for one in "qkvo"},
     **{one: f"midlayer.mlp.{one}_proj" for one in ("gate", "up", "down")},
 }
-"""Of its weights in a checkpoint of the authors' form."""
+"""The names of the head's weights in a checkpoint in the authors' format."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One text: its tokens [n], the model's three states of each beside each other [n, 3 * hidden_size], its last
-    normalised ones [n, hidden_size], and the tokens [n] that it finds likeliest behind each."""
+    """One text with the model's results at each token.
+
+    Tokens [n]; three states side by side [n, 3 * hidden_size]; final normalised states [n, hidden_size]; likeliest next
+    tokens [n].
+    """
 
     token_ids: Tensor
     states: Tensor
@@ -61,10 +64,10 @@ class Example:
 
 
 class Head(nn.Module):
-    """The network of `worker_service.models.decoders.eagle`, once more, to be trained."""
+    """The network of `worker_service.models.decoders.eagle`, as a trainable module."""
 
     def __init__(self, target: Any, token_ids: Tensor) -> None:
-        """target: a Llama of transformers; token_ids: [guessable], those that have a logit."""
+        """target: a Llama of transformers; token_ids: [guessable], the ids that have a logit."""
         super().__init__()
         config, layer = target.config, target.model.layers[-1]
         hidden = config.hidden_size
@@ -83,7 +86,7 @@ class Head(nn.Module):
             return nn.Parameter(torch.cat([torch.zeros_like(own), own], dim=1))
 
         attention, mlp = layer.self_attn, layer.mlp
-        # Of the three states the last is nearest to what its layer had, and the others begin with no weight.
+        # The last of the three states is nearest to the layer's usual input; the others start with zero weights.
         nothing = torch.zeros(hidden, hidden)
         self.weights = nn.ParameterDict(
             {
@@ -109,10 +112,11 @@ class Head(nn.Module):
     def forward(
         self, token_ids: Tensor, states: Tensor, depth: int, earlier: Sequence[Pair]
     ) -> tuple[Tensor, Tensor, Pair]:
-        """The guess number `depth` behind each place at once: [places] tokens, which follow [places, hidden_size].
+        """Draft number `depth` after each position at once: [places] tokens, which follow [places, hidden_size].
 
-        earlier: the keys and values of the depths before. A place sees those of the first depth up to itself, which are
-        of the model's states, and of the others its own. Returns its states, its logits, and its keys and values.
+        `earlier`: keys and values of the earlier depths. A position attends to the first depth up to itself, whose
+        states are the model's, and to its own at the other depths. Returns its states, its logits, and its keys and
+        values.
         """
         normed = self._norm(states, "hidden_norm")
         x = torch.cat([self._norm(self.embedding[token_ids].float(), "input_layernorm"), normed], dim=1)
@@ -157,14 +161,15 @@ def read(target: Any, token_ids: Sequence[int]) -> Example:
 
 
 def states_before(num_layers: int) -> list[int]:
-    """Layers whose inputs are read: as the paper has it, or the first ones of a model of few layers."""
+    """Layers whose inputs are read: the paper's choice, or the first layers of a model with few layers."""
     return [min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)]
 
 
 def losses(head: Head, example: Example, index: Tensor) -> tuple[Tensor, list[float]]:
-    """The mean loss over all depths, and the share of right guesses at each.
+    """The mean loss over all depths, and the share of right drafts at each depth.
 
-    index: [vocabulary_size], each token's logit, negative for none. A guess is right if it is the model's likeliest.
+    `index`: [vocabulary_size], each token's logit index, negative for none. A draft is right if it is the model's
+    likeliest token.
     """
     num_places = len(example.token_ids) - 1 - DEPTH
     states = head.combine(example.states[:num_places].float())
@@ -189,7 +194,7 @@ def train(
     num_guessable: int,
     epochs: int,
 ) -> list[float]:
-    """Writes the head, in its authors' form. Returns the shares of right guesses, by depth, of the texts held out."""
+    """Train and write the head, in its authors' format. Returns the held-out share of right drafts, by depth."""
     torch.manual_seed(SEED)
     counts = Counter(token for text in texts for token in text)
     size = target.config.vocab_size
@@ -246,7 +251,7 @@ def questions(file: Path) -> Iterator[str]:
 
 
 async def ask(target: str, prompts: Sequence[Any], max_tokens: int) -> list[list[int]]:
-    """The tokens of each prompt and its answer, half of them greedy."""
+    """The tokens of each prompt and its answer; half of the answers are greedy."""
     places = asyncio.Semaphore(32)
     async with Client(target) as client:
         await client.wait_until_serving(600)

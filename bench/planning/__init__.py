@@ -1,1 +1,1 @@
-"""Measurements of the scheduler alone."""
+"""Benchmarks of the scheduler alone."""

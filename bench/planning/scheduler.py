@@ -1,13 +1,13 @@
-"""What the scheduler costs, in microseconds: python -m bench scheduler [PEER]. The last line is JSON.
+"""The scheduler's cost in microseconds: python -m bench scheduler [PEER]. The last line is JSON.
 
 - `us_per_seq_step`: schedule + update in steady decoding with prefix caching on, for each running sequence and step.
-  With `PEER`, the path of a Python that can import vllm, the same of vLLM's own scheduler, measured in turn with ours
-  (`bench/systems/peer_vllm_scheduler.py`), and `vllm_over_ours`.
+  `PEER` is the path of a Python that can import vllm. With it, vLLM's own scheduler is measured in turn with ours
+  (`bench/systems/peer_vllm_scheduler.py`), and `vllm_over_ours` is printed.
 - `us_per_step_by_waiting`: a step of 256 sequences while few or many requests wait.
 - `us_per_step_by_workers`: a step of one worker with 32 sequences. Its scheduler has a queue of its own, or shares one
   with 999 others; 1,000 schedulers of each kind take turns. The figure is the mean over as many steps as fill a block,
-  and the median over workers. A worker takes these steps in a row, after as many that bring its memory into the caches.
-  For `…_cold` all workers take one step after another, and each finds the caches full of the others' sequences, shared
+  and the median over workers. A worker takes these steps in a row, after as many steps that warm the caches.
+  For `…_cold` all workers take one step in turn, so each finds the caches full of the others' sequences, with a shared
   queue or not.
 - `codec_us`: encoding and decoding one step of 256 sequences, of which one in 16 gets a block, and its answer.
 """
@@ -57,8 +57,8 @@ SIZES = (32, 256, 1024)
 NUM_ROUNDS = 5
 NUM_WORKERS = 1000
 SEQS_A_WORKER = 32
-NUM_EARLIER_SEQUENCES = 1_000_000  # of a session that has run for a while: small ids would make small messages
-# It fetches nothing, and prints nothing that could be taken for an answer.
+NUM_EARLIER_SEQUENCES = 1_000_000  # as after a long session: small ids would make small messages
+# It fetches nothing, and prints nothing that could be parsed as an answer.
 PEER_PROGRAM = Path(__file__).parents[1] / "systems" / "peer_vllm_scheduler.py"
 PEER_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -69,7 +69,7 @@ _numbers = count()
 
 
 class Peer:
-    """vLLM's scheduler in a process of its own, which measures a round of steps whenever it is asked to."""
+    """vLLM's scheduler in its own process, which measures a round of steps on request."""
 
     def __init__(self, python: str) -> None:
         self._failure = f"bench scheduler: {python} could not measure vLLM's scheduler"
@@ -103,7 +103,7 @@ class Peer:
 def make_scheduler(
     num_seqs: int, *, queue: WaitingQueue | None = None, num_blocks_each: int = LOAD.num_blocks_each
 ) -> Scheduler:
-    """A scheduler with `num_seqs` running sequences, past their prompts."""
+    """A scheduler with `num_seqs` running sequences that have computed their prompts."""
     config = SchedulerConfig(
         block_size=LOAD.block_size,
         num_device_blocks=num_seqs * num_blocks_each,
@@ -136,7 +136,7 @@ def step(scheduler: Scheduler) -> SchedulerOutput:
 
 
 def us_of_steps(scheduler: Scheduler, num_steps: int) -> float:
-    """Microseconds of a step, over several in steady decoding."""
+    """Microseconds of a step, over several steps in steady decoding."""
     tokens = [7] * len(scheduler.running)
     began = time.perf_counter()
     for _ in range(num_steps):
@@ -146,13 +146,13 @@ def us_of_steps(scheduler: Scheduler, num_steps: int) -> float:
 
 
 def fastest(*measures: Callable[[], float]) -> list[float]:
-    """The fastest of several rounds of each, in turn: noise only adds time, and affects all."""
+    """The fastest of several rounds of each measure, in turn: noise only adds time, and affects all."""
     rounds = [[measure() for measure in measures] for _ in range(NUM_ROUNDS)]
     return [min(figures) for figures in zip(*rounds, strict=True)]
 
 
 def us_per_seq_step(size: int, peer: Peer | None) -> list[float]:
-    """Ours, and the peer's if there is one."""
+    """Our microseconds, and the peer's if there is one."""
     scheduler = make_scheduler(size)
     measures: list[Callable[[], float]] = [lambda: us_of_steps(scheduler, LOAD.num_steps)]
     if peer:
@@ -169,14 +169,14 @@ def us_per_step_by_waiting() -> dict[int, float]:
 
 
 def us_per_step_by_workers() -> tuple[dict[int, float], dict[int, float]]:
-    """What a step costs a lone worker and one of many that share a queue: with warm caches, and with cold ones."""
+    """Microseconds of a step, by number of workers that share a queue: with warm caches, and with cold ones."""
     queue = WaitingQueue()
     fleets = {
         1: [make_scheduler(SEQS_A_WORKER, num_blocks_each=16) for _ in range(NUM_WORKERS)],
         NUM_WORKERS: [make_scheduler(SEQS_A_WORKER, queue=queue, num_blocks_each=16) for _ in range(NUM_WORKERS)],
     }
     for scheduler in [*fleets[1], fleets[NUM_WORKERS][0]]:
-        add_requests(scheduler, 10)  # that have no room
+        add_requests(scheduler, 10)  # requests that have no room
     warm: dict[int, list[float]] = {number: [] for number in fleets}
     for pair in zip(*fleets.values(), strict=True):
         for number, scheduler in zip(fleets, pair, strict=True):

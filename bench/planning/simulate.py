@@ -1,22 +1,22 @@
 """Whole traces through the real scheduler on a virtual clock: python -m bench simulate TRACE.csv …
 
 Each trace runs with 1, 8 and 1,000 simulated workers under every policy. Its clock is sped up until requests have to
-wait; otherwise all policies are alike. The traces name no senders, so at random one tenant sends 80% of the requests
-and four light tenants 5% each, and 10% of every tenant's requests are urgent.
+wait; otherwise all policies are alike. The traces name no senders, so tenants are drawn at random: one tenant sends 80%
+of the requests and four light tenants 5% each. 10% of every tenant's requests are urgent.
 
 - p99 TTFT in seconds: of all requests, of the light tenants' requests, of urgent requests.
 - service gap: the most service, in thousands of tokens, that one tenant got more than another while both had requests
   waiting (`scheduler_service/simulation/fairness.py`).
 - preemptions, by mode.
 
-A second table shows what placement is worth: 8 workers of which one takes four times as long for every step, 8 equal
-workers whose requests are turns of conversations, and the same where four branches of a conversation ask each turn at
-once, as agents do. Each case runs with the balancer, and with "first come": the worker that plans first takes all
-requests that it has room for.
+A second table shows the value of placement, in three cases. In the first, one of 8 workers takes four times as long
+for every step. In the second, 8 equal workers get requests that are turns of conversations. In the third, four branches
+of a conversation ask each turn at once, as agents do. Each case runs with the balancer, and with "first come": the
+worker that plans first takes all requests that it has room for.
 
-A third table shows what the cap on one prompt's part of a step is worth: one worker with the requests of up to 512
-prompt tokens, and every 400 seconds long prompts that take a hundred steps together. TTFT is of the requests that came
-while one of the long prompts was under way.
+A third table shows the value of the cap on one prompt's part of a step. One worker gets the requests of up to 512
+prompt tokens, and every 400 seconds long prompts that take a hundred steps together. TTFT is of the requests that
+arrived while a long prompt was in flight.
 
 One process runs on each core, so the real time of a run includes the load of the others. The last line is JSON.
 """
@@ -45,12 +45,12 @@ from scheduler_service.simulation.simulator import RequestTimes, Simulator
 from scheduler_service.simulation.summary import percentiles, ttft
 from scheduler_service.simulation.trace import Arrival, read_trace
 
-# By workers. A sixth for each loads the built-in cost model on the conversation trace; a thousand of them admit every
-# request at once unless the traces' hour passes in seven seconds.
+# By number of workers. A sixth for each loads the built-in cost model on the conversation trace; a thousand workers
+# admit every request at once unless the traces' hour passes in seven seconds.
 SPEEDUPS = {1: 1 / 6, 8: 8 / 6, 1000: 500.0}
 HEAVY = "heavy"
 TENANTS = {HEAVY: 0.8, "light 1": 0.05, "light 2": 0.05, "light 3": 0.05, "light 4": 0.05}
-URGENT = -100  # so urgent that ageing does not even it out
+URGENT = -100  # so urgent that ageing does not outweigh it
 PRIORITIES = {0: 0.9, URGENT: 0.1}
 
 # Slow enough that workers have room most of the time: otherwise placement has little choice.
@@ -69,7 +69,7 @@ Row = dict[str, str | int | float]
 
 
 class FirstCome(Balancer):
-    """The worker that plans first takes all requests that it has room for."""
+    """A policy: the worker that plans first takes all requests that it has room for."""
 
     def has_others(self, member: Member) -> bool:  # noqa: ARG002
         return False
@@ -191,7 +191,7 @@ COLUMNS = {
 
 
 def table_of(report: list[Row], columns: dict[str, str], last: str) -> Table:
-    """A line below each row that holds `last`."""
+    """A table with a rule below each row in which a value equals `last`."""
     table = Table()
     for heading in columns:
         is_name = heading in ("trace", "policy", "load", "placement")

@@ -1,1 +1,1 @@
-"""Measurements of what clients see."""
+"""Benchmarks of serving, as clients see it."""

@@ -1,11 +1,11 @@
-"""Texts a second of Embed beside sentence-transformers, on the same cores, in turn, and how far their vectors differ.
+"""Texts a second of Embed beside sentence-transformers, on the same cores, in turn, and their vectors' difference.
 
     python -m bench embeddings MODEL [--tokens 16,128,512,mixed] [--texts 512] [--rounds 3] [--peer FOLDER]
 
-MODEL: a folder that both read, as of all-MiniLM-L6-v2. Texts are random words of exactly so many tokens, or of any
-number up to the longest. The peer is asked for all texts at once, which it sorts by length, and each of both computes
-alone. `--peer` is a folder with sentence-transformers in it, if it is not installed:
-`pip install --target FOLDER --no-deps sentence-transformers scikit-learn scipy`, with what they lack.
+MODEL is a folder that both can read, such as all-MiniLM-L6-v2. Texts are random words of an exact number of tokens, or
+of any number up to the longest. The peer gets all texts in one call, which it sorts by length. Only one system computes
+at a time. `--peer` is a folder with sentence-transformers in it, if it is not installed:
+`pip install --target FOLDER --no-deps sentence-transformers scikit-learn scipy`, and their missing requirements.
 """
 
 import argparse
@@ -27,7 +27,7 @@ MIXED = "mixed"
 
 
 def make_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]:
-    """Of words that are one token each, so many with the special tokens around them."""
+    """Texts of one-token words, with the given lengths in tokens, special tokens included."""
     draw = random.Random(seed)
     words = [word for word in sorted(tokenizer.get_vocab()) if word.isascii() and word.isalpha() and word.islower()]
     around = tokenizer.num_special_tokens_to_add()
@@ -67,7 +67,7 @@ def measure(model: str, target: str, kinds: Sequence[str], num_texts: int, round
             theirs.append(rate(lambda: expected.extend(peer.encode(texts, convert_to_tensor=True)), num_texts))  # noqa: B023
             for one, other in zip(found, expected, strict=True):
                 difference = max(difference, (torch.tensor(list(one.vector)) - other.cpu()).abs().max().item())
-        ratios = [a / b for a, b in zip(ours[1:], theirs[1:], strict=True)]  # the first round is to warm up
+        ratios = [a / b for a, b in zip(ours[1:], theirs[1:], strict=True)]  # the first round is a warm-up
         length = kind if kind == MIXED else f"{lengths[0]} tokens"
         write(
             f"{length:>10}: {statistics.median(ours[1:]):7.1f} and {statistics.median(theirs[1:]):7.1f}, ratio "

@@ -1,8 +1,8 @@
 """Serve a model, put loads on it, and print its figures beside a peer's: python -m bench serving --peer DIR.
 
-The peer is vLLM's CPU build with the same weights (`bench/systems/peer_vllm.py`), up at the same time and under the
-same loads in turn with ours. Without one there is transformers' own generate, for the loads that a
-static batch can stand for. The last line is JSON; its `ratios` are our output tokens a second over the peer's.
+The peer is vLLM's CPU build with the same weights (`bench/systems/peer_vllm.py`). Both are up at the same time and run
+the same loads in turn. Without a peer there is transformers' own generate, for the loads that a static batch can
+represent. The last line is JSON; its `ratios` are our output tokens a second over the peer's.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def compare_with_transformers(report: Report, loads: list[Load], directory: Path
     if not loads:
         return
     from bench.systems.peer_transformers import (
-        Transformers,  # imports torch, which would take its share while others run
+        Transformers,  # imports torch, whose memory and threads would affect the other runs
     )
 
     transformers = Transformers(directory)

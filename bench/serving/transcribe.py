@@ -1,12 +1,12 @@
-"""How many seconds of work a second of sound takes: Transcribe beside faster-whisper and transformers, in turn.
+"""Seconds of work for a second of sound: Transcribe beside faster-whisper and transformers, in turn.
 
     python -m bench transcribe MODEL SOUND [--rounds 3] [--streams 1,4] [--dtype float32] [--peers FOLDER]
 
-MODEL: a folder of a Whisper; SOUND: a file. Prints real-time factors: seconds of work for a second of sound, so that
-less is better. Each takes the likeliest tokens, with times, in English, and computes alone. With several streams,
-Transcribe has that many calls at once, of sounds that differ in their first samples, and the peers, which take one
-sound at a time, have them one after the other. `--peers` is a folder with faster-whisper and ctranslate2 in it, if they
-are not installed: `pip install --target FOLDER faster-whisper`; the model is converted once, into its folder `ct2`.
+MODEL is a Whisper model's folder; SOUND is a file. Prints real-time factors: seconds of work for a second of sound, so
+smaller is better. Every system decodes greedily, with timestamps, in English, and computes alone. With several streams,
+Transcribe gets as many calls at once, of sounds that differ in their first samples. The peers take one sound at a time,
+and get them one after the other. `--peers` is a folder with faster-whisper and ctranslate2 in it, if they are not
+installed: `pip install --target FOLDER faster-whisper`; the model is converted once, into its folder `ct2`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ Samples = Any
 
 
 def variants(samples: Samples, count: int) -> list[Samples]:
-    """Sounds of one content that no cache takes for each other: each begins a little later."""
+    """Sounds with the same content that miss every cache: each begins a little later."""
     return [np.roll(samples, 160 * number) for number in range(count)]
 
 
@@ -68,7 +68,7 @@ def transformers_peer(model: str, dtype: str) -> Callable[[Samples], str]:
 
 def faster_whisper_peer(model: str, dtype: str, folder: Path | None) -> Callable[[Samples], str]:
     if folder is not None:
-        sys.path.append(str(folder))  # behind what this project has
+        sys.path.append(str(folder))  # after this project's own packages
     import ctranslate2
     from faster_whisper import WhisperModel
 
@@ -108,7 +108,7 @@ def measure(arguments: argparse.Namespace, target: str) -> None:
             for name, transcribe in systems.items():
                 began = time.perf_counter()
                 texts = transcribe(sounds)
-                if number:  # the first round is to warm up
+                if number:  # the first round is a warm-up
                     found[name].append((time.perf_counter() - began) / (seconds * count))
                 elif count == 1:
                     write(f"{name}: {texts[0].strip()}\n")

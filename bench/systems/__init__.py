@@ -1,1 +1,1 @@
-"""What loads are put on: our services and their peers."""
+"""The systems under load: our services and their peers."""

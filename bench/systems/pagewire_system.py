@@ -15,10 +15,10 @@ from pagewire_common.connection.channel import open_channel
 
 
 class Pagewire:
-    """A scheduler and a worker with the weights of `model`, a folder or a GGUF file, and `cache_gib` of memory for keys
-    and values, or what they take by default. `flags` are further ones of the worker.
+    """A scheduler and a worker with the weights of `model`, a folder or a GGUF file.
 
-    Raises ServerError when they do not start.
+    `cache_gib` is the memory for keys and values; by default the worker chooses. `flags` are further flags of the
+    worker. Raises ServerError if they do not start.
     """
 
     name = "pagewire"
@@ -47,7 +47,7 @@ class Pagewire:
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Stream]:
         async with Client(self._server.target) as client:
-            await client.get_model()  # the connection is made before anything is measured
+            await client.get_model()  # connect before the measurement
 
             async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
                 sampling = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
@@ -58,7 +58,7 @@ class Pagewire:
             yield stream
 
     async def step_split(self) -> StepSplit:
-        """Where the time of the worker's steps went so far."""
+        """The split of the worker's step time so far."""
         async with open_channel(self._server.admin_target, None) as channel:
             response = await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())
         (worker,) = response.state.workers

@@ -1,4 +1,4 @@
-"""The peer that is always at hand: transformers' own generate, in one process, in static batches, without serving."""
+"""The peer that is always available: transformers' own generate, in one process, in static batches, without serving."""
 
 import time
 from pathlib import Path
@@ -17,7 +17,7 @@ class Transformers:
 
     @torch.inference_mode()
     def output_tokens_per_second(self, load: Load) -> float:
-        """One batch of `concurrency` prompts, all alike in length, warmed up on a few tokens."""
+        """The rate of one batch of `concurrency` prompts of equal length, after a warm-up on a few tokens."""
         prompts = torch.tensor(load.prompts(self._model.config.vocab_size, 0)[: load.concurrency])
         output_tokens = load.arrivals[0].output_tokens
         self._generate(prompts, 4)

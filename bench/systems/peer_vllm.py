@@ -32,7 +32,7 @@ MODEL = "default"
 
 
 class Vllm:
-    """A server in a process group of its own. Raises BenchError when it does not start."""
+    """A server in its own process group. Raises BenchError if it does not start."""
 
     name = "vLLM"
 
@@ -44,7 +44,7 @@ class Vllm:
         context: int = CONTEXT,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """program: what `vllm` is called by; environment: what is set for it besides this process's own."""
+        """program: the command that starts `vllm`; environment: variables added to this process's own."""
         began = time.perf_counter()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -62,7 +62,7 @@ class Vllm:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | self.environment | {"HF_HUB_OFFLINE": "1"},
-                start_new_session=True,  # Ctrl-C is for the benchmark, which then ends the whole group
+                start_new_session=True,  # Ctrl-C reaches only the benchmark, which then ends the whole group
             )
         except OSError as error:
             self._log.close()
@@ -113,12 +113,12 @@ class Vllm:
             yield stream
 
     def stop(self) -> None:
-        """SIGTERM to the server, which ends its children; then SIGKILL to whatever is left of the group."""
+        """Send SIGTERM to the server, which ends its children; then SIGKILL to the rest of the group."""
         try:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
-        finally:  # also of an impatient second Ctrl-C
+        finally:  # also after an impatient second Ctrl-C
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -132,13 +132,13 @@ class Vllm:
 
 
 def vllm_on_cpu(folder: Path, cache_gib: int, *flags: str) -> Vllm:
-    """Its CPU build with the folder's own model, and `cache_gib` of memory for keys and values."""
+    """vLLM's CPU build with the folder's own model, and `cache_gib` of memory for keys and values."""
     program, environment = cpu_build(folder, cache_gib)
     return Vllm(program, folder / "model", *flags, environment=environment)
 
 
 def cpu_build(folder: Path, cache_gib: int) -> tuple[list[Path], dict[str, str]]:
-    """The program of the folder's virtual environment, and what it finds in its environment."""
+    """The program of the folder's virtual environment, and its environment variables."""
     return [folder / "venv" / "bin" / "vllm"], {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
 
 
@@ -150,12 +150,12 @@ def _request(prompt: Sequence[int], output_tokens: int) -> dict[str, Any]:
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
-        "return_token_ids": True,  # otherwise an event does not say how many tokens it brought
+        "return_token_ids": True,  # otherwise an event does not tell how many tokens it has
     }
 
 
 def tokens_of(line: bytes) -> int:
-    """The tokens that a line of the event stream brought. Raises BenchError on an error that came as an event."""
+    """The number of tokens in a line of the event stream. Raises BenchError if the event is an error."""
     data = line.removeprefix(b"data:").strip()
     if not data or data == b"[DONE]":
         return 0

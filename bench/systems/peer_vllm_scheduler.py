@@ -1,11 +1,11 @@
-"""What vLLM's own scheduler costs; `bench scheduler` runs this file with a Python that can import vllm.
+"""The cost of vLLM's own scheduler; `bench scheduler` runs this file with a Python that can import vllm.
 
-The argument is the JSON of `bench.planning.scheduler.Load`. It prints vLLM's version. Then it reads lines with a
-number of sequences each, and prints for each the microseconds of a step, over one round of steps with so many running.
+The argument is the JSON of `bench.planning.scheduler.Load`. It prints vLLM's version. Then it reads lines with a number
+of running sequences, and for each prints the microseconds of a step, over one round.
 
-The V1 scheduler is built as vLLM's engine core builds it, with prefix caching on and statistics off, for a model of one
-layer whose weights are never loaded. Asynchronous scheduling is off: as with ours, every step's answer comes before the
-next step. Both schedulers are given stop tokens to look for, and answers that were made beforehand.
+The V1 scheduler is built as in vLLM's engine core, with prefix caching on and statistics off. Its model has one layer,
+whose weights are never loaded. Asynchronous scheduling is off: as with ours, every step's answer comes before the next
+step. Both schedulers get stop tokens to look for, and prepared answers.
 """
 
 import gc
@@ -43,7 +43,7 @@ STOP_TOKEN, TOKEN = 2, 7
 
 
 def make_scheduler(load: dict[str, Any], num_seqs: int) -> Any:
-    """A scheduler with `num_seqs` running sequences, past their prompts."""
+    """A scheduler with `num_seqs` running sequences that have computed their prompts."""
     num_blocks = num_seqs * load["num_blocks_each"]
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(MODEL))

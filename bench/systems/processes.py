@@ -8,7 +8,7 @@ import psutil
 
 
 def end_on_signals() -> None:
-    """As for Ctrl-C, which stops the processes that were started."""
+    """Exit on SIGTERM and SIGHUP in the same way as on Ctrl-C, so that child processes are stopped."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
 
@@ -20,7 +20,7 @@ def _family(pids: Sequence[int]) -> Iterator[psutil.Process]:
 
 
 def memory_mib(pids: Sequence[int]) -> float:
-    """Resident memory in MiB. A page that several processes share counts once, if the system can tell."""
+    """Resident memory in MiB. A page shared by several processes counts once, if the system can tell."""
     infos = [process.memory_full_info() for process in _family(pids)]
     return sum(getattr(info, "pss", info.rss) for info in infos) / 2**20
 

@@ -1,4 +1,4 @@
-"""The requests that ended last, and the times that each spent waiting, as a table."""
+"""The requests that ended last, with their waiting times, as a table."""
 
 import sys
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from rich.table import Table
 
 from pagewire.v1 import admin_service_pb2 as pb
 
-WIDTH = 150  # where the output is no terminal
+WIDTH = 150  # columns, if the output is no terminal
 
 
 def print_requests(requests: Sequence[pb.FinishedRequest]) -> None:
-    """The last to end comes first. Durations are in seconds; preemptions by recompute and by swap."""
+    """Print the requests, newest first. Durations are in seconds; preemptions by recompute and by swap."""
     table = Table("ended", "request", "tenant", "why")
     for heading in ("prompt", "cached", "output", "queued", "first token", "pauses", "longest", "all"):
         table.add_column(heading, justify="right")
@@ -46,5 +46,5 @@ def print_requests(requests: Sequence[pb.FinishedRequest]) -> None:
 
 
 def _printable(text: str) -> str:
-    """An id that another client chose; it may contain a terminal's control characters."""
+    """An id that another client chose, without the control characters of a terminal."""
     return "".join(character if character.isprintable() else "�" for character in text)

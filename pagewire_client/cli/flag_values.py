@@ -15,7 +15,7 @@ _INTEGERS = {
     FieldDescriptor.CPPTYPE_UINT32: (0, (1 << 32) - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, (1 << 64) - 1),
 }
-"""The first and the last integer that a field of a message can hold, by its type."""
+"""The least and the largest value of a message's integer field, by the field's type."""
 
 
 def from_environment(name: str) -> str | None:
@@ -35,29 +35,29 @@ def client_setting(name: str) -> str | None:
 
 
 def access(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a client shows to get in."""
+    """The client's arguments for authentication: API key and certificates."""
     return {"api_key": arguments.api_key, "tls": arguments.tls}
 
 
 def given(text: str) -> str:
-    """Raises ArgumentTypeError for an empty text, as `--target "$UNSET"` has one."""
+    """Parse a text that is not empty. Raises ArgumentTypeError for an empty text, such as `--target "$UNSET"`."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty")
     return text
 
 
 def folder(text: str) -> Path:
-    """Raises ArgumentTypeError for an empty text, which pathlib would read as the current folder."""
+    """Parse a path. Raises ArgumentTypeError for an empty text, which pathlib would read as the current folder."""
     return Path(given(text))
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """Raises ArgumentTypeError for what is no integer from `least` to `most`."""
+    """A parser of integers from `least` to `most`; it raises ArgumentTypeError for any other text."""
 
     def parse(text: str) -> int:
         try:
             number = int(text)
-        except ValueError:  # also for thousands of digits
+        except ValueError:  # also raised for thousands of digits
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number") from None
         if not least <= number <= most:
             raise argparse.ArgumentTypeError(f"{text[:40]} is not in [{least}, {most}]")
@@ -67,19 +67,19 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
 
 
 def integer_of(message: type[Message], field: str) -> Callable[[str], int]:
-    """The same for what a field of a message can hold."""
+    """A parser of the integers that a message's field can hold."""
     return whole_number(*_INTEGERS[message.DESCRIPTOR.fields_by_name[field].cpp_type])
 
 
 def seconds(least: float, most: float = float("inf")) -> Callable[[str], float]:
-    """Raises ArgumentTypeError for what is no number of seconds from `least` to `most`."""
+    """A parser of seconds from `least` to `most`; it raises ArgumentTypeError for any other text."""
 
     def parse(text: str) -> float:
         try:
             number = float(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of seconds") from None
-        if not least <= number <= most:  # NaN is not
+        if not least <= number <= most:  # false for NaN
             raise argparse.ArgumentTypeError(f"{text[:40]} is not in [{least:g}, {most:g}]")
         return number
 

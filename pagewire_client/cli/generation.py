@@ -1,4 +1,4 @@
-"""`generate` and `chat`: text as it comes, and its speed."""
+"""`generate` and `chat`: print text as it is generated, then its speed."""
 
 import argparse
 import asyncio
@@ -19,7 +19,7 @@ from pagewire_client.prompts import EncoderPrompt, Prompt
 
 
 async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, **options: Any) -> str:
-    """Print an answer as it comes, and then its speed; returns its text."""
+    """Print an answer as it is generated, then its speed; returns the text."""
     began = time.perf_counter()
     first = None
     text, num_tokens, metrics = "", 0, pb.RequestMetrics()
@@ -29,7 +29,7 @@ async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, **
         text += response.text
         sys.stdout.write(response.text)
         sys.stdout.flush()
-        metrics = response.metrics  # of the last one
+        metrics = response.metrics  # metrics of the last message
     ended = time.perf_counter()
     sys.stdout.write("\n")
     sys.stdout.flush()
@@ -51,7 +51,7 @@ async def generate(arguments: argparse.Namespace, target: str) -> None:
 
 
 def chat(arguments: argparse.Namespace, target: str) -> None:
-    """The event loop runs while the model answers and rests while the user types, so that Ctrl-C works at both."""
+    """Run a conversation. The event loop runs only while the model answers, so that Ctrl-C also works at the prompt."""
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
 
     async def answer(conversation: Prompt) -> str:
@@ -63,7 +63,7 @@ def chat(arguments: argparse.Namespace, target: str) -> None:
         try:
             text = asyncio.run(answer([*messages, question]))
         except grpc.aio.AioRpcError as error:
-            sys.stderr.write(f"{error.details()}\n")  # the conversation goes on without this turn
+            sys.stderr.write(f"{error.details()}\n")  # the conversation continues without this turn
         else:
             messages += [question, {"role": "assistant", "content": text}]
 

@@ -1,4 +1,4 @@
-"""Operators' commands: drains, adapters, the prefix cache, the requests that ended last, and new API keys."""
+"""Operators' commands: drain workers, load adapters, empty the prefix cache, list ended requests, create API keys."""
 
 import argparse
 import hashlib
@@ -16,7 +16,7 @@ DRAIN_LOOK_SECONDS = 0.5
 
 
 def new_key(arguments: argparse.Namespace) -> None:
-    """The key goes to stderr, and what may be kept to stdout: `new-key alice >> keys.toml`."""
+    """Print the key to stderr, and its line for the key file to stdout: `new-key alice >> keys.toml`."""
     for name, value in (("id", arguments.id), ("--tenant", arguments.tenant)):
         if not re.fullmatch(r"[\w.@:-]{0,64}", value) or (name == "id" and not value):
             raise ValueError(f"{name} is {value!r}; it may have up to 64 letters, digits and . @ : - _")
@@ -46,7 +46,7 @@ async def drain(arguments: argparse.Namespace, target: str) -> None:
 
 
 async def _until_drained(admin: Admin, address: str) -> None:
-    """Return when the scheduler has no session with the worker; say why, and before that how many requests it has."""
+    """Wait until the scheduler has no session with the worker, printing how many requests are left, then the reason."""
     said = ""
     async for event in admin.watch(DRAIN_LOOK_SECONDS):
         if isinstance(event, Lost):
@@ -64,7 +64,7 @@ async def _until_drained(admin: Admin, address: str) -> None:
 
 
 def _without_session(worker: WorkerState | None, address: str) -> str:
-    """All that a scheduler knows of a worker that computes nothing for it."""
+    """A sentence about a worker that has no session."""
     if worker is None:
         return f"{address} has left: the scheduler's list of workers does not have it"
     reason = worker.last_error or "none was opened since the scheduler started"

@@ -70,7 +70,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if getattr(parsed, "model", None) and parsed.target:
         parser.error(f"--model is for a server of the command's own; the target {parsed.target} runs already")
     if parsed.command != "new-key" and not parsed.target and parsed.command != "serve":
-        parsed.retry_for = 0.0  # this command's own server is not restarted
+        parsed.retry_for = 0.0  # a command does not restart its own server
     if parsed.command != "new-key":
         _take_credentials(parsed)
     if parsed.command == "serve":
@@ -82,8 +82,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def _take_credentials(parsed: argparse.Namespace) -> None:
-    """Take what the environment has for the target. A server of the command's own speaks plain text, and has the
-    server's key."""
+    """Read the target's credentials from the environment.
+
+    A command's own server speaks plain text and uses the server's key.
+    """
     if not parsed.target:
         parsed.tls, parsed.api_key = None, from_environment("PAGEWIRE_API_KEY") or ""
         return

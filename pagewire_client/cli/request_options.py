@@ -1,6 +1,6 @@
 """The command line's flags for the fields of requests.
 
-Every field of a request has a flag of its name, or is the input of the command (such as the prompt), or stands in
+Each field of a request has a flag of its name, is the command's input (such as the prompt), or is listed in
 `WITHOUT_FLAG` with the reason.
 """
 
@@ -41,7 +41,7 @@ SAMPLING = {
     "length_penalty": "beam search: scores are divided by length to this power",
     "early_stopping": "beam search: stop as soon as --beam-width outputs are complete",
 }
-"""What --help says of each field of SamplingParams that has a flag."""
+"""The --help text of each field of SamplingParams that has a flag."""
 
 WITHOUT_FLAG: Mapping[str, Mapping[str, str]] = {
     "GenerateRequest": {
@@ -60,7 +60,7 @@ WITHOUT_FLAG: Mapping[str, Mapping[str, str]] = {
     "ScoreRequest": {},
     "TranscribeRequest": {"scores": "the text is shown with its times alone"},
 }
-"""The fields of requests that no flag sets, and why."""
+"""The fields of requests that no flag sets, with the reason."""
 
 _METAVARS = {
     FieldDescriptor.CPPTYPE_STRING: "TEXT",
@@ -71,7 +71,7 @@ _METAVARS = {
 
 
 def request_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The flags that every call has."""
+    """The flags of every call."""
     parser = argparse.ArgumentParser(add_help=False, parents=parents)
     parser.add_argument("--lora-name", metavar="NAME", default="", help="the low-rank adapter to apply")
     parser.add_argument("--tenant", metavar="NAME", default="", help="the tenant that the request belongs to")
@@ -91,7 +91,7 @@ def request_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser
 
 
 def request_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the flags of `request_parser` say, as arguments of the client's methods."""
+    """The values of `request_parser`'s flags, as arguments of the client's methods."""
     return {name: getattr(arguments, name) for name in ("lora_name", "tenant", "priority", "cache_salt")}
 
 
@@ -115,8 +115,9 @@ def sampling_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def sampling_params(arguments: argparse.Namespace) -> pb.SamplingParams:
-    """What the flags of `sampling_parser` say. Raises ValueError where they contradict each other, or no field can
-    hold a number."""
+    """The values of `sampling_parser`'s flags. Raises ValueError if flags contradict each other or a number is out of
+    range.
+    """
     given = {name: value for name in SAMPLING if (value := getattr(arguments, name)) is not None}
     if not getattr(arguments, "encoder", False):
         given.setdefault("max_tokens", MAX_TOKENS)
@@ -156,7 +157,7 @@ def _parser(name: str) -> Any:
 
 
 def _text_or_file(text: str) -> str:
-    """Raises ArgumentTypeError for a file that cannot be read."""
+    """Parse a text, or the name of a file with it. Raises ArgumentTypeError for a file that cannot be read."""
     if not text.startswith("@"):
         return text
     try:
@@ -166,7 +167,7 @@ def _text_or_file(text: str) -> str:
 
 
 def _bias(text: str) -> tuple[int, float]:
-    """Raises ArgumentTypeError for what is not TOKEN_ID=BIAS."""
+    """Parse TOKEN_ID=BIAS. Raises ArgumentTypeError for any other text."""
     token_id, _, bias = text.partition("=")
     try:
         return int(token_id), float(bias)

@@ -10,7 +10,7 @@ from pagewire_client.prompts import Sound
 
 
 def _sound(text: str) -> Sound:
-    """Raises ArgumentTypeError for a file that cannot be read: before a server is started for it."""
+    """Read a sound before any server is started. Raises ArgumentTypeError for a file that cannot be read."""
     try:
         return Sound.read(Path(text))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`embed`, `score` and `transcribe`: a line for each vector, document, and piece of what was said."""
+"""`embed`, `score` and `transcribe`: one line for each vector, document, and transcribed segment."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The cluster on a terminal, or as one line after another: queues, workers, blocks, and rates between two looks."""
+"""The cluster on a terminal, or as a line for each sample: queues, workers, blocks, and rates between two samples."""
 
 import contextlib
 import sys
@@ -21,7 +21,7 @@ STATUS_STYLES = {"serving": "green", "draining": "yellow", "drained": "dim", "co
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates a second between two samples; none after a restart of the scheduler, when counts begin anew."""
+    """Rates per second between two samples; empty after a restart of the scheduler, which resets its counts."""
 
     output_tokens: float = 0.0
     prompt_tokens: float = 0.0
@@ -29,7 +29,7 @@ class Rates:
 
     @classmethod
     def between(cls, before: Sample | None, after: Sample) -> "Rates":
-        """`steps` has each worker that is in both samples."""
+        """Compute the rates; `steps` has the workers that are in both samples."""
         if before is None or before.state.start_time_ms != after.state.start_time_ms or after.at <= before.at:
             return cls()
         seconds = after.at - before.at
@@ -46,7 +46,7 @@ class Rates:
 
 
 class View:
-    """What is shown: the last two samples, and the last event of the connection."""
+    """The data to show: the last two samples, and the connection's last event."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -54,7 +54,7 @@ class View:
         self._sample: Sample | None = None
         self._is_lost = False
         self._news = "connecting …"
-        self._has_news = False  # since the event before
+        self._has_news = False  # news since the last event
 
     def take(self, event: Sample | Lost) -> None:
         news = ""
@@ -80,7 +80,7 @@ class View:
     # ---- as a line
 
     def line(self) -> str:
-        """The state as key=value, after the connection's latest event if that has not been shown."""
+        """The state as key=value pairs, after the connection's latest event if that was not shown yet."""
         if self._sample is None or self._is_lost:
             return self._news
         state, rates = self._sample.state, self.rates
@@ -106,7 +106,7 @@ class View:
         lacking = "".join(f"\n{worker.address}: {worker.last_error}" for worker in state.workers if worker.last_error)
         return news + " ".join([*words, *(["draining"] if state.draining else [])]) + error + lacking
 
-    # ---- as a picture
+    # ---- as a full screen
 
     def __rich__(self) -> RenderableType:
         if self._sample is None:
@@ -192,7 +192,7 @@ async def watch(target: str, *, interval: float, once: bool, api_key: str = "", 
 
 @contextlib.contextmanager
 def _screen(console: Console, view: View) -> Iterator[Callable[[], None]]:
-    """A picture that changes in place on a terminal, a line for each event elsewhere."""
+    """A live view on a terminal; elsewhere, a line for each event."""
     if console.is_terminal:
         with Live(view, console=console, auto_refresh=False) as live:
             live.refresh()
@@ -220,7 +220,7 @@ def _share_used(workers: Sequence[pb.WorkerState]) -> float:
 
 
 def _share_right(workers: Sequence[pb.WorkerState]) -> float:
-    """Of the guesses that they have verified, of which there are some."""
+    """The share of verified drafts that were accepted. The workers have verified at least one."""
     return sum(worker.num_accepted_tokens for worker in workers) / sum(worker.num_guessed_tokens for worker in workers)
 
 

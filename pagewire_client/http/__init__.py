@@ -1,2 +1,5 @@
-"""OpenAI's HTTP API: which routes there are, whose a request is, and what the gateway is given, which does most of the
-work. What is asked for is decided by the scheduler."""
+"""OpenAI's HTTP API.
+
+This package has the routes, maps each request to its API key, and prepares the gateway's input. The gateway does most
+of the work; the scheduler accepts or refuses requests.
+"""

@@ -1,4 +1,4 @@
-"""A request over HTTP that the scheduler is asked for directly, without the gateway."""
+"""An HTTP request that is answered from the scheduler directly, without the gateway."""
 
 import asyncio
 from collections.abc import AsyncIterable, Iterator
@@ -13,13 +13,13 @@ from pagewire_client.http.errors import HttpError, invalid
 from pagewire_client.http.token_texts import TokenTexts
 
 STALL_SECONDS = 60.0
-"""That a client may leave a part of its answer unread."""
+"""Seconds that a client may leave a piece of its answer unread."""
 PIECE_BYTES = 1 << 16
-"""Of such a part."""
+"""Bytes of a piece of an answer."""
 
 
 class Room:
-    """Bytes of requests and of answers that all clients together may have this process hold."""
+    """Memory limit: bytes of requests and answers that this process holds for all clients together."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_free = num_bytes
@@ -27,13 +27,13 @@ class Room:
 
 @dataclass(slots=True)
 class Held:
-    """What one request holds of the room, until the `with` ends."""
+    """The bytes that one request holds of the room, until the `with` block ends."""
 
     room: Room
     _num_bytes: int = 0
 
     def take(self, num_bytes: int) -> None:
-        """Raises HttpError when there is no room for so many more."""
+        """Raises HttpError if there is no room for `num_bytes` more."""
         if num_bytes > self.room.num_free:
             raise HttpError(503, "overloaded", "too many large requests are under way; try again later")
         self.room.num_free -= num_bytes
@@ -48,31 +48,35 @@ class Held:
 
 
 MAX_TEXTS = 2048
-"""Of one call, as the scheduler has it."""
+"""Texts of one call; the scheduler has the same limit."""
 Number = Annotated[int, Field(ge=0, lt=1 << 32)]
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]
-"""Without it the errors of a list of a million mistakes would take a gigabyte."""
+"""A list whose validation stops at the first error: the errors of a list of a million mistakes would take a gigabyte.
+"""
 Texts = (
     str
     | Annotated[list[str], Field(fail_fast=True, max_length=MAX_TEXTS)]
     | ListOf[Number]
     | Annotated[list[ListOf[Number]], Field(fail_fast=True, max_length=MAX_TEXTS)]
 )
-"""A text, or token ids, or a list of them."""
+"""A text, its token ids, or a list of texts or of lists of ids."""
 
 
 def each_text(given: Texts) -> list[str | list[int]]:
-    """A list of numbers is one text."""
+    """The texts of a field; a list of numbers is one text."""
     is_one = isinstance(given, str) or (given and isinstance(given[0], int))
     texts: Any = [given] if is_one else given
     return list(texts)
 
 
 class Part(BaseModel):
-    """What has fields. Unknown ones are refused, as OpenAI does: they might be meant to change the answer. One that is
-    null is not given."""
+    """A JSON object with known fields.
+
+    Unknown fields are refused, as OpenAI does: they might be meant to change the answer. A field that is null counts as
+    absent.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -82,14 +86,14 @@ class Part(BaseModel):
         if not isinstance(given, dict):
             return given
         given = {name: value for name, value in given.items() if value is not None}
-        # The first alone: pydantic would make an error of each.
+        # Only the first: pydantic would make an error of each.
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = next((name for name in given if name not in known), None)
         return given if unknown is None else {unknown: given[unknown]}
 
 
 class Fields(Part):
-    """Those of a body."""
+    """The fields of a request body."""
 
     model: Annotated[str, Field(max_length=256)] = ""
     user: Annotated[str, Field(max_length=1024)] | None = None
@@ -100,8 +104,11 @@ AnyFields = TypeVar("AnyFields", bound=Fields)
 
 @dataclass(slots=True)
 class Call:
-    """`model` is what the server's model is called; `metadata` shows the client's key to the scheduler, and
-    `own_metadata` that of this process, for what the client does not ask for itself."""
+    """A request and its connection to the scheduler.
+
+    `model` is the name of the server's model. `metadata` carries the client's key. `own_metadata` carries this
+    process's key, for calls that the client did not ask for.
+    """
 
     request: web.Request
     stub: Any
@@ -114,7 +121,7 @@ class Call:
     texts: TokenTexts
 
     async def fields(self, kind: type[AnyFields]) -> AnyFields:
-        """The body as JSON, which takes room until the call ends. Raises HttpError."""
+        """Read and validate the JSON body, which takes room until the call ends. Raises HttpError."""
         body = await read_body(self.request, self.held, self.most_bytes, self.receive_seconds)
         try:
             return kind.model_validate_json(body)
@@ -122,20 +129,20 @@ class Call:
             raise invalid(_sentence(error)) from None
 
     def adapter(self, model: str) -> str:
-        """What a request names beside the model itself is an adapter; the scheduler knows which there are."""
+        """The adapter that a request names: any name but the model's. The scheduler checks that it exists."""
         return "" if model in ("", self.model) else model
 
 
 async def answer_in_parts(
     request: web.Request, whole: bytes, name: bytes, parts: AsyncIterable[bytes]
 ) -> web.StreamResponse:
-    """A JSON object with a list of that name in front, of parts of JSON, each of which is made when it is sent."""
+    """Answer with a JSON object: `whole` plus a list `name` of JSON parts. Each part is made just before it is sent."""
     response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
     await response.prepare(request)
     separator = b'{"%b":[' % name
     async for part in parts:
         await write(response, separator + part)
-        await asyncio.sleep(0)  # others get their turn
+        await asyncio.sleep(0)  # let other tasks run
         separator = b","
     await write(response, b"]," + whole.removeprefix(b"{"))
     await end(response)
@@ -143,7 +150,7 @@ async def answer_in_parts(
 
 
 async def write(response: web.StreamResponse, data: bytes) -> None:
-    """Raises ConnectionResetError when the client reads nothing for STALL_SECONDS."""
+    """Write data. Raises ConnectionResetError if the client reads nothing for STALL_SECONDS."""
     for start in range(0, len(data), PIECE_BYTES):
         with _connection_lost_in_time():
             async with asyncio.timeout(STALL_SECONDS):
@@ -151,7 +158,7 @@ async def write(response: web.StreamResponse, data: bytes) -> None:
 
 
 async def end(response: web.StreamResponse) -> None:
-    """As `write` does."""
+    """End the answer. Raises ConnectionResetError if the client reads nothing for STALL_SECONDS."""
     with _connection_lost_in_time():
         async with asyncio.timeout(STALL_SECONDS):
             await response.write_eof()
@@ -166,11 +173,13 @@ def _connection_lost_in_time() -> Iterator[None]:
 
 
 async def read_body(request: web.Request, held: Held, most_bytes: int, seconds: float) -> bytes:
-    """One of JSON, which takes room as it comes. Raises HttpError when it is too large, does not come within so many
-    seconds, or is sent as something else."""
+    """Read a JSON body, which takes room as it arrives.
+
+    Raises HttpError if it is too large, takes longer than `seconds`, or has another content type.
+    """
     if "Content-Encoding" in request.headers:
         raise HttpError(415, "unsupported", "send the body as it is, without Content-Encoding")
-    if request.content_type != "application/json":  # which no page of another site can have a browser send
+    if request.content_type != "application/json":  # a type that no page of another site can make a browser send
         raise HttpError(415, "unsupported", "the body must be JSON, with Content-Type: application/json")
     check_length(request, most_bytes)
     body = bytearray()
@@ -187,7 +196,7 @@ async def read_body(request: web.Request, held: Held, most_bytes: int, seconds: 
 
 
 def check_length(request: web.Request, most_bytes: int) -> None:
-    """Raises HttpError when the body is said to be too large."""
+    """Raises HttpError if Content-Length is too large."""
     if (num_bytes := request.content_length or 0) > most_bytes:
         raise _too_large(num_bytes, most_bytes)
 
@@ -197,7 +206,7 @@ def _too_large(num_bytes: int, most_bytes: int) -> HttpError:
 
 
 def _sentence(error: ValidationError) -> str:
-    """Of the first field that is wrong. Where several forms are possible, pydantic has a sentence for each."""
+    """The message of the first invalid field. Where several forms are possible, pydantic has a message for each."""
     found = error.errors(include_url=False, include_input=False)
     first, *others = sorted(found, key=lambda one: one["type"] != "extra_forbidden")
     path = ".".join(map(str, first["loc"]))

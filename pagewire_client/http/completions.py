@@ -1,6 +1,6 @@
 """OpenAI's /v1/completions: prompts as texts or token ids, or lists of them, with log-probabilities and `echo`.
 
-The gateway takes no token ids and no lists, and has no log-probabilities here.
+The gateway supports none of token ids, lists and log-probabilities on this route.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from pagewire_client.http.errors import invalid, refused_by
 
 MAX_PROMPTS = 256
 MAX_PARAMETER_BYTES = 4 << 20
-"""Of all prompts together, of which each has its own."""
+"""Bytes of parameters, summed over the prompts: each prompt has a copy."""
 TOKEN_BYTES = 40
 LOGPROB_BYTES = 100
-"""Of what is kept of an answer, about."""
+"""Bytes kept for each log-probability of an answer, approximately."""
 POSITIONS_A_TURN = 64
 _REASONS = {
     pb.FINISH_REASON_STOP: "stop",
@@ -37,7 +37,7 @@ _REASONS = {
 
 @dataclass(slots=True)
 class _Choice:
-    """One of the outputs of one prompt, as far as it has come."""
+    """One output of one prompt, as far as it is generated."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class _Choice:
     reason: str | None = None
     stop_reason: str | int | None = None
     offset: int = 0
-    """Characters of the tokens before those."""
+    """Characters before the current message's tokens."""
 
     def add(self, message: pb.GenerateResponse) -> None:
         self.text += message.text
@@ -59,7 +59,7 @@ class _Choice:
 
 @dataclass(slots=True)
 class _Prompt:
-    """One of a call's prompts, and what has come of it."""
+    """One prompt of a call, and its outputs so far."""
 
     asked: pb.GenerateRequest
     text: str
@@ -75,7 +75,7 @@ async def complete(call: Call) -> web.StreamResponse:
 
 
 class _Completions:
-    """One call."""
+    """One call of /v1/completions."""
 
     def __init__(self, call: Call, fields: CompletionFields) -> None:
         self._call, self._fields = call, fields
@@ -101,12 +101,13 @@ class _Completions:
         if num_bytes > MAX_PARAMETER_BYTES:
             raise invalid(f"the parameters of all prompts have {num_bytes} bytes; they may have {MAX_PARAMETER_BYTES}")
         self._call.held.take(num_bytes)
-        # For each prompt of an echo the scheduler is asked with this process's key; so before with the client's.
+        # An echo needs further scheduler calls for each prompt, with this process's key; so the client's key is checked
+        # first.
         if fields.echo:
             await self._call.stub.GetModel(pb.GetModelRequest(), metadata=self._call.metadata)
         for one in given:
             self._prompts.append(await self._prepare(one, sampling))
-            await asyncio.sleep(0)  # others get their turn
+            await asyncio.sleep(0)  # let other tasks run
         if fields.stream:
             return await self._stream()
         await self._follow_all(self._take)
@@ -120,7 +121,9 @@ class _Completions:
         return await answer_in_parts(self._call.request, whole, b"choices", self._finished())
 
     async def _prepare(self, given: str | list[int], sampling: pb.SamplingParams) -> _Prompt:
-        """What is asked for beside the tokens is not the client's call, and not counted as one."""
+        """Tokenize a prompt and look up token texts. These calls are this process's own, and do not count for the
+        client.
+        """
         call, fields = self._call, self._fields
         asked = pb.GenerateRequest(
             request_id=f"{self._id}-{len(self._prompts)}",
@@ -131,7 +134,7 @@ class _Completions:
         text = ""
         if isinstance(given, str):
             asked.text = text = given
-            if fields.echo and fields.logprobs is not None:  # of what is echoed every token has a name
+            if fields.echo and fields.logprobs is not None:  # each echoed token is named
                 found = await call.stub.Tokenize(pb.TokenizeRequest(text=given), metadata=call.own_metadata)
                 asked.token_ids.ids.extend(found.token_ids)
         else:
@@ -143,8 +146,11 @@ class _Completions:
         return _Prompt(asked, text, [_Choice() for _ in range(self._num_choices)])
 
     async def _follow_all(self, take: Callable[[int, pb.GenerateResponse], Awaitable[None]]) -> None:
-        """Raises grpc.aio.AioRpcError, of the prompt that is refused first; the others then end as well, but not amid
-        an event."""
+        """Read all prompts' streams.
+
+        Raises the grpc.aio.AioRpcError of the first refused prompt; the other streams then end too, but not amid an
+        event.
+        """
         tasks = [asyncio.create_task(self._follow(number, take)) for number in range(len(self._prompts))]
         try:
             await asyncio.gather(*tasks)
@@ -173,7 +179,7 @@ class _Completions:
         finally:
             stream.cancel()
 
-    # ---- whole
+    # ---- whole answers
 
     async def _take(self, number: int, message: pb.GenerateResponse) -> None:
         num_logprobs = sum(1 + len(one.top) for one in (*message.logprobs, *message.prompt_logprobs))
@@ -181,7 +187,7 @@ class _Completions:
         self._prompts[number].choices[message.index].add(message)
 
     async def _finished(self) -> AsyncIterator[bytes]:
-        """Each choice when it is to be sent: what all choices of a prompt share is not kept for each of them."""
+        """Yield each choice as it is sent: data that a prompt's choices share is kept once."""
         for number, prompt in enumerate(self._prompts):
             for place, choice in enumerate(prompt.choices):
                 token_ids: Sequence[int] = choice.token_ids
@@ -195,10 +201,10 @@ class _Completions:
                         logprobs = [pb.TokenLogprobs(), *prompt.echo, *logprobs]
                 yield (await self._shown(number, place, choice, token_ids, logprobs)).encode()
 
-    # ---- streamed
+    # ---- streams
 
     async def _stream(self) -> web.StreamResponse:
-        """Once a prompt's first message has come, an error, also one of another prompt, is the last event."""
+        """Stream the choices as events. After a prompt's first message, any prompt's error becomes the last event."""
         try:
             await self._follow_all(self._write)
         except grpc.aio.AioRpcError as error:
@@ -242,7 +248,7 @@ class _Completions:
         async with self._sending:  # a large event is written in several parts
             await write(self._response, f"data: {event}\n\n".encode())
 
-    # ---- both
+    # ---- whole answers and streams
 
     async def _shown(
         self, number: int, place: int, choice: _Choice, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]
@@ -265,12 +271,14 @@ class _Completions:
                 for position in logprobs[start:stop]:
                     named.update(one.token_id for one in (position.chosen, *position.top))
                 await self._call.texts.learn(self._call.stub, self._call.own_metadata, named)
-                await asyncio.sleep(0)  # others get their turn
+                await asyncio.sleep(0)  # let other tasks run
 
     async def _shown_logprobs(
         self, choice: _Choice, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]
     ) -> str:
-        """null where none were asked for. Of equal texts in a dictionary the likelier one stays."""
+        """The log-probabilities as JSON, or null if none were requested. Of tokens with equal text, the likelier is
+        kept.
+        """
         if self._fields.logprobs is None:
             return "null"
         texts, none = self._call.texts, "null"
@@ -279,7 +287,7 @@ class _Completions:
             stop = start + POSITIONS_A_TURN
             for token_id, position in zip(token_ids[start:stop], logprobs[start:stop], strict=True):
                 text, own, top = texts[token_id], none, none
-                if position.HasField("chosen"):  # not of a prompt's first token
+                if position.HasField("chosen"):  # false for a prompt's first token
                     own = json.dumps(position.chosen.logprob)
                     likeliest_last = (position.chosen, *reversed(position.top))
                     top = json.dumps({texts[one.token_id]: one.logprob for one in likeliest_last})
@@ -287,7 +295,7 @@ class _Completions:
                 for column, cell in zip(columns, row, strict=True):
                     column.append(cell)
                 choice.offset += len(text)
-            await asyncio.sleep(0)  # others get their turn
+            await asyncio.sleep(0)  # let other tasks run
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         members = (f'"{name}": [{", ".join(cells)}]' for name, cells in zip(names, columns, strict=True))
         return f"{{{', '.join(members)}}}"

@@ -1,12 +1,15 @@
-"""What stands around the gateway: TLS, API keys as the scheduler has them, and the routes that the gateway has not.
+"""The two proxies around the gateway: TLS, API keys, and the routes that the gateway lacks.
 
-The gateway knows nothing of keys and TLS: it speaks to schedulers in plain text, and passes on nothing that says whose
-a request is. So it stands between two ends of this process. The front one ends HTTP, asks the scheduler whether the key
-is one, and gives the request a random id, which the gateway keeps. The back one speaks gRPC with the gateway, on this
-machine alone, and finds by that id which key to show the scheduler. Clients see the ids in their answers, and can name
-one in a request, so each opens one call. What to refuse is decided by the scheduler. Of the gateway's routes only those
-pass that are listed here, because others reach further than the scheduler. For the routes of OWN the scheduler is asked
-without it.
+The gateway knows no API keys and no TLS: it calls schedulers in plain text and forwards no credentials. So this process
+proxies both of its sides.
+
+The front proxy terminates HTTP, has the scheduler check the API key, and gives the request a random id, which the
+gateway keeps. The back proxy accepts gRPC from the gateway, on this machine only, and finds the request's API key by
+that id.
+
+Clients see ids in their answers and can name an id in a request, so each id opens one call. The scheduler decides what
+to refuse. Only the gateway routes listed here are forwarded, because others reach beyond the scheduler. The routes of
+OWN call the scheduler without the gateway.
 """
 
 import logging
@@ -45,7 +48,7 @@ log = structlog.get_logger()
 
 OPEN_PATHS = ("/health", "/liveness", "/readiness")
 ROUTES = ("POST /v1/chat/completions", "POST /v1/tokenize")
-"""Of the gateway."""
+"""The gateway's routes that clients may use."""
 OWN: dict[str, Callable[[Call], Awaitable[web.StreamResponse]]] = {
     "POST /v1/completions": complete,
     "POST /v1/embeddings": vectors.embeddings,
@@ -55,17 +58,17 @@ OWN: dict[str, Callable[[Call], Awaitable[web.StreamResponse]]] = {
 }
 _MODELS = re.compile(r"GET /v1/models(/.+)?")
 HELD_BYTES = 256 << 20
-"""Of all requests and answers that are under way. A sound is in memory up to three times."""
+"""Bytes of all requests and answers in flight. A sound is in memory up to three times."""
 _SERVICE = "/vllm.grpc.engine.VllmEngine/"
 _OWN_METHODS = frozenset(
     f"{_SERVICE}{name}" for name in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer")
 )
-"""What the gateway asks for itself."""
+"""The methods that the gateway calls for itself."""
 _GENERATE = f"{_SERVICE}Generate"
 _NOTHING = Unread()
 DEFAULTS = Limits()
 LINGER_SECONDS = 10.0
-"""For the rest of a body that is not read."""
+"""Seconds to drain the rest of a body that is not read."""
 _ID_BYTES = 16
 _NAME_LENGTH = len(CHAT_ID) + 2 * _ID_BYTES
 _HOP_BY_HOP = frozenset(
@@ -73,14 +76,14 @@ _HOP_BY_HOP = frozenset(
 )
 _TRACE = ("traceparent", "tracestate")
 _KEPT = frozenset(("accept", "content-type", "user-agent", *_TRACE))
-"""Of a request's headers: all that the gateway needs."""
+"""Request headers that are forwarded: all that the gateway needs."""
 _LONGEST = 64 << 20
 OPTIONS = (("grpc.max_receive_message_length", _LONGEST), ("grpc.max_send_message_length", _LONGEST))
 
 
 @dataclass(slots=True)
 class _Request:
-    """One under way: its client's key and trace, and once it was generated for, its whole id."""
+    """One request in flight: its client's key and trace, and its full id after its Generate call."""
 
     key: str
     unread: Unread = _NOTHING
@@ -89,11 +92,12 @@ class _Request:
 
 
 class Edge:
-    """Both ends, for the scheduler at `target`, whose model is called `model`. `api_key` is for what the gateway and
-    this process ask for themselves: the model's files, and what tokens say.
+    """Both proxies, for the scheduler at `target`, whose model is called `model`.
 
-    Create it inside the event loop; `start` before the gateway is started with `target` as its scheduler, and
-    `serve_http` when it is there. Raises StartError when the certificates in the folder `tls` cannot be used.
+    `api_key` is for the calls of the gateway and of this process itself: the model's files, and token texts.
+
+    Create it inside the event loop. Call `start` before the gateway is started with this object's `target` as its
+    scheduler, and `serve_http` after that. Raises StartError if the certificates in the folder `tls` cannot be used.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class Edge:
         self._texts = TokenTexts()
         self._special = SpecialTokens()
         self._own = api_key
-        self._requests: dict[str, _Request] = {}  # by the ids that they were given
+        self._requests: dict[str, _Request] = {}  # by id
         self._server = grpc.aio.server(options=OPTIONS)
         self._server.add_generic_rpc_handlers((_Relay(self._relay),))
         self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -130,16 +134,16 @@ class Edge:
     # ---- to the scheduler
 
     async def _relay(self, method: str, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        """Pass a call on with the key of its request, or the gateway's own."""
+        """Forward a call with the key of its request, or with this process's own key."""
         first = await anext(messages, b"")
         if (found := self._owner_of(method, first)) is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is for the gateway's own calls")
             return
         key, unread, trace = found.key, found.unread, found.trace
-        # The gateway's own span, if it makes spans, is within the client's.
+        # If the gateway makes spans, its span is a child of the client's.
         trace = [(name, value) for name, value in context.invocation_metadata() if name in _TRACE] or trace
         async with self._scheduler.channel() as channel:
-            send: Any = channel.unary_stream(method)  # each of these methods has one request
+            send: Any = channel.unary_stream(method)  # each of these methods has one request message
             call = send(unread.put_into(first), metadata=(*(key_metadata(key) or ()), *trace, *unread.metadata()))
             try:
                 async for message in call:
@@ -150,8 +154,10 @@ class Edge:
                 call.cancel()
 
     def _owner_of(self, method: str, message: bytes) -> _Request | None:
-        """What has the key to show, and what belongs to the call beside it. None where there is no key to show: the
-        port is open to every process of this machine."""
+        """The request in flight that a call belongs to: its key, and the fields that bypass the gateway.
+
+        None if there is no such request: every process of this machine can connect to this port.
+        """
         if method in _OWN_METHODS:
             return _Request(self._own)
         if method == _GENERATE:
@@ -170,8 +176,10 @@ class Edge:
     # ---- HTTP
 
     async def serve_http(self, host: str, port: int, gateway: str, security: Security = OPEN) -> None:
-        """Serve there what the gateway at this URL serves. Raises OSError when the address cannot be had, and
-        StartError when the certificates cannot be used."""
+        """Serve HTTP at `host` and `port`, for the gateway at the URL `gateway`.
+
+        Raises OSError if the address is taken, and StartError if the certificates cannot be used.
+        """
         self._gateway = gateway
         no_limit = aiohttp.ClientTimeout(total=None)
         self._session = aiohttp.ClientSession(
@@ -179,7 +187,7 @@ class Edge:
         )
         app = web.Application(client_max_size=self._limits.most_sound_bytes)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        # Its own logger has a traceback for each client that leaves or sends what is no HTTP.
+        # aiohttp's logger prints a traceback for each client that leaves or sends invalid HTTP.
         quiet = logging.getLogger("pagewire.http")
         quiet.setLevel(logging.CRITICAL)
         self._runner = web.AppRunner(
@@ -188,7 +196,7 @@ class Edge:
             access_log=None,
             auto_decompress=False,
             logger=quiet,
-            # A connection is closed when none of its requests is under way for so long, or none has its whole head.
+            # A connection is closed after this time with no request in flight, or with an incomplete head.
             keepalive_timeout=self._limits.receive_seconds,
             lingering_time=min(LINGER_SECONDS, self._limits.receive_seconds),
         )
@@ -210,14 +218,14 @@ class Edge:
             raise
 
     async def _answer(self, request: web.Request, scheduler: grpc.aio.Channel, held: Held) -> web.StreamResponse:
-        """Raises HttpError, as long as nothing has been answered."""
+        """Answer a request. Raises HttpError if nothing was sent yet."""
         path = request.rel_url.raw_path
         if path in OPEN_PATHS and request.method in ("GET", "HEAD"):
             return await self._forward(request, path)
         key = _bearer(request.headers.getall("Authorization", []))
         route = f"{request.method} {path}"
         own = models if _MODELS.fullmatch(route) else OWN.get(route)
-        # What comes to the scheduler as a call with this key is counted by it then.
+        # These requests become scheduler calls with this key, which counts them then.
         is_counted = own is not None or path.endswith("completions")
         check: Any = scheduler.unary_unary(f"{_SERVICE}{'HealthCheck' if is_counted else 'GetModelInfo'}")
         try:
@@ -254,11 +262,13 @@ class Edge:
             del self._requests[name]
 
     async def _read_chat(self, body: bytes, scheduler: grpc.aio.Channel, key: str) -> tuple[bytes, Unread]:
-        """What the gateway is given, and what it is not. A chat that the scheduler has to encode counts as two of the
-        client's calls. Raises HttpError."""
+        """The body for the gateway, and the fields that bypass it.
+
+        A chat that the scheduler encodes counts as two calls of the client. Raises HttpError.
+        """
         fields = read_object(body)
         parses = fields.pop(PARSE, False)
-        fields.pop("rid", None)  # by which the gateway would name the request, and not by the name that it is given
+        fields.pop("rid", None)  # or the gateway would use it in place of the id given here
         unread = take_out(fields, self._model)
         try:
             if parses is not True:
@@ -274,7 +284,7 @@ class Edge:
     async def _forward(
         self, request: web.Request, path: str, body: bytes = b"", name: str = "", unread: Unread = _NOTHING
     ) -> web.StreamResponse:
-        """The gateway's answer, as it comes. When the client leaves, the gateway is left as well."""
+        """Stream the gateway's answer. If the client leaves, the gateway's connection is closed too."""
         headers = {field: value for field, value in request.headers.items() if field.lower() in _KEPT}
         if name:
             headers["X-Request-Id"] = name
@@ -298,7 +308,7 @@ class Edge:
 
 
 class _Relay(grpc.GenericRpcHandler):
-    """Takes calls of every name, whose messages stay bytes."""
+    """Accepts every method; messages stay bytes."""
 
     def __init__(self, relay: Callable[[str, AsyncIterator[bytes], Any], AsyncIterator[bytes]]) -> None:
         self._relay = relay
@@ -314,12 +324,12 @@ class _Relay(grpc.GenericRpcHandler):
 
 
 def _is_for_clients(header: str) -> bool:
-    """Not those that say where the gateway's backend is."""
+    """Whether a header may reach clients: some reveal the gateway's backend."""
     return header not in _HOP_BY_HOP and not header.startswith("x-smg-")
 
 
 def _trace(request: web.Request) -> list[tuple[str, str]]:
-    """The caller's context, as metadata."""
+    """The caller's trace context, as metadata."""
     given = ((name, request.headers.get(name, "")) for name in _TRACE)
     return [(name, value) for name, value in given if re.fullmatch(r"[ -~]{1,512}", value)]
 

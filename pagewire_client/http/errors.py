@@ -1,4 +1,4 @@
-"""What a client is told over HTTP that does not get what it asked for, in the form of OpenAI's API."""
+"""Errors over HTTP, in the format of OpenAI's API."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _STATUSES = {
 
 
 class HttpError(Exception):
-    """The status, a name for programs, and a sentence."""
+    """The status, an error code for programs, and a message."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -33,18 +33,20 @@ class HttpError(Exception):
 
 
 def invalid(message: str) -> HttpError:
-    """The client's own mistake."""
+    """An error of the client's request."""
     return HttpError(400, "invalid_request", message)
 
 
 def refused_by(error: grpc.aio.AioRpcError) -> HttpError:
-    """What the scheduler said."""
+    """The scheduler's error as an HTTP error."""
     status, code = _STATUSES.get(error.code(), (503, "service_unavailable"))
     return HttpError(status, code, sentence_of(error))
 
 
 def sentence_of(error: grpc.aio.AioRpcError) -> str:
-    """That the scheduler cannot be reached is said by gRPC, with an address, which is not for clients."""
+    """The error's message. If the scheduler cannot be reached, gRPC's message has its address, which is not for
+    clients.
+    """
     if error.code() not in _STATUSES:
         return "the scheduler cannot be reached, or takes no requests now"
     return error.details() or ""

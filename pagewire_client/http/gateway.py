@@ -1,7 +1,7 @@
-"""The gateway that serves OpenAI's HTTP API before a scheduler: smg, a program of its own, with our settings.
+"""The gateway that serves OpenAI's HTTP API before a scheduler: the program smg, with our settings.
 
-It has one backend, so it need not choose, and nothing of a request is kept. Requests are not tried again: the scheduler
-waits for workers itself, and what it refuses because it is full is for the client to try later.
+It has one backend, so it need not choose, and stores no requests. It retries no requests: the scheduler itself waits
+for workers, and a client retries after the scheduler refuses because it is full.
 """
 
 import os
@@ -21,7 +21,7 @@ from pagewire_common.connection.tls import TlsFolder
 from pagewire_common.serving.listening import cannot_listen
 
 SHUTDOWN_SECONDS = 5
-"""How long requests in flight may take to end after SIGTERM."""
+"""Seconds that requests in flight have to end after SIGTERM."""
 FLAGS = (
     "--backend=vllm",
     "--policy=round_robin",
@@ -50,31 +50,31 @@ runpy.run_module("smg", run_name="__main__", alter_sys=True)
 class Gateway:
     """Serves HTTP at `listen`, for the scheduler at `target`, from construction until `stop`.
 
-    With `traces_endpoint`, http://HOST:PORT of a collector, it sends its spans there and passes them to the scheduler
-    as parents of the scheduler's spans.
+    With `traces_endpoint` (http://HOST:PORT of a collector), it exports spans, and passes them to the scheduler as
+    parents of the scheduler's spans.
     """
 
     def __init__(self, target: str, listen: str, traces_endpoint: str | None = None) -> None:
         host, port = check_free(listen)
         command = [sys.executable, "-c", _LAUNCH, "launch", f"--worker-urls=grpc://{target}", *FLAGS]
         command += [f"--host={host}", f"--port={port}"]
-        command.append(f"--prometheus-port={_free_port()}")  # its own metrics, which it cannot do without
-        # The calls that change the gateway's backends need a key, and this one is not kept.
+        command.append(f"--prometheus-port={_free_port()}")  # its metrics cannot be switched off
+        # Calls that change the gateway's backends need this key, which is not kept.
         command.append(f"--control-plane-api-keys=none:none:admin:{secrets.token_urlsafe()}")
-        # Its spans need the log level info, and lines of that level go to stdout.
+        # Spans need log level info; info lines go to stdout.
         command.append(f"--log-level={'info' if traces_endpoint else 'error'}")
         if traces_endpoint:
             if not traces_endpoint.startswith("http://"):
                 raise ServerError(f"{traces_endpoint!r} is no http://HOST:PORT, which is what the gateway can send to")
             command += ["--enable-trace", f"--otlp-traces-endpoint={traces_endpoint.removeprefix('http://')}"]
         self.url = url_of("http", host, port)
-        # What it writes to stdout is its emblem.
+        # It writes only a banner to stdout.
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
         )
 
     def wait_until_ready(self, timeout: float) -> None:
-        """Return when a request would reach a model. Raises ServerError when the gateway ends, or time is over."""
+        """Wait until requests can reach a model. Raises ServerError if the gateway ends or the time is over."""
         deadline = time.monotonic() + timeout
         while not is_ready(self.url):
             if self.process.poll() is not None:
@@ -84,7 +84,7 @@ class Gateway:
             time.sleep(LOOK_SECONDS)
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL if that does not help."""
+        """Send SIGTERM, then SIGKILL if the process does not end."""
         self.process.terminate()
         try:
             self.process.wait(STOP_SECONDS)
@@ -100,11 +100,14 @@ class Gateway:
 
 
 def is_ready(url: str, tls: Path | None = None) -> bool:
-    """Whether the gateway at `url` has a scheduler whose workers take requests. With a folder `tls`, its certificate is
-    shown to a gateway that asks for one. Raises StartError if the folder cannot be used."""
+    """Whether the gateway at `url` has a scheduler whose workers take requests.
+
+    With a folder `tls`, its certificate is shown to a gateway that asks for a client certificate. Raises StartError if
+    the folder cannot be used.
+    """
     try:
         context = TlsFolder(tls).client_context() if tls else ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # whether it serves is no secret
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # readiness is no secret
         opener = direct_opener(urllib.request.HTTPSHandler(context=context))
         with opener.open(f"{url}/readiness", timeout=5) as answer:
             return bool(answer.status == 200)
@@ -136,7 +139,7 @@ def check_free(listen: str) -> tuple[str, int]:
 
 
 def free_address() -> str:
-    """On this machine alone."""
+    """A free port of this machine's loopback address."""
     return f"127.0.0.1:{_free_port()}"
 
 

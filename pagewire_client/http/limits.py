@@ -1,14 +1,15 @@
-"""What strangers may take of the process that serves HTTP."""
+"""Limits of the HTTP server for untrusted clients."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bodies have at most `most_bytes`, or `most_sound_bytes` with a sound.
+    """Sizes, times and connections.
 
-    Of `max_connections` those count too whose TLS handshake is under way. The head of a request must have come
-    `receive_seconds` after its connection was opened, or after the answer before it, and its body as many after that.
+    `most_bytes` limits a body, and `most_sound_bytes` a body with a sound. `max_connections` includes connections in
+    their TLS handshake. `receive_seconds` limits the time until a request's head is complete, counted from the
+    connection's start or the previous answer. The body then has as long again.
     """
 
     most_bytes: int = 1 << 20

@@ -14,7 +14,7 @@ _CREATED = int(time.time())
 
 
 async def models(call: Call) -> web.StreamResponse:
-    """All of them, or the one that the path names."""
+    """List all models, or the one that the path names."""
     found = await call.stub.GetModel(pb.GetModelRequest(), metadata=call.metadata)
     listed = [_shown(name, call.model, found.context_length) for name in (call.model, *found.lora_names)]
     name = call.request.path.removeprefix(PATH).removeprefix("/")

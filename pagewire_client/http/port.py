@@ -1,7 +1,7 @@
-"""The port that HTTP is served at: so many connections and no more, with the certificates as they are now.
+"""The HTTP port: a limit on connections, and the current certificates.
 
-A connection counts from when the system has it until its socket is closed, so that one counts whose client is silent,
-or never ends its TLS handshake. What comes beyond the limit is closed.
+A connection counts from its accept until its socket is closed, so silent clients and unfinished TLS handshakes count.
+Connections beyond the limit are closed.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ LOOK_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Room:
-    """For connections, of all sockets that listen at the port."""
+    """Free places for connections, shared by all sockets that listen at the port."""
 
     num_free: int
 
 
 class _Accepted(socket.socket):
-    """Gives its place back when it is closed."""
+    """A connection's socket, which returns its place when it is closed."""
 
     room: _Room | None = None
 
@@ -41,7 +41,9 @@ class _Listening(socket.socket):
     room: _Room
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Raises ConnectionAbortedError where there is no room; asyncio then goes on with the next connection."""
+        """Accept a connection. Raises ConnectionAbortedError at the limit; asyncio then continues with the next
+        connection.
+        """
         connection, address = super().accept()
         if not self.room.num_free:
             connection.close()
@@ -53,8 +55,10 @@ class _Listening(socket.socket):
 
 
 class Port:
-    """Connections to an address are the runner's, until `close`. With TLS, those that come after the files have changed
-    are held to the new ones, and the others go on."""
+    """Accepts connections to an address, until `close`; the runner owns them.
+
+    After the TLS files change, new connections use the new files. Open connections continue.
+    """
 
     def __init__(self, runner: web.AppRunner, security: Security, max_connections: int) -> None:
         self._runner, self._security = runner, security
@@ -64,7 +68,7 @@ class Port:
         self._renewing: asyncio.Task[None] | None = None
 
     async def open(self, host: str, port: int) -> None:
-        """Raises OSError when the address cannot be had, and StartError when the certificates cannot be used."""
+        """Start to listen. Raises OSError if the address is taken, and StartError for unusable certificates."""
         self._socket = _Listening(socket.AF_INET6 if ":" in host else socket.AF_INET)
         if self._socket.family is socket.AF_INET6:
             self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -76,7 +80,7 @@ class Port:
             self._renewing = asyncio.create_task(self._renew(loaded))
 
     async def _accept(self) -> None:
-        """What accepts uses one context from its beginning to its end: another takes the same port over from it."""
+        """Listen until the TLS context changes. A listener keeps its context; its successor takes over the port."""
         tls, mutual, _ = self._security
         context = None if tls is None else tls.server_context(mutual=mutual)
         assert self._socket is not None
@@ -89,17 +93,17 @@ class Port:
             await before.stop()
 
     async def _renew(self, loaded: int) -> None:
-        """Until cancelled."""
+        """Watch the TLS files until cancelled."""
         assert self._security.tls is not None
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if (generation := self._security.tls.refresh()) != loaded:
-                with contextlib.suppress(OSError, StartError):  # they change at this moment: a second later then
+                with contextlib.suppress(OSError, StartError):  # the files are being replaced: retry in a second
                     await self._accept()
                     loaded = generation
 
     def close(self) -> None:
-        """Connections are the runner's to close."""
+        """Stop to listen; the runner closes the connections."""
         if self._renewing is not None:
             self._renewing.cancel()
         if self._socket is not None:

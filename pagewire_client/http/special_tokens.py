@@ -1,9 +1,8 @@
-"""Special tokens that are spelled in a chat: text, as over gRPC.
+"""Special tokens that are spelled in a chat: they are text, as over gRPC.
 
-The gateway reads them as what they spell, so a user's message could close its turn and begin one of the system. A chat
-that spells one, and has nothing but messages of text, is put through the template by the scheduler, and its token ids
-take the place of the gateway's. Of another, with tools for instance, only the gateway knows the template's input: it is
-refused.
+The gateway parses them as special tokens, so a user's message could close its turn and begin a system turn. If a chat
+spells one and has only messages of text, the scheduler renders and encodes it, and its token ids replace the gateway's.
+Any other chat, such as one with tools, is refused: only the gateway knows the template's input for it.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ from pagewire_client.http.unread import is_unicode
 from pagewire_common.sampling import NUMBERS
 
 PARSE = "parse_special_tokens"
-"""The field of a body that has them read as special tokens."""
+"""The body's field that allows special tokens to be parsed."""
 _NOT_FOR_THE_TEMPLATE = frozenset(
     (
         *("model", "user", "n", "seed", "stream", "stream_options", "stop", "stop_token_ids", "ignore_eos", "rid"),
@@ -39,13 +38,13 @@ _OF_A_MESSAGE = frozenset(("role", "content"))
 
 
 class SpecialTokens:
-    """Of the served model, whose files the scheduler is asked for once."""
+    """The special tokens of the served model, read once from its files on the scheduler."""
 
     def __init__(self) -> None:
         self._pattern: re.Pattern[str] | None = None
 
     async def learn(self, scheduler: grpc.aio.Channel, metadata: Any) -> None:
-        """Raises grpc.aio.AioRpcError."""
+        """Fetch the model's files. Raises grpc.aio.AioRpcError."""
         if self._pattern is None:
             read = common.GetTokenizerChunk.FromString
             ask: Any = scheduler.unary_stream(_GET_TOKENIZER, response_deserializer=read)
@@ -53,7 +52,7 @@ class SpecialTokens:
             self._pattern = await asyncio.to_thread(_pattern_of, archive)
 
     def spelled_in(self, fields: dict[str, Any]) -> str:
-        """One that the template may be given as a part of a text; empty if there is none."""
+        """A special token that the template may receive within a text; empty if there is none."""
         assert self._pattern is not None
         for text in _texts([value for name, value in fields.items() if name not in _NOT_FOR_THE_TEMPLATE]):
             if found := self._pattern.search(text):
@@ -62,7 +61,7 @@ class SpecialTokens:
 
 
 async def token_ids_of(fields: dict[str, Any], spelled: str, tokenize: Any, metadata: Any) -> list[int]:
-    """Of a chat in which a special token is `spelled`. Raises HttpError, or grpc.aio.AioRpcError."""
+    """Token ids of a chat in which the special token `spelled` occurs. Raises HttpError, or grpc.aio.AioRpcError."""
     chat = pb.Chat()
     messages = fields.get("messages")
     given = {name for name, value in fields.items() if value is not None}
@@ -82,14 +81,17 @@ async def token_ids_of(fields: dict[str, Any], spelled: str, tokenize: Any, meta
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All that a value of JSON has, names too, the text parts of one content as the one text that a template makes of
-    them, and what a text has that is JSON itself, such as a call's arguments, which a template is given as values."""
+    """All strings of a JSON value, names included.
+
+    The text parts of one content are joined, as a template joins them. Strings that are JSON themselves, such as a
+    call's arguments, are searched too: a template gets them as values.
+    """
     rest = [value]
     while rest:
         match rest.pop():
             case str(text):
                 yield text
-                if "\\" in text:  # without it the text itself has all that its values have
+                if "\\" in text:  # without a backslash, the text contains its values as they are
                     with contextlib.suppress(ValueError, RecursionError):
                         rest.append(json.loads(text))
             case dict(members):
@@ -102,7 +104,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _pattern_of(archive: bytes) -> re.Pattern[str]:
-    """Finds the special tokens that a model's files name."""
+    """A pattern that finds the special tokens that a model's files name."""
     special: set[str] = set()
     with zipfile.ZipFile(io.BytesIO(archive)) as files:
         for name, member in (("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "added_tokens_decoder")):
@@ -115,14 +117,17 @@ def _pattern_of(archive: bytes) -> re.Pattern[str]:
 
 
 def _any_of(words: list[str]) -> str:
-    """An expression for any of these sorted words: a trie, because some models have a thousand that begin alike, and
-    each of them would be tried at each place of a text. A word that another begins with stands for both."""
+    """A regular expression for any of these sorted words, as a trie.
+
+    Some models have a thousand special tokens with the same beginning, and plain alternatives would each be tried at
+    each position. A word that is another's prefix stands for both.
+    """
     if "" in words:
         return ""
     branches = []
     for _, group in groupby(words, key=lambda word: word[0]):
         same = list(group)
-        pairs = zip(same[0], same[-1], strict=False)  # the first and the last in order differ where any do
+        pairs = zip(same[0], same[-1], strict=False)  # the first and the last in order differ wherever any two do
         start = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         branches.append(re.escape(start) + _any_of([word[len(start) :] for word in same]))
     return f"(?:{'|'.join(branches)})"

@@ -1,4 +1,4 @@
-"""What single tokens say, which the scheduler is asked for once."""
+"""The texts of single tokens, each fetched from the scheduler once."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 from pagewire.v1 import inference_service_pb2 as pb
 
 MAX_SEPARATE = 4096
-"""Tokens of one question."""
+"""Tokens of one scheduler call."""
 
 
 class TokenTexts:
-    """Of the served model, of as many tokens as were asked for."""
+    """Texts of the served model's tokens, as far as they were requested."""
 
     def __init__(self) -> None:
         self._texts: dict[int, str] = {}
 
     async def learn(self, stub: Any, metadata: Any, token_ids: Iterable[int]) -> None:
-        """Raises grpc.aio.AioRpcError."""
+        """Fetch the texts of tokens. Raises grpc.aio.AioRpcError."""
         missing = [token_id for token_id in dict.fromkeys(token_ids) if token_id not in self._texts]
         for start in range(0, len(missing), MAX_SEPARATE):
             part = missing[start : start + MAX_SEPARATE]

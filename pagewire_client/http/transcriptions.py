@@ -1,6 +1,6 @@
-"""OpenAI's /v1/audio/transcriptions and /v1/audio/translations, which the gateway has not for models like Whisper.
+"""OpenAI's /v1/audio/transcriptions and /v1/audio/translations, which the gateway lacks for models like Whisper.
 
-A form with a file comes in; its text goes out whole, or with `stream` as events, as it is understood.
+The request is a form with a file. The answer is the whole text, or with `stream` events as the text is recognised.
 """
 
 import asyncio
@@ -26,25 +26,25 @@ GRANULARITY = "timestamp_granularities"
 GRANULARITIES = frozenset(("segment", "word"))
 _STREAMS = {"": False, "0": False, "1": True, "false": False, "true": True}
 FRAMES_PER_SECOND = 100
-"""Of a sound's features, in which OpenAI counts `seek`."""
+"""Feature frames of a second of sound; OpenAI's `seek` counts them."""
 MAX_PARTS = 32
 MAX_TEXT_BYTES = 1 << 18
-"""Of a part that is no file."""
+"""Bytes of a form's part that is not a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is asked for, and in which of FORMATS; or as events, if it `streams`."""
+    """A parsed request. The answer has one of FORMATS, or is a stream of events with `streams`."""
 
     asked: pb.TranscribeRequest
     format: str
     streams: bool
     granularities: frozenset[str]
-    """Which of GRANULARITIES verbose_json has."""
+    """The GRANULARITIES that verbose_json includes."""
 
 
 async def _read_form(call: Call) -> Form:
-    """Raises HttpError."""
+    """Read and check the form. Raises HttpError."""
     parts, granularities, sound = await _read_parts(call)
     name = parts.get("response_format", "json")
     if sound is None:
@@ -78,7 +78,7 @@ async def _read_form(call: Call) -> Form:
 
 
 async def _read_parts(call: Call) -> tuple[dict[str, str], frozenset[str], bytearray | None]:
-    """The texts of a form, its granularities, and its file, which need have neither a name nor a type.
+    """The form's texts, its granularities, and its file, which needs neither a name nor a type.
 
     Raises HttpError.
     """
@@ -128,7 +128,7 @@ def _translates(call: Call) -> bool:
 
 
 async def transcribe(call: Call) -> web.StreamResponse:
-    """What is understood goes out as it comes, if the form says so: then an error may be the last event."""
+    """Answer whole, or as a stream of events, in which an error may be the last event."""
     form = await _read_form(call)
     response: web.StreamResponse | None = None
     found: dict[str, Any] = {"task": "translate" if _translates(call) else "transcribe", "segments": [], "words": []}
@@ -181,7 +181,7 @@ async def transcribe(call: Call) -> web.StreamResponse:
 
 
 def _segment(segment: pb.TranscriptSegment, number: int, temperature: float) -> dict[str, Any]:
-    """With every member that OpenAI's segments have; what the model does not say is null."""
+    """A segment with all of OpenAI's members; values that the model does not provide are null."""
     text = segment.text.encode()
     return {
         "id": number,
@@ -198,7 +198,7 @@ def _segment(segment: pb.TranscriptSegment, number: int, temperature: float) -> 
 
 
 def _subtitles(segments: Sequence[dict[str, Any]], *, is_vtt: bool) -> str:
-    """SubRip's form, or WebVTT's, which differ in their heads and in the mark before milliseconds."""
+    """SubRip or WebVTT subtitles, which differ in their head and in the mark before milliseconds."""
     mark = "." if is_vtt else ","
     cues = [f"{_time(one['start'], mark)} --> {_time(one['end'], mark)}\n{_line(one['text'])}\n\n" for one in segments]
     if is_vtt:
@@ -207,7 +207,7 @@ def _subtitles(segments: Sequence[dict[str, Any]], *, is_vtt: bool) -> str:
 
 
 def _line(text: str) -> str:
-    """In one line, without what would be read as times."""
+    """The text on one line, without marks that would parse as times."""
     return " ".join(text.split()).replace("-->", "->")
 
 

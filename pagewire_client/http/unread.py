@@ -1,5 +1,7 @@
-"""What the gateway does not pass on of a chat, and goes around it: the name of an adapter, biases, and the token ids of
-a chat that the gateway would read otherwise than it is meant."""
+"""Fields of a chat that bypass the gateway: an adapter's name, logit biases, and token ids.
+
+Token ids replace the gateway's where it would parse a chat in another way.
+"""
 
 import json
 import re
@@ -19,7 +21,7 @@ MAX_BIASES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Where nothing is set, the gateway passes on all that matters."""
+    """The fields that bypass the gateway; empty if it forwards all fields that matter."""
 
     lora_name: str = ""
     logit_bias: dict[int, float] = field(default_factory=dict)
@@ -29,8 +31,11 @@ class Unread:
         return [(LORA_NAME, self.lora_name.encode())] if self.lora_name else []
 
     def named_in(self, answer: bytes, model: str) -> tuple[bytes, bytes]:
-        """The next bytes of an answer, which has the `model` where the client said the adapter, and what of them has to
-        wait for those behind it. (The quotes of what is text there are escaped.)"""
+        """Replace the `model` name in an answer's next bytes by the adapter's.
+
+        Returns the bytes to send, and the rest, which waits for the bytes after it. (Quotes within texts are escaped,
+        so no text matches.)
+        """
         if not self.lora_name:
             return answer, b""
         member = _member(model)
@@ -39,7 +44,7 @@ class Unread:
         return answer[: len(answer) - begun], answer[len(answer) - begun :]
 
     def put_into(self, message: bytes) -> bytes:
-        """A vllm.GenerateRequest with it."""
+        """A serialized vllm.GenerateRequest with these fields added."""
         if not self.logit_bias and not self.token_ids:
             return message
         request = vllm.GenerateRequest.FromString(message)
@@ -50,8 +55,11 @@ class Unread:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Raises HttpError where it is none. The gateway is given what was read, and not what came: what two readers
-    understand differently would go around the checks of the first."""
+    """Parse a JSON object. Raises HttpError for anything else.
+
+    The gateway gets the parsed object, written anew: input that two parsers read differently would evade the first
+    one's checks.
+    """
     try:
         fields: Any = json.loads(body)
     except (ValueError, RecursionError):
@@ -62,7 +70,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def write_object(fields: dict[str, Any]) -> bytes:
-    """Raises HttpError."""
+    """Serialize an object. Raises HttpError."""
     try:
         return json.dumps(fields, allow_nan=False).encode()
     except (ValueError, RecursionError):
@@ -70,7 +78,7 @@ def write_object(fields: dict[str, Any]) -> bytes:
 
 
 def take_out(fields: dict[str, Any], model: str) -> Unread:
-    """What a body has of it; where it names an adapter, it then names the `model`. Raises HttpError."""
+    """Remove these fields from a body. If it names an adapter, it then names the `model`. Raises HttpError."""
     bias = read_bias(fields.get("logit_bias"))
     name = fields.get("model")
     if not isinstance(name, str) or name in ("", model):
@@ -82,12 +90,12 @@ def take_out(fields: dict[str, Any], model: str) -> Unread:
 
 
 def _member(model: str) -> bytes:
-    """As the gateway writes it."""
+    """The member "model" as the gateway writes it."""
     return f'"model":{json.dumps(model, ensure_ascii=False)}'.encode()
 
 
 def read_bias(given: Any) -> dict[int, float]:
-    """From a body's `logit_bias`. Raises HttpError."""
+    """Parse a body's `logit_bias`. Raises HttpError."""
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -104,5 +112,5 @@ def read_bias(given: Any) -> dict[int, float]:
 
 
 def is_unicode(text: str) -> bool:
-    """Not with half of a character, which JSON can spell and nothing can encode."""
+    """Whether a text can be encoded: JSON can spell a lone surrogate."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,4 +1,4 @@
-"""The channel to the scheduler, which is made anew when the certificates change that it was made with."""
+"""The channel to the scheduler, which is replaced when its certificates change."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +13,7 @@ from pagewire_common.connection.tls import TlsFolder, secure_channel
 
 @dataclass(slots=True)
 class _Made:
-    """A channel, of the files as they were at their `generation`."""
+    """A channel, made from the files of one `generation`."""
 
     channel: grpc.aio.Channel
     generation: int
@@ -21,7 +21,7 @@ class _Made:
 
 
 class Upstream:
-    """Create it inside the event loop that uses it. Raises StartError when the certificates cannot be used."""
+    """The current channel. Create it inside the event loop that uses it. Raises StartError for bad certificates."""
 
     def __init__(self, target: str, tls: Path | None = None) -> None:
         self._target = target
@@ -37,7 +37,7 @@ class Upstream:
 
     @asynccontextmanager
     async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        """For the calls of one block, which end on the channel that they began on, though there may be a new one."""
+        """The channel for the calls of one `with` block. They keep it, even if it is replaced meanwhile."""
         if self._generation() != self._made.generation:
             before, self._made = self._made, self._make()
             await self._close_unused(before)

@@ -1,6 +1,6 @@
-"""OpenAI's /v1/embeddings, /v1/rerank as Jina, Cohere and vLLM have it, and vLLM's /v1/score.
+"""OpenAI's /v1/embeddings, /v1/rerank in the format of Jina, Cohere and vLLM, and vLLM's /v1/score.
 
-The gateway has no scores, makes one text of a list, and knows no `dimensions`.
+The gateway has no scores, joins a list into one text, and has no `dimensions`.
 """
 
 import base64
@@ -19,7 +19,7 @@ from pagewire_client.http.call import MAX_TEXTS, Call, Fields, Number, Priority,
 
 
 class EmbeddingsFields(Fields):
-    """`normalize`, `truncate` and `priority` are those of our own protocol."""
+    """OpenAI's fields, and our protocol's `normalize`, `truncate` and `priority`."""
 
     input: Texts
     encoding_format: Literal["float", "base64"] = "float"
@@ -30,7 +30,7 @@ class EmbeddingsFields(Fields):
 
 
 class Document(BaseModel):
-    """What else it has does not count."""
+    """A document's text; its other fields are ignored."""
 
     text: str
 
@@ -54,7 +54,7 @@ class ScoreFields(Fields):
 
 
 async def embeddings(call: Call) -> web.StreamResponse:
-    """The whole is kept until the last vector has come, since only then the status is known."""
+    """Answer with vectors. All vectors are kept until the last arrives: only then the status is known."""
     fields = await call.fields(EmbeddingsFields)
     asked = pb.EmbedRequest(
         inputs=map(_input, each_text(fields.input)),
@@ -95,7 +95,7 @@ def _base64(embedding: Embedding) -> bytes:
 
 
 def _numbers(embedding: Embedding) -> bytes:
-    """With the nine digits that tell every float32 from all others."""
+    """A vector as JSON, with nine digits, which identify every float32."""
     return f"[{','.join(map('{:.9g}'.format, embedding.vector))}]".encode()
 
 

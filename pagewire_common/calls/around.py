@@ -18,9 +18,9 @@ def kind_of(handler: Any) -> str:
 
 
 def put_around(handler: Any, around: Around) -> Any:
-    """The handler, each of whose calls is made within `around`.
+    """The handler, with each call inside the context manager `around`.
 
-    It holds no request: the frames that gRPC's exception came through stay in memory until Python's collector runs.
+    It keeps no reference to the request: stack frames in gRPC's exception stay in memory until Python's collector runs.
     """
     kind = kind_of(handler)
     behavior = getattr(handler, kind)

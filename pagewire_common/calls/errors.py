@@ -1,4 +1,4 @@
-"""The kind of error that a client is meant to read, and the interceptor that keeps every other kind inside."""
+"""The errors that a client may read, and the interceptor that hides all others."""
 
 import asyncio
 import inspect
@@ -19,11 +19,11 @@ from pagewire_common.calls.unknown_fields import unknown_field
 log = structlog.get_logger()
 
 MAX_STATUS_BYTES = 4096
-"""Bytes of an error's sentence, encoded for the header that it travels in."""
+"""Bytes of an error's message, encoded for its header."""
 
 
 class RequestError(Exception):
-    """A call ends with this gRPC status and this sentence."""
+    """A call ends with this gRPC status and message."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -34,17 +34,19 @@ Behavior = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
 
 
 MAX_FIELDS = 6 << 10
-"""Fields of a request: more than all its lists together may have, and few enough to be counted and parsed quickly."""
+"""Fields of a request: more than all its lists together may have, and few enough to count and parse quickly."""
 
 
 request_size: ContextVar[int] = ContextVar("request_size", default=0)
-"""Bytes of this call's request as it came. The parsed message may show fewer: of a field that comes twice protobuf
-shows the last value only, and the first stays in memory for as long as the call is open.
+"""Bytes of this call's serialized request.
+
+The parsed message may show fewer: if a field comes twice, protobuf shows only the last value, and the first stays in
+memory as long as the call is open.
 """
 
 
 class _Unparsed(NamedTuple):
-    """In place of a request that would take too long to be parsed."""
+    """Stands in for a request that would take too long to parse."""
 
     reason: str
     code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT
@@ -58,9 +60,9 @@ class RequestLimits(NamedTuple):
 
     num_bytes: int
     num_opaque_bytes: int = 0
-    """Besides, in fields that are not parsed, such as a sound."""
+    """Further bytes allowed in fields that are not parsed, such as a sound."""
     will_grow: str = ""
-    """Why a larger request may be taken later; otherwise it never is."""
+    """Why a larger request may be accepted later; empty if it never is."""
 
 
 _HEALTH = "/grpc.health."
@@ -72,10 +74,10 @@ MAX_HEALTH_BYTES = 256
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns RequestError into its status and anything else uncaught into INTERNAL without details.
+    """Turns RequestError into its status, and any other uncaught error into INTERNAL without details.
 
-    gRPC would show an uncaught exception's text to the client. With `limits`, a request beyond them or of too many
-    fields is refused before it is parsed, because the interpreter can do nothing else during parsing.
+    gRPC would show an uncaught exception's text to the client. With `limits`, a request that is too large or has too
+    many fields is refused before it is parsed, because parsing holds the interpreter's lock.
     """
 
     def __init__(self, limits: Callable[[], RequestLimits] | None = None) -> None:
@@ -95,7 +97,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         elif handler.request_streaming:
             handler = handler._replace(request_deserializer=_readable_in_a_stream(parse))
         else:
-            descriptor = parse.__self__.DESCRIPTOR  # it is a generated message's FromString
+            descriptor = parse.__self__.DESCRIPTOR  # a generated message's FromString
             parse = _readable(parse)
             if handler_call_details.method.startswith(_CLIENTS):
                 parse = _known(parse)
@@ -113,7 +115,7 @@ _UNREADABLE = "the request's bytes are no message of this method"
 
 
 def _readable_in_a_stream(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """The method itself reads, and is where it is raised."""
+    """A parser for a stream of requests. The method itself reads them, so the error is raised there."""
 
     def readable(data: bytes) -> Any:
         try:
@@ -125,7 +127,7 @@ def _readable_in_a_stream(parse: Callable[[bytes], Any]) -> Callable[[bytes], An
 
 
 def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """gRPC would show the parser's own words, as UNKNOWN."""
+    """A parser that returns `_Unparsed` for invalid bytes; gRPC would report UNKNOWN with the parser's message."""
 
     def readable(data: bytes) -> Any:
         try:
@@ -137,7 +139,7 @@ def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _known(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Refuses requests with fields that this server does not know: an answer that ignores them would be wrong."""
+    """Refuse requests with unknown fields: an answer that ignores them would be wrong."""
 
     def known(data: bytes) -> Any:
         request = parse(data)
@@ -199,9 +201,9 @@ def _guard_generator(behavior: Behavior) -> Behavior:
 
 
 def _short(sentence: str) -> str:
-    """As much of a sentence as fits into a status. It may quote what a client sent or what a model's author wrote.
+    """A message, cut to fit into a status. It may quote a client's input or a model's file.
 
-    It travels in a header, percent-encoded, and gRPC libraries drop calls whose headers are larger than 8 KiB.
+    It is sent in a header, percent-encoded, and gRPC libraries drop calls whose headers are larger than 8 KiB.
     """
     short = sentence[:MAX_STATUS_BYTES]
     while len(quote(short)) > MAX_STATUS_BYTES:
@@ -210,21 +212,21 @@ def _short(sentence: str) -> str:
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
-    """Ends a call. gRPC's own exception refers to itself: it stays in memory until Python's collector runs.
+    """End a call with an error.
 
-    All objects that it refers to stay as well. They must not include the request, nor the frames that `error` came
-    through.
+    gRPC's own exception refers to itself, so it and its objects stay in memory until Python's collector runs. They must
+    not include the request, nor the stack frames of `error`.
     """
     if isinstance(error, RequestError):
         error.__traceback__ = error.__context__ = None
         try:
             await context.abort(error.code, _short(str(error)))
-        except grpc.aio.InternalError:  # the client is gone, or a message that it does not read is in the way
+        except grpc.aio.InternalError:  # the client is gone, or an unread message blocks the end
             log.info("call cancelled", code=error.code.name, reason=str(error))
             raise asyncio.CancelledError from None  # the only end that gRPC accepts now
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if isinstance(error, NotImplementedError):  # a method of the contract that the servicer leaves to its base class
+    if isinstance(error, NotImplementedError):  # a method that the servicer does not implement
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not implement the method")
     log.error("call failed", exc_info=error)
     error.__traceback__ = error.__context__ = None

@@ -1,7 +1,7 @@
-"""How many fields a message has, counted before it is parsed, because parsing holds the interpreter's lock.
+"""Counts a message's fields before it is parsed, because parsing holds the interpreter's lock.
 
 The smallest part of a message, such as a chat message without role and content, takes two bytes and 20 to 90 ns to
-parse: a request of 1.5 MB may have 786,000 of them. Of each field, only where the next one begins is read here.
+parse: a request of 1.5 MB may have 786,000 of them. The count only finds where each next field begins.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ _LONGEST_VARINT = 10
 
 
 def has_more_fields(data: bytes, message: Descriptor, most: int) -> bool:
-    """Whether an encoded message has more than `most` fields; 0.3 µs for each that is counted.
+    """Whether an encoded message has more than `most` fields; takes 0.3 µs for each counted field.
 
-    Fields of its parts count as well, but not fields of parts that have neither parts nor lists of strings: numbers and
-    single strings are quickly parsed. A packed list is one field. Every four bytes of a field's tag and number, or
-    length, count as one more: they may be written longer than they need be. Bytes that are no message are left to the
-    parser, which stops where this function stops.
+    Fields of its parts count as well, except in parts that have neither parts nor lists of strings: numbers and single
+    strings are quickly parsed. A packed list is one field. Every four bytes of a field's tag and number, or length,
+    count as one more, because varints may be padded. For invalid bytes the count stops where the parser stops, and the
+    parser reports the error.
     """
     if len(data) <= most:
         return False
@@ -31,9 +31,9 @@ def has_more_fields(data: bytes, message: Descriptor, most: int) -> bool:
 
 
 def num_opaque_bytes(data: bytes, message: Descriptor) -> int:
-    """How many bytes of an encoded message are the contents of its `bytes` fields and those of its parts.
+    """How many bytes of an encoded message are contents of `bytes` fields, its parts' included.
 
-    No parser looks into them. Of bytes that are no message those count that lie before the place where a parser stops.
+    The parser only copies them. In an invalid message, bytes count up to the place where a parser stops.
     """
     found = 0
     with suppress(IndexError, ValueError):
@@ -49,7 +49,7 @@ def num_opaque_bytes(data: bytes, message: Descriptor) -> int:
 def _long_fields(
     data: bytes, position: int, end: int, message: Descriptor
 ) -> Iterator[tuple[int, int, FieldDescriptor]]:
-    """Where the contents of fields begin and end that have a length, and what they are."""
+    """The start and end of each field that has a length, with its descriptor."""
     while position < end:
         tag, position = _varint(data, position)
         kind, field = tag & 7, message.fields_by_number.get(tag >> 3)
@@ -99,7 +99,7 @@ def _takes_long(field: FieldDescriptor) -> bool:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The number that begins at a position, and the position behind it. Raises IndexError or ValueError."""
+    """The varint at a position, and the position after it. Raises IndexError or ValueError."""
     number = data[position]
     if number < 0x80:
         return number, position + 1

@@ -1,6 +1,6 @@
-"""Writes to one client, for as long as it reads: a write that takes too long, or is given up, ends the call.
+"""Writes to one client: a write that takes too long, or is given up, ends the call.
 
-One timer a call watches its writes: a timeout around each write took a tenth of the time of sending a message.
+One timer a call watches its writes: a timeout around each write took 10 % of the time of sending a message.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from pagewire_common.calls.errors import RequestError
 
 
 class PatientWriter:
-    """Belongs to the task that makes it, and writes for it until `close`."""
+    """A call's writer. It belongs to the task that makes it, until `close`."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], limit: float) -> None:
         """`limit`: seconds that a message may go unread."""
@@ -22,13 +22,15 @@ class PatientWriter:
         self._limit = limit
         self._task = task
         self._loop = asyncio.get_running_loop()
-        self._began: float | None = None  # the write under way
-        self._error: RequestError | None = None  # why the write under way is given up
+        self._began: float | None = None  # start of the current write
+        self._error: RequestError | None = None  # why the current write is given up
         self._timer = self._loop.call_later(limit, self._check)
 
     async def write(self, message: Any) -> None:
-        """Raises RESOURCE_EXHAUSTED when the client does not read in time, CANCELLED when it has gone meanwhile, or the
-        error of `give_up`.
+        """Write a message.
+
+        Raises RESOURCE_EXHAUSTED if the client does not read in time, CANCELLED if it has gone, or the error of
+        `give_up`.
         """
         self._began = self._loop.time()
         try:
@@ -37,7 +39,7 @@ class PatientWriter:
             if self._error is None or self._task.uncancel():
                 raise
             raise RequestError(self._error.code, str(self._error)) from None
-        except grpc.aio.InternalError:  # what gRPC makes of a write that meets the end of its call
+        except grpc.aio.InternalError:  # gRPC's error for a write at the end of its call
             raise RequestError(grpc.StatusCode.CANCELLED, "the client is gone") from None
         self._began = None
 
@@ -51,7 +53,7 @@ class PatientWriter:
             self.give_up(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
 
     def give_up(self, error: RequestError) -> None:
-        """End the write under way with this error, if there is one."""
+        """End the current write, if any, with this error."""
         if self._began is not None and self._error is None:
             self._error = error
             self._task.cancel()

@@ -8,7 +8,7 @@ def parse_address(address: str) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Raises ValueError for what is not HOST:PORT. An IPv6 address keeps its brackets."""
+    """Host and port. Raises ValueError if the text is not HOST:PORT. An IPv6 address keeps its brackets."""
     host, separator, port = address.rpartition(":")
     if not (host and separator and port.isdigit() and int(port) < 65536):
         raise ValueError(f"'{address}' is not HOST:PORT")

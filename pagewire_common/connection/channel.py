@@ -1,7 +1,7 @@
-"""Where channels are made, and whether a call goes through an HTTP proxy that the environment names.
+"""Opens channels, and decides whether a call goes through the environment's HTTP proxy.
 
-gRPC by itself sends every call to that proxy, those to this machine and to workers among them. Here calls between our
-services never use a proxy, and clients' calls do unless the server is on this machine.
+gRPC by default sends every call to the proxy, calls to this machine and to workers too. Here calls between our services
+never use a proxy. Clients' calls use it unless the server is on this machine.
 """
 
 import ipaddress
@@ -38,9 +38,10 @@ def direct_opener(*handlers: BaseHandler) -> OpenerDirector:
 
 
 def proxy_of(target: str, environment: Mapping[str, str] | None = None) -> str:
-    """The HOST:PORT of the proxy that a client's calls to `target` go through; empty if they go there directly.
+    """The HOST:PORT of the proxy for a client's calls to `target`; empty if they go there directly.
 
-    Raises ValueError for a variable that is not a URL. The error does not quote it, as a password may be in it.
+    Raises ValueError for a variable that is not a URL. The error does not quote the value, which may contain a
+    password.
     """
     if is_local(target):
         return ""
@@ -54,7 +55,7 @@ def proxy_of(target: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def _http_address(variable: str, url: str) -> str:
-    """The HOST:PORT in the URL of a proxy; empty for another scheme than http, which gRPC does not use."""
+    """The HOST:PORT in a proxy's URL; empty for schemes other than http, which gRPC does not use."""
     try:
         parts = urlsplit(url)
         if parts.scheme != "http":
@@ -70,7 +71,7 @@ def _http_address(variable: str, url: str) -> str:
 
 
 def _matches(host: str, exception: str) -> bool:
-    """Whether gRPC would match: the end of a name, or a network. "*" matches every host, as in curl."""
+    """Whether gRPC would match a host: by the end of its name, or a network. "*" matches every host, as in curl."""
     if not exception:
         return False
     if exception == "*" or host.endswith(exception.removeprefix(".")):
@@ -95,7 +96,7 @@ def is_socket(target: str) -> bool:
 
 
 def is_local(target: str) -> bool:
-    """Whether it is on this machine for certain."""
+    """Whether the target is certainly on this machine."""
     if is_socket(target):
         return True
     host, _ = split_target(target)

@@ -1,9 +1,10 @@
-"""TLS from a folder with the names that cert-manager writes: tls.crt and tls.key are one's own, ca.crt is for the
-certificates of the other side.
+"""TLS from a folder with cert-manager's file names.
 
-A server looks at the files when a connection comes, so that a renewed certificate is used from the next one on. Files
-that are being replaced are passed over until they are whole: nothing has changed for SETTLE_SECONDS, all that were in
-use are there, and they belong together.
+tls.crt and tls.key are one's own certificate and key; ca.crt verifies the peer's certificates.
+
+A server checks the files at each connection, and uses a renewed certificate from the next connection on. While files
+are being replaced, the old ones stay in use. New files count as complete if they have not changed for SETTLE_SECONDS,
+none is missing that was in use, and certificate and key match.
 """
 
 import contextlib
@@ -24,7 +25,9 @@ log = structlog.get_logger()
 
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 SETTLE_SECONDS = 1.0
-"""Files that changed later may be half written: a list of authorities that was cut off is a list of fewer ones."""
+"""Seconds without a change before files count as complete. A truncated list of authorities would be a valid, shorter
+list.
+"""
 
 
 class _Files(NamedTuple):
@@ -34,7 +37,7 @@ class _Files(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """Names of the files that are there."""
+        """Names of the existing files."""
         return {name for name, data in zip((CERTIFICATE, KEY, AUTHORITY), self, strict=True) if data is not None}
 
     @property
@@ -43,9 +46,9 @@ class _Files(NamedTuple):
 
 
 class TlsFolder:
-    """The folder of one side. Raises StartError when what is in it is no certificate, or there is none at all.
+    """One side's TLS folder. Any thread may use it.
 
-    Any thread may use it.
+    Raises StartError if its files are invalid or there are none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,10 +60,10 @@ class TlsFolder:
         except (OSError, ValueError) as error:
             raise StartError(f"cannot use the certificates in {folder}: {error}") from None
         self._generation = 0  # of the files in use
-        self._seen, self._seen_at = self._stamp, 0.0  # the last look, and when the first one had found the same
+        self._seen, self._seen_at = self._stamp, 0.0  # the last look, and when the same was first seen
 
     def _look(self) -> tuple[object, ...]:
-        """A value that changes with the files, or with the right to read them."""
+        """A value that changes with the files, and with the right to read them."""
         stamps: list[object] = []
         for name in (CERTIFICATE, KEY, AUTHORITY):
             try:
@@ -72,7 +75,7 @@ class TlsFolder:
         return tuple(stamps)
 
     def _read(self) -> _Files:
-        """Raises OSError, of which ssl's errors are, or ValueError, for files that cannot be used."""
+        """Read the files. Raises OSError (ssl's errors are OSErrors) or ValueError if they cannot be used."""
         paths = [self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)]
         files = _Files(*(path.read_bytes() if path.exists() else None for path in paths))
         if not files.names:
@@ -90,16 +93,16 @@ class TlsFolder:
         return files
 
     def refresh(self) -> int:
-        """Take in files that have changed and can be used; returns the number of the files in use.
+        """Load changed files if they can be used; returns the generation of the files in use.
 
-        Each server compares it with the number of those that it has loaded: several of them may use a folder.
+        Each server compares the generation with the one it has loaded: several servers may use a folder.
         """
         with self._lock:
             stamp, now = self._look(), time.monotonic()
             if stamp != self._seen:
                 self._seen, self._seen_at = stamp, now
             if self._seen_at and (now - self._seen_at >= SETTLE_SECONDS or self._is_old()):
-                self._seen_at = 0.0  # said once for each change
+                self._seen_at = 0.0  # logged once for each change
                 if stamp != self._stamp:
                     self._take(stamp)
             return self._generation
@@ -122,7 +125,7 @@ class TlsFolder:
                 reason, folder = str(error), str(self._folder)
                 log.error("changed certificates cannot be used; the old ones stay", folder=folder, reason=reason)
             return
-        if self._look() == stamp:  # otherwise they change at this moment
+        if self._look() == stamp:  # otherwise they are being replaced now
             self._stamp, self._files = stamp, files
             self._generation += 1
             log.info("certificates read again", folder=str(self._folder))
@@ -134,14 +137,14 @@ class TlsFolder:
             raise StartError(f"clients' certificates are checked with {AUTHORITY}, which {self._folder} has not")
 
     def server_credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
-        """For a gRPC server; with `mutual`, clients need certificates as well. Raises StartError."""
+        """Credentials of a gRPC server; with `mutual`, clients need certificates too. Raises StartError."""
         self._need_own(mutual=mutual)
         loaded = self.refresh()
 
         def configuration() -> Any:
             return grpc.ssl_server_certificate_configuration(self._files.pairs, self._files.authority)
 
-        def if_changed() -> Any:  # gRPC asks at each handshake, on a thread of its own
+        def if_changed() -> Any:  # gRPC calls this at each handshake, on its own thread
             nonlocal loaded
             if (generation := self.refresh()) == loaded:
                 return None
@@ -151,13 +154,13 @@ class TlsFolder:
         return grpc.dynamic_ssl_server_credentials(configuration(), if_changed, mutual)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a gRPC client, from the files as they are now. Without ca.crt the system's authorities count."""
+        """Credentials of a gRPC client, from the current files. Without ca.crt the system's authorities count."""
         self.refresh()
         key, certificate = self._files.pairs[0] if self._files.pairs else (None, None)
         return grpc.ssl_channel_credentials(self._files.authority, key, certificate)
 
     def client_context(self) -> ssl.SSLContext:
-        """The same for HTTP. Raises OSError while the files change."""
+        """The context of an HTTP client, from the current files. Raises OSError while the files change."""
         has_authority = self._files.authority is not None
         context = ssl.create_default_context(cafile=self._folder / AUTHORITY if has_authority else None)
         if self._files.pairs:
@@ -166,12 +169,12 @@ class TlsFolder:
         return context
 
     def _check_unchanged(self) -> None:
-        """Raises OSError where the files on the disk are not those in use, which alone were checked."""
+        """Raises OSError if the files on disk differ from the files in use: only the latter were checked."""
         if self._look() != self._stamp:
             raise OSError(f"the files in {self._folder} are being replaced")
 
     def server_context(self, *, mutual: bool) -> ssl.SSLContext:
-        """For an HTTP server, of the files as they are now. Raises StartError, or OSError while they change."""
+        """The context of an HTTP server, from the current files. Raises StartError, or OSError while they change."""
         self._need_own(mutual=mutual)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY, _no_password)
@@ -184,7 +187,7 @@ class TlsFolder:
 
 @contextlib.contextmanager
 def _named(files: str) -> Iterator[None]:
-    """Has errors of ssl, which leave out what was read, name the files. Raises ValueError."""
+    """Add the files' names to ssl's errors, which lack them. Raises ValueError."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -192,13 +195,15 @@ def _named(files: str) -> Iterator[None]:
 
 
 def _no_password() -> str:
-    """Without it, ssl would ask for an encrypted key's password at the terminal, and wait."""
+    """An empty password: otherwise ssl would ask for an encrypted key's password at the terminal, and wait."""
     raise OSError("the key is encrypted; it must not be")
 
 
 class Security(NamedTuple):
-    """Conditions for calling a server: TLS if there is a folder, a client certificate if it is `mutual`, and the name
-    `identity` in that certificate unless it is empty.
+    """Conditions for calling a server.
+
+    A folder requires TLS; `mutual` requires a client certificate. `identity`, unless empty, is the name that the client
+    certificate must have.
     """
 
     tls: TlsFolder | None = None
@@ -217,9 +222,9 @@ def secure_channel(
     identity: str = "",
     may_use_proxy: bool = False,
 ) -> grpc.aio.Channel:
-    """A channel to `target`, in plain text where there is no folder.
+    """A channel to `target`, in plain text without a folder.
 
-    The server's certificate must be for `identity`, or for the host in `target` if it is empty.
+    The server's certificate must be for `identity`, or if that is empty for the host in `target`.
     """
     names = [("grpc.ssl_target_name_override", identity)] if identity and tls is not None else []
     credentials = None if tls is None else tls.channel_credentials()
@@ -227,6 +232,6 @@ def secure_channel(
 
 
 def peer_names(context: grpc.aio.ServicerContext[Any, Any]) -> set[str]:
-    """The names in the certificate of a call's other side; none where it has shown no certificate."""
+    """The names in the peer's certificate; empty without a certificate."""
     names = context.auth_context().get("x509_subject_alternative_name", ())
     return {name.decode(errors="replace") for name in names}

@@ -1,1 +1,1 @@
-"""Files of a model that both services read."""
+"""A model's files that both services read."""

@@ -1,4 +1,4 @@
-"""The tokens that end an output, as a model's files name them. The scheduler ends outputs there; workers allow it."""
+"""The tokens that end an output, from a model's files. The scheduler ends outputs at them; workers allow them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,10 @@ from pagewire_common.start_error import StartError
 
 
 def eos_token_ids(config: Mapping[str, Any], generation: GenerationConfig, of_tokenizer: int | None) -> tuple[int, ...]:
-    """From generation_config.json or, if it names none, from config.json. Raises StartError for what is no token id.
+    """End-of-sequence tokens from generation_config.json, or if it has none, from config.json.
 
-    The tokenizer's own end of sequence is one too, as in vLLM: base models are fine-tuned to end turns with another.
+    The tokenizer's own end-of-sequence token counts too, as in vLLM: base models are fine-tuned to end turns with
+    another token. Raises StartError for an invalid token id.
     """
     named = generation.tokens("eos_token_id")
     if not named and (found := config.get("eos_token_id")) is not None:

@@ -1,6 +1,6 @@
-"""The defaults of sampling parameters that a request leaves out: from the model's generation_config.json.
+"""Default sampling parameters from the model's generation_config.json.
 
-At start, workers check the file and refuse keys that are not supported; front ends use its values.
+At start, workers check the file and refuse unsupported keys; front ends use its values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """The generation keys of a model's files, with checked values; `file` is the name of the file that has them.
+    """The generation keys of a model's files, with checked values; `file` is the file's name.
 
     Keys with an empty value (null, or an empty list, object or text) are left out.
     """
@@ -33,8 +33,10 @@ class GenerationConfig:
     def read(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None, vocabulary_size: int
     ) -> "GenerationConfig":
-        """From generation_config.json or, without that file, from the generation keys of config.json, as older folders
-        and transformers have it. Raises StartError for an unknown key, and for a value that no request might set."""
+        """Read generation_config.json, or without that file the generation keys of config.json, as transformers does.
+
+        Raises StartError for an unknown key, and for a value that no request may set.
+        """
         if generation is None:
             file, said = "config.json", {key: config[key] for key in config.keys() & kinds({}).keys()}
         else:
@@ -55,7 +57,7 @@ class GenerationConfig:
 
     @property
     def chosen_by_requests(self) -> dict[str, Any]:
-        """The keys of the decoding method that the file prefers; a request gets that method only if it asks for it."""
+        """The keys of the file's preferred decoding method, which applies only if a request asks for it."""
         return {
             key: self.keys[key]
             for key, (_, nothing) in CHOSEN_BY_REQUESTS.items()
@@ -70,12 +72,12 @@ class GenerationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults(SamplerParams):
-    """Values for fields that a request leaves out, read as the authors' own library reads them.
+    """Defaults of fields that a request leaves out; they mean the same as in the authors' own library.
 
-    Without do_sample, decoding is greedy whatever the other fields say. `max_length` and `min_length` count the prompt,
-    and apply where `max_new_tokens` and `min_new_tokens` say nothing. The last token of each of `bad_words` may not
-    follow its other tokens. `suppressed` tokens are never chosen, and `begin_suppressed` tokens are never chosen first;
-    no field of a request overrides this.
+    Without do_sample, decoding is greedy whatever the other fields are. `max_length` and `min_length` count the prompt,
+    and apply if `max_new_tokens` and `min_new_tokens` are absent. The last token of each of `bad_words` may not follow
+    its other tokens. `suppressed` tokens are never chosen, and `begin_suppressed` tokens are never chosen first; no
+    field of a request overrides this.
     """
 
     max_new_tokens: int | None = None
@@ -108,7 +110,7 @@ class GenerationDefaults(SamplerParams):
 
     @property
     def not_with_beams(self) -> str | None:
-        """A key that bends the model's distribution or cuts outputs short, which beam search does not allow."""
+        """The first key that changes the model's distribution or shortens outputs, which beam search does not allow."""
         says = {
             "suppress_tokens": self.suppressed,
             "begin_suppress_tokens": self.begin_suppressed,
@@ -120,22 +122,22 @@ class GenerationDefaults(SamplerParams):
 
     @property
     def num_listed(self) -> int:
-        """The numbers in lists that each request carries."""
+        """Numbers in the lists that each request carries."""
         words = sum(map(len, self.bad_words)) + len(self.bad_words)
         return words + 2 * len(self.logit_bias) + len(self.suppressed) + len(self.begin_suppressed)
 
     def max_tokens(self, num_prompt_tokens: int) -> int | None:
-        """The most output tokens after a prompt; None if the file has no limit, below 1 if the prompt is too long."""
+        """The most output tokens after a prompt. None if the file has no limit; below 1 if the prompt is too long."""
         if self.max_new_tokens is not None or self.max_length is None:
             return self.max_new_tokens
         return self.max_length - num_prompt_tokens
 
     def min_tokens(self, num_prompt_tokens: int) -> int:
-        """The number of output tokens after a prompt before which the output may not end."""
+        """The number of output tokens before which an output may not end."""
         return max(0, self.min_length - num_prompt_tokens) if self.min_new_tokens is None else self.min_new_tokens
 
     def sampling_params(self) -> dict[str, float]:
-        """As vLLM's engine protocol names them."""
+        """The defaults, by the names in vLLM's engine protocol."""
         values = {name: getattr(self, name) for name in _NUMBERS}
         return values if self.max_new_tokens is None else values | {"max_tokens": self.max_new_tokens}
 

@@ -1,7 +1,7 @@
-"""The keys of a generation_config.json, and which values each may have: those that are obeyed, and the rest by reason.
+"""The keys of a generation_config.json, and their allowed values: supported keys, and ignored keys by reason.
 
-A key in no table is refused. A key that changes which tokens a decoding method chooses must not be among those that
-change nothing.
+A key in no table is refused. A key that changes which tokens a decoding method chooses must not be in the table of keys
+without effect.
 """
 
 import math
@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 from pagewire_common.sampling import MAX_BIAS, MAX_STOP_STRINGS, MAX_STRING, NUMBERS, Bounds, Number
 
 MAX_LISTED = 1024
-"""Token ids or words in one list: each request carries them to its worker."""
+"""Token ids or words in one list, at most: each request carries them to its worker."""
 _LONGEST_WORD = 256
-"""Token ids of a word that is banned."""
+"""Token ids of a banned word, at most."""
 _MAX_HEADS = 1024
 
 
 class Kind(NamedTuple):
-    """`expected` ends the sentence "it must be …"; `holds` is told a value and the size of the vocabulary."""
+    """The values of a key. `expected` completes the sentence "it must be …"; `holds` gets a value and the vocabulary
+    size.
+    """
 
     expected: str
     holds: Callable[[Any, int], bool]
@@ -50,7 +52,7 @@ def _as_requests(number: Number) -> Kind:
 
 
 def _one_of(*values: object) -> Kind:
-    """True is not 1 here, and 1.0 is 1."""
+    """Exactly these values: true differs from 1, but 1.0 equals 1."""
 
     def holds(value: object, _: int) -> bool:
         return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
@@ -126,7 +128,7 @@ _OBEYED: Mapping[str, Kind] = {
     "eos_token_id": ENDS,
     "decoder_start_token_id": TOKEN,
     "forced_bos_token_id": TOKEN,
-    "bos_token_id": Kind("a token id", lambda value, _: type(value) is int),  # most prompts begin as the tokenizer says
+    "bos_token_id": Kind("a token id", lambda value, _: type(value) is int),  # prompts begin as the tokenizer defines
     "suppress_tokens": _TOKENS,
     "begin_suppress_tokens": _TOKENS,
     "bad_words_ids": Kind(
@@ -158,9 +160,10 @@ CHOSEN_BY_REQUESTS: Mapping[str, tuple[Kind, object]] = {
     "num_beams": (_FROM_1, 1),
     "num_return_sequences": (_FROM_1, 1),
 }
-"""Keys of the author's preferred decoding method (mostly beam search), with the value that says nothing. A request
-chooses its method itself, because its answer has another shape and another price. As in vLLM, a model is
-served without it; the log says so once.
+"""Keys of the author's preferred decoding method (mostly beam search), with their neutral value.
+
+A request chooses its method itself, because another method changes the answer's shape and price. As in vLLM, a model is
+served without the preferred method; the log says so once.
 """
 
 _NEUTRAL: Mapping[str, Kind] = {
@@ -211,7 +214,7 @@ _OF_SPEECH: Mapping[str, Kind] = {
     "task": _one_of("transcribe"),
     "forced_decoder_ids": _FORCED,
     "alignment_heads": _HEADS,
-    "is_multilingual": _ANYTHING,  # lang_to_id says which languages
+    "is_multilingual": _ANYTHING,  # lang_to_id lists the languages
     "prev_sot_token_id": _ANYTHING,  # the tokenizer's <|startofprev|>
     "return_timestamps": _ANYTHING,  # a transcript has times
 }

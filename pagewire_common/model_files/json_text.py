@@ -1,4 +1,4 @@
-"""JSON of a model's files, in which no name may have two values: a reader would drop one of them."""
+"""JSON of a model's files, in which no name may have two values: a parser would drop one of them."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ from pagewire_common.model_files.shown import shown
 
 
 def loads(content: str | bytes) -> Any:
-    """Raises ValueError for what is not JSON, or says two things at once, and RecursionError for deep nesting."""
+    """Parse JSON. Raises ValueError for invalid JSON or a name with two values, and RecursionError for deep nesting."""
     return json.loads(content, object_pairs_hook=_once)
 
 

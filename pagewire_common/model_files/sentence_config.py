@@ -1,6 +1,6 @@
-"""Keys about scores in files of sentence-transformers: config_sentence_transformers.json, and notes in config.json.
+"""Score settings of sentence-transformers, in config_sentence_transformers.json and in config.json.
 
-Workers read them to refuse at start what is not obeyed, and front ends for their values.
+Workers refuse unsupported values at start; front ends use the values.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ FILE = "config_sentence_transformers.json"
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 _ACTIVATIONS = ("Identity", "Sigmoid")
 _WITHOUT_EFFECT = (
-    "__version__",  # what wrote the file
-    "requirements",  # packages of Python
+    "__version__",  # the version of the writer
+    "requirements",  # Python packages
 )
 _NEUTRAL = {
     "truncate_dim": "a request says `dimensions`",
@@ -25,16 +25,16 @@ _NEUTRAL = {
 
 @dataclass(frozen=True, slots=True)
 class SentenceConfig:
-    """`similarity` compares vectors. Where `scores_plainly`, a classifier's output is the score as it is."""
+    """`similarity` compares vectors. With `scores_plainly`, a classifier's raw output is the score."""
 
     similarity: str = "cosine"
     scores_plainly: bool = False
 
     @classmethod
     def read(cls, config: Mapping[str, Any], sentences: Mapping[str, Any], num_labels: int) -> "SentenceConfig":
-        """From config.json and config_sentence_transformers.json, of which the latter may be empty. Raises StartError.
+        """Read config.json and config_sentence_transformers.json, which may be empty. Raises StartError.
 
-        num_labels: the classes that the network tells apart, 0 if it is no classifier.
+        num_labels: the number of the network's classes, 0 if it is no classifier.
         """
         known = {"model_type", "prompts", "default_prompt_name", "similarity_fn_name", "activation_fn"}
         if unknown := sorted(sentences.keys() - known - _NEUTRAL.keys() - {*_WITHOUT_EFFECT}):
@@ -57,7 +57,7 @@ class SentenceConfig:
 
 
 def _check_prompts(sentences: Mapping[str, Any]) -> None:
-    """Prompts are for callers to write before their texts. One that goes before all of them is not written here."""
+    """Prompts are for callers to put before their texts. A default prompt, for all texts, is refused."""
     prompts, default = sentences.get("prompts") or {}, sentences.get("default_prompt_name")
     if not (isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())):
         raise StartError(f"{FILE}: prompts is {shown(prompts)}; it must be an object of texts")
@@ -73,8 +73,10 @@ def _check_prompts(sentences: Mapping[str, Any]) -> None:
 
 
 def _activation(config: Mapping[str, Any], sentences: Mapping[str, Any], num_labels: int) -> str | None:
-    """The function that a classifier was trained with, by the name of its class in torch. sentence-transformers has
-    noted it in three places; the same is said in all that are there."""
+    """The activation that a classifier was trained with, by its class name in torch.
+
+    sentence-transformers stores it in one of three places; all that exist must agree.
+    """
     notes = config.get("sentence_transformers")
     if notes is not None and not isinstance(notes, dict):
         raise StartError(f"config.json: sentence_transformers is {shown(notes)}; it must be an object")
@@ -90,7 +92,7 @@ def _activation(config: Mapping[str, Any], sentences: Mapping[str, Any], num_lab
         package, _, kind = name.rpartition(".") if isinstance(name, str) else ("", "", "")
         if package.partition(".")[0] != "torch" or kind not in _ACTIVATIONS:
             raise StartError(f"{place} is {shown(name)}; supported are torch.nn.Identity and torch.nn.Sigmoid")
-        if kind == "Sigmoid" and num_labels == 2:  # of more there is no score
+        if kind == "Sigmoid" and num_labels == 2:  # more labels have no score
             raise StartError(
                 f"{place} is {shown(name)} over two classes; the score of two classes is the second one's "
                 "share of a softmax"

@@ -1,4 +1,4 @@
-"""A value from an untrusted file, as an error's sentence quotes it: on one line, and short."""
+"""Quotes a value from an untrusted file in an error: on one line, and short."""
 
 import reprlib
 
@@ -9,5 +9,5 @@ _SHORT.maxlist = 8
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it; a long one without its middle."""
+    """A value as Python's repr; a long one without its middle."""
     return _SHORT.repr(value)

@@ -1,8 +1,8 @@
-"""Reads tokenizer_config.json, or the older files that some folders have in place of its parts.
+"""Reads tokenizer_config.json, or the older files that replace parts of it in some folders.
 
 Token ids come from tokenizer.json. tokenizer_config.json has the rest: the names of special tokens, added tokens, chat
-templates. A known key is obeyed, refused, or ignored for a stated reason. Other keys belong to tokenizer classes that
-are unknown here; the log names them.
+templates. A known key is applied, refused, or ignored for a stated reason. Other keys belong to unknown tokenizer
+classes, and are logged.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,8 +20,7 @@ log = structlog.get_logger()
 
 FILE = "tokenizer_config.json"
 MAX_MORE = 1 << 16
-"""Most tokens that a tokenizer may have beyond its model's vocabulary. Some have a few; memory grows with the largest
-id."""
+"""Tokens beyond the model's vocabulary that a tokenizer may have. Some have a few; memory grows with the largest id."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OBEYED = (
@@ -67,7 +66,7 @@ class Token:
 
 
 class ChatTemplateSource(NamedTuple):
-    """The text of a chat template, and the name of the file that has it."""
+    """The text of a chat template, and its file's name."""
 
     text: str
     file: str
@@ -75,11 +74,11 @@ class ChatTemplateSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """`special` has the special tokens with a name (such as eos_token), `other_special` the special tokens without one.
+    """A tokenizer's settings.
 
-    `added` are tokens with the ids that the file states. If a user's text spells one of `control_tokens`, it must not
-    be encoded as that token. `adds` says whether bos_token and eos_token are put around a text, as far as the file
-    states it.
+    `special` has the named special tokens (such as eos_token), `other_special` the unnamed ones. `added` are tokens
+    whose ids the file states. A user's text that spells one of `control_tokens` must not be encoded as that token.
+    `adds` says whether bos_token and eos_token are put around a text, as far as the file states it.
     """
 
     special: Mapping[str, Token] = field(default_factory=dict)
@@ -94,16 +93,15 @@ class TokenizerConfig:
 
     @classmethod
     def read(cls, files: Mapping[str, Path]) -> "TokenizerConfig":
-        """Read a folder's files, given by name. Raises StartError, which names the key, for a value that makes no
-        sense."""
+        """Read a folder's files, given by name. Raises StartError, which names the key, for an invalid value."""
         config = _object(files, FILE)
-        if "added_tokens_decoder" not in config:  # older folders have these parts in files of their own
+        if "added_tokens_decoder" not in config:  # older folders have these parts in separate files
             config |= _object(files, "special_tokens_map.json")
         special = {key: _token(key, value) for key, value in config.items() if _names_a_token(key, value)}
         named = config.get("model_specific_special_tokens") or {}
         _check("model_specific_special_tokens", named, dict, "an object of tokens")
         special |= {key: _token(key, value) for key, value in named.items()}
-        others: dict[str, Token] = {}  # by their texts: two keys may list a token
+        others: dict[str, Token] = {}  # by text: two keys may list a token
         for key in ("additional_special_tokens", "extra_special_tokens"):  # the latter is transformers' newer name
             listed = config.get(key) or []
             if isinstance(listed, dict):
@@ -187,7 +185,7 @@ def _added(config: Mapping[str, Any], files: Mapping[str, Path], special: set[st
 
 
 def _id(written: object) -> int:
-    """An id, written one way only. None has more than 32 bits."""
+    """Parse an id in canonical decimal form, of at most 32 bits."""
     digits = str(written) if isinstance(written, str | int) and not isinstance(written, bool) else ""
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= 10 and str(int(digits)) == digits):
         raise StartError(f"the tokenizer's files have the added token id {shown(written)}, which is no token id")
@@ -195,8 +193,10 @@ def _id(written: object) -> int:
 
 
 def _chat_template(config: Mapping[str, Any], files: Mapping[str, Path]) -> ChatTemplateSource | None:
-    """chat_template.jinja comes first, as in transformers. Of several named templates the one named "default" is read:
-    the others are for tools and documents, which a chat here does not have."""
+    """The chat template. chat_template.jinja comes first, as in transformers.
+
+    Of several named templates "default" is used: the others are for tools and documents, which chats here do not have.
+    """
     if (name := "chat_template.jinja") in files:
         return ChatTemplateSource(_text(files[name]), name)
     name, found = FILE, config.get("chat_template")
@@ -233,7 +233,7 @@ def _check(key: str, value: object, kind: type, expected: str) -> None:
 
 
 def _check_text(key: str, text: str) -> None:
-    """JSON can spell halves of characters, which no text has."""
+    """Refuse lone surrogates, which JSON can spell and UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:

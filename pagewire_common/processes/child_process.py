@@ -1,4 +1,4 @@
-"""Processes that a service starts beside itself for work that may have to be ended: they end with the service."""
+"""Child processes of a service, for work that may have to be killed. They end with the service."""
 
 import ctypes
 import signal
@@ -11,9 +11,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start_child(module: str, arguments: Sequence[str] = ()) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-    """`python -m MODULE`, with a socket as its stdin, and the other end of that. Raises OSError.
+    """Start `python -m MODULE` with a socket as its stdin; returns the process and the socket's other end.
 
-    On Linux it is killed with the thread that calls this.
+    On Linux the child is killed when the calling thread ends. Raises OSError.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -26,12 +26,12 @@ def start_child(module: str, arguments: Sequence[str] = ()) -> tuple["subprocess
 
 
 def end_with_the_parent() -> None:
-    """Have the system kill this process when the one that started it is gone, also if this one hangs by then."""
+    """Have the system kill this process when its parent ends, even if this process hangs."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def leave_signals_to_the_parent() -> None:
-    """Ctrl-C, and a SIGTERM to all processes of a service, are for that one, which then ends the others in order."""
+    """Ignore Ctrl-C and SIGTERM: the parent gets them too, and then ends its children in order."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

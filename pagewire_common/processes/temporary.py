@@ -1,8 +1,8 @@
-"""Folders for what a process keeps beside its memory, as sockets and copies of adapters. They end with it.
+"""A process's temporary folders, as for sockets and copies of adapters. They are removed when it ends.
 
-A process that is killed leaves its folders. Each is locked for as long as its process lives, so that the next start
-finds those that are dead. In a folder that all users share, a name says nothing: what is not this user's own, or is
-open to others, is passed over, and nothing in it is opened.
+A killed process leaves its folders. Each folder is locked while its process lives, so that the next start finds the
+abandoned folders. The parent folder is shared by all users, so a folder that is not this user's own, or is open to
+others, is skipped unopened.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ _MAX_TRIES = 5
 
 
 class TemporaryFolder:
-    """A new folder that only its owner may enter, until it is closed, or the process is over. Raises OSError."""
+    """A new folder that only its owner may enter, until it is closed or the process ends. Raises OSError."""
 
     def __init__(self, kind: str) -> None:
         for _ in range(_MAX_TRIES):
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
             self._lock = _locked(self.path)
             if self._lock is not None:
-                return  # else one that starts has found it not locked yet, and removes it
+                return  # otherwise a starting process saw it unlocked, and removes it
             with contextlib.suppress(OSError):
                 self.path.rmdir()
         raise OSError(
@@ -38,7 +38,7 @@ class TemporaryFolder:
         )
 
     def close(self) -> None:
-        """Remove it. Doing so again does nothing."""
+        """Remove the folder; a second call has no effect."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -52,7 +52,7 @@ class TemporaryFolder:
 
 
 def remove_dead_folders() -> None:
-    """Remove the folders of this user's processes that were killed: nothing else would."""
+    """Remove the folders of this user's killed processes."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         if (lock := _locked(path)) is not None:
             shutil.rmtree(path, ignore_errors=True)
@@ -61,7 +61,7 @@ def remove_dead_folders() -> None:
 
 
 def _locked(path: Path) -> int | None:
-    """The lock of a folder; None where a process has it, or it is not a folder that is this user's alone."""
+    """The lock of a folder. None if a process holds it, or the folder is not this user's alone."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # closed in child processes
     except OSError:
@@ -70,7 +70,7 @@ def _locked(path: Path) -> int | None:
         status = os.fstat(folder)
         if status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(status, os.lstat(path)):  # it was not removed before the lock was had
+            if os.path.samestat(status, os.lstat(path)):  # the folder was not removed before it was locked
                 return folder
     os.close(folder)
     return None

@@ -1,6 +1,6 @@
-"""The health service, which is open to callers without a key: what a caller does costs no other caller anything.
+"""The health service, which needs no key: no caller can delay another caller.
 
-grpcio's own holds a lock while it writes to a watcher, so that one that does not read keeps the status from all others.
+grpcio's own service holds a lock while it writes to a watcher, so a watcher that does not read blocks all others.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Health(HealthServicer):  # type: ignore[misc]  # its package has no types
-    """Statuses by the names of services. Create it inside the running event loop."""
+    """Statuses by service name. Create it inside the running event loop."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, pb.HealthCheckResponse.ServingStatus] = {}
@@ -41,7 +41,7 @@ class Health(HealthServicer):  # type: ignore[misc]  # its package has no types
         return pb.HealthCheckResponse(status=status)
 
     async def Watch(self, request: pb.HealthCheckRequest, context: Context) -> None:  # noqa: N802
-        """The status now, and whenever it changes."""
+        """Send the current status, then each change."""
         if self._num_watches >= MAX_WATCHES:
             raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._num_watches} watches are open already")
         service, last = request.service, None

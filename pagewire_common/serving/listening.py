@@ -1,4 +1,4 @@
-"""Why an address cannot be listened on, and what to do about it."""
+"""Why a server cannot listen on an address, and what to do about it."""
 
 import errno
 import socket
@@ -7,7 +7,7 @@ from pagewire_common.start_error import StartError
 
 
 def cannot_listen(listen: str, setting: str) -> StartError:
-    """The error for an address that could not be had, which was given as `setting`."""
+    """The error for an unusable address that was given as `setting`."""
     host, _, port = listen.rpartition(":")
     try:
         reason = _reason(host.strip("[]"), int(port))

@@ -22,11 +22,10 @@ from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 
-# Clients may ping every 10 s, also between calls. The server pings them every minute as well, and closes a connection
-# from which it hears nothing for another minute: otherwise the answers that a frozen client has not read stay in
-# memory, 1.5 MB for a text of 131,000 tokens. New calls are taken one by one, as the event loop gets round to it. Of
-# the calls that wait meanwhile, gRPC's defaults would end, CANCELLED, any that is 30 s old and some from the thousandth
-# on; but the services decide how many may be in flight.
+# Clients may ping every 10 s, also between calls. The server pings them every minute too, and closes a connection that
+# is silent for another minute. Otherwise the unread answers of a frozen client stay in memory, 1.5 MB for a text of
+# 131,000 tokens. The event loop accepts new calls one by one. By default gRPC would cancel waiting calls after 30 s,
+# and some beyond a thousand; the services have their own limits.
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.server_max_unrequested_time_in_server", 86_400),
     ("grpc.server.max_pending_requests", 1 << 16),
@@ -39,21 +38,24 @@ OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 MAX_CONNECTIONS = 1024
-"""Connections of a server without a setting for them."""
+"""Connections of a server that has no setting for them."""
 
 LIVENESS = "liveness"
-"""The health service's name for liveness probes. It is SERVING while the event loop runs, ready or not, so a worker
-that loads, drains or is busy is not restarted."""
+"""The health service's name for liveness probes.
+
+It is SERVING while the event loop runs, ready or not, so a worker that loads, drains or is busy is not restarted.
+"""
 
 
 class GrpcServer:
-    """A gRPC server with health, reflection and sentences for errors.
+    """A gRPC server with health, reflection and readable errors.
 
-    Every named service, and the server as a whole (""), is NOT_SERVING until `set_serving`; `LIVENESS` is not.
-    Messages beyond `max_receive_bytes` are refused by gRPC itself, and requests beyond `request_limits` at the time
-    with a sentence. Two servers on one port are an error, unless both say that each `shares_port`: then every
-    connection goes to one of them. `security` and `check` are what callers need: see their modules. `outermost` are
-    interceptors that see refused calls as well. Create it inside the running event loop.
+    Every named service, and the server as a whole (""), is NOT_SERVING until `set_serving`, except `LIVENESS`.
+
+    gRPC itself refuses messages above `max_receive_bytes`; requests above the current `request_limits` are refused with
+    a message. Two servers on one port are an error, unless both set `shares_port`: then each connection goes to one of
+    them. `security` and `check` decide which callers are accepted: see their modules. `outermost` interceptors see
+    refused calls too. Create it inside the running event loop.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class GrpcServer:
     async def start(self, listen: str, event: str = "listening", setting: str = "--listen") -> str:
         """Bind, serve, and log the address as an `event`; returns HOST:PORT as bound.
 
-        Raises StartError, which names the `setting`, when the address cannot be had.
+        Raises StartError, which names the `setting`, if the address cannot be used.
         """
         await self.set_serving(False)
         await self.set_alive(True)
@@ -116,7 +118,9 @@ class GrpcServer:
             self._health.set(name, serving=serving)
 
     async def stop(self, drain: Callable[[float], Awaitable[None]], grace: float) -> None:
-        """Report NOT_SERVING for good, let `drain` end the work in flight within `grace` seconds, close every call."""
+        """Report NOT_SERVING for good, let `drain` end the work in flight within `grace` seconds, then close all
+        calls.
+        """
         await self.set_serving(False)
         self._is_stopping = True
         await drain(grace)
@@ -135,7 +139,7 @@ def stop_event() -> asyncio.Event:
 def run(program: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a service to its end; StartError becomes one sentence on stderr and exit status 1."""
     raise_open_files_limit()
-    faulthandler.enable(sys.stderr)  # where a library of C was when it crashed: names of functions, and no values
+    faulthandler.enable(sys.stderr)  # prints the stack of a crash in a C library: function names, no values
     try:
         asyncio.run(main())
     except StartError as error:

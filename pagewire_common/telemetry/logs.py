@@ -8,7 +8,7 @@ import structlog
 
 
 def configure_logging(level: str, log_format: Literal["auto", "json", "console"]) -> None:
-    """Send structlog and the standard library's logs through the same renderer."""
+    """Send structlog's and the standard library's logs through the same renderer."""
     console = sys.stderr.isatty() if log_format == "auto" else log_format == "console"
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -22,7 +22,7 @@ def configure_logging(level: str, log_format: Literal["auto", "json", "console"]
         cache_logger_on_first_use=True,
     )
     final: list[structlog.typing.Processor] = (
-        # Rich tracebacks would show local variables, prompts among them.
+        # Rich tracebacks would show local variables, which include prompts.
         [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
         if console
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]

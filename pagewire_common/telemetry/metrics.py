@@ -1,7 +1,7 @@
 """Metrics in Prometheus' text format at http://HOST:PORT/metrics.
 
-The numbers are read on the event loop when a scrape asks for them, so that they are all of one moment and nothing has
-to be locked. A thread of the HTTP server turns them into text.
+A scrape reads all numbers on the event loop, so they are from the same moment and need no lock. A thread of the HTTP
+server formats them.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 SCRAPE_SECONDS = 10.0
 MAX_SECONDS = 30.0
-"""Seconds of one connection."""
+"""Seconds that a connection may last."""
 MAX_CONNECTIONS = 16
 MAX_HEAD_BYTES = 16 << 10
 _PEER_NAMES = "pagewire.peer_names"
@@ -50,10 +50,10 @@ async def serve_metrics(
     may_read: MayRead | None = None,
     readers: Collection[str] = (),
 ) -> AsyncIterator[str | None]:
-    """Serve what `families` returns, within the block; gives HOST:PORT as bound, None when `listen` is None.
+    """Serve the result of `families` within the `with` block; yields HOST:PORT as bound, or None if `listen` is None.
 
-    `may_read` is asked with the request's Authorization header, on a thread. A reader's certificate must have one of
-    the names `readers`, if there are any. Raises StartError when the address cannot be had.
+    `may_read` checks the request's Authorization header, on a thread. A reader's certificate must have one of the names
+    `readers`, if there are any. Raises StartError if the address cannot be used.
     """
     if listen is None:
         yield None
@@ -90,7 +90,7 @@ async def serve_metrics(
 
 
 class _OnLoop(Collector):
-    """Reads the numbers on the event loop, whichever thread asks."""
+    """Reads the numbers on the event loop, for any thread."""
 
     def __init__(self, families: Families, loop: asyncio.AbstractEventLoop) -> None:
         self._families = families
@@ -103,7 +103,7 @@ class _OnLoop(Collector):
         reading = read()
         try:
             return asyncio.run_coroutine_threadsafe(reading, self._loop).result(SCRAPE_SECONDS)
-        except (concurrent.futures.CancelledError, TimeoutError, RuntimeError):  # it is about to stop
+        except (concurrent.futures.CancelledError, TimeoutError, RuntimeError):  # the service is about to stop
             reading.close()
             return []
 
@@ -115,7 +115,7 @@ def _guarded(
     reason: str,
     *headers: tuple[str, str],
 ) -> "WSGIApplication":
-    """Answers requests that may not pass with this status and reason."""
+    """Answer requests that may not pass with this status and reason."""
 
     def guarded(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         if may_pass(environ):
@@ -142,23 +142,23 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def _renew(self, tls: TlsFolder) -> None:
         if (generation := tls.refresh()) != self._loaded:
-            with contextlib.suppress(OSError, StartError):  # they change at this moment: at the next connection then
+            with contextlib.suppress(OSError, StartError):  # the files are being replaced: retry at the next connection
                 self._context, self._loaded = tls.server_context(mutual=self._mutual), generation
 
     def get_request(self) -> tuple[Any, Any]:
         connection, address = super().get_request()
         if self._tls is not None:
             self._renew(self._tls)
-            # The handshake is for the connection's own thread, where it may take as long as a request may.
+            # The connection's own thread does the handshake, within a request's time limit.
             connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return connection, address
 
     def verify_request(self, request: object, client_address: object) -> bool:  # noqa: ARG002
-        """Whether there is room for another connection; otherwise it is closed."""
+        """Whether another connection is within the limit; otherwise it is closed."""
         return self._room.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Each has its time as a whole: a client may send a byte now and then."""
+        """Limit each connection's total time: a client may send single bytes slowly."""
         end = threading.Timer(MAX_SECONDS, _cut, (request,))
         end.start()
         try:
@@ -168,7 +168,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._room.release()
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
-        """Log errors of a scraper at debug level: its own log tells why a scrape failed."""
+        """Log a scraper's errors at debug level: its own log tells why a scrape failed."""
         log.debug("scrape failed", exc_info=True)
 
 
@@ -214,4 +214,4 @@ class _Handler(WSGIRequestHandler):
         return environ
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Scrapes are not logged."""
+        """Log no scrapes."""

@@ -1,6 +1,6 @@
-"""Traces of requests by OpenTelemetry, sent to a collector by OTLP over gRPC. Off unless an endpoint is given.
+"""OpenTelemetry traces of requests, exported by OTLP over gRPC. Off without an endpoint.
 
-What the SDK reads from the environment counts as well: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and others.
+The SDK's environment variables apply too: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and others.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from pagewire_common.start_error import StartError
 log = structlog.get_logger()
 TRACE_PARENT = "traceparent"
 MAX_HEADER = 1024
-"""Characters of a header that is looked at; a traceparent has 55."""
+"""Characters of a header that are read; a traceparent has 55."""
 _HEADERS = (TRACE_PARENT, "tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
-logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # it warns of a tracestate with its text
+logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # its warnings quote the tracestate
 EXPORT_SECONDS = 3.0
-"""Seconds to export one batch. Services took 1.2 and 1.0 s to end where nothing listened at the endpoint."""
+"""Seconds to export one batch. Services took 1.2 and 1.0 s to end when nothing listened at the endpoint."""
 
 
 def check_endpoint(endpoint: str | None) -> str | None:
-    """Check that it is http://HOST:PORT, or https:// for TLS; raises ValueError otherwise. An empty one is none."""
+    """Check that an endpoint is http://HOST:PORT, or https:// for TLS; an empty one becomes None. Raises ValueError."""
     if not endpoint:
         return None
     parts = urlsplit(endpoint)
@@ -42,7 +42,8 @@ def check_endpoint(endpoint: str | None) -> str | None:
 
 @contextlib.asynccontextmanager
 async def tracing(endpoint: str | None, service: str) -> AsyncIterator[Tracer | None]:
-    """A tracer within the block, None without an endpoint. What is left is sent at the end, for some seconds.
+    """A tracer within the `with` block, or None without an endpoint. Remaining spans are exported at the end, for some
+    seconds.
 
     Raises StartError.
     """
@@ -73,7 +74,7 @@ async def tracing(endpoint: str | None, service: str) -> AsyncIterator[Tracer | 
 
 
 def parent_of(metadata: Iterable[tuple[str, Any]]) -> Context:
-    """The context that a caller gives in its metadata, as W3C's trace context; an empty one where it gives none."""
+    """The caller's context from its metadata, in W3C's format; empty without one."""
     carrier = {
         name: value
         for name, value in metadata

@@ -1,4 +1,4 @@
-"""API keys: which caller a call is of, and how much each key may ask for.
+"""API keys: which caller makes a call, and the quota of each key.
 
-The engine reads the keys and counts what they use; front ends know their digests alone, and tell callers apart.
+The engine reads the keys and counts their use. Front ends have only the keys' digests, and identify callers.
 """

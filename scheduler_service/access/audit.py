@@ -1,7 +1,7 @@
-"""One line in the log for each call that has none of its own: the method, the key that called it, and how it ended.
+"""A log line for each call that logs none itself: the method, the caller's key id, and how it ended.
 
-Nothing of a request is in it but the names that a servicer notes, and never a key. Probes that are answered have none.
-A caller without a valid key could fill the log: of such calls a few have a line, and the others are counted.
+Of a request, only the names that a servicer notes are logged, and never a key. Successful probes are not logged. A
+caller without a valid key could fill the log, so only a few such calls are logged, and the others are counted.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from scheduler_service.access.caller import caller
 log = structlog.get_logger()
 
 MAX_NOTED = 256
-"""Characters of a name in a line."""
+"""Characters of a name in a line, at most."""
 MAX_REFUSED = 20
-"""Calls without a valid key that have a line, in each period."""
+"""Calls without a valid key that are logged in each period."""
 PERIOD_SECONDS = 10.0
 _HEALTH = "/grpc.health.v1.Health/"
 _PROBES = frozenset(("/vllm.grpc.engine.VllmEngine/HealthCheck",))
-"""A gateway asks this every few seconds, and for each call over HTTP."""
+"""Methods that a gateway calls every few seconds, and for each HTTP request."""
 
 _noted: ContextVar[dict[str, str] | None] = ContextVar("noted", default=None)
 _has_line: ContextVar[bool] = ContextVar("has_line", default=False)
@@ -39,12 +39,12 @@ def note(**names: str) -> None:
 
 
 def leave_own_line() -> None:
-    """The call under way logs a line of its own, which says more."""
+    """Log no audit line for the current call, because it logs a more detailed line."""
     _has_line.set(True)
 
 
 class Audit(grpc.aio.ServerInterceptor):
-    """The outermost one of a server. Create it inside the event loop."""
+    """The outermost interceptor of a server. Create it inside the event loop."""
 
     def __init__(self) -> None:
         self._num_refused = 0  # in this period
@@ -61,7 +61,7 @@ class Audit(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _watched(self, method: str, context: Context) -> AsyncIterator[None]:
-        # gRPC crashes when it is asked for the peer of a call that is gone, and a generator may end after its call.
+        # gRPC crashes if asked for the peer of a call that is gone, and a generator may end after its call.
         began, status, peer = time.monotonic(), grpc.StatusCode.OK, context.peer()
         try:
             yield
@@ -73,7 +73,7 @@ class Audit(grpc.aio.ServerInterceptor):
             raise
         finally:
             if not _has_line.get():
-                status = context.code() or status  # None where it was not set, though its type says otherwise
+                status = context.code() or status  # None if it was not set, despite its type
                 self._log(method, status, peer, time.monotonic() - began)
 
     def _log(self, method: str, status: grpc.StatusCode, peer: str, seconds: float) -> None:

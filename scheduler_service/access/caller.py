@@ -1,4 +1,4 @@
-"""The key that the call under way was made with."""
+"""The API key of the current call."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -10,11 +10,13 @@ from pagewire_common.serving.lock import Check
 from scheduler_service.access.keys import ApiKey, Keyring
 
 caller: ContextVar[ApiKey | None] = ContextVar("caller", default=None)
-"""None where no keys are wanted."""
+"""The current call's key; None if calls need no key."""
 
 
 def key_check(keyring: Callable[[], Keyring | None], *, admin: bool = False) -> Check:
-    """A check of calls against the keys of the moment, None for none; with `admin`, by keys that may administer."""
+    """A check of calls against the current keys, or None if there are none; with `admin`, against administrators'
+    keys.
+    """
 
     def check(details: grpc.HandlerCallDetails) -> None:
         if (keys := keyring()) is None:
@@ -28,9 +30,9 @@ def key_check(keyring: Callable[[], Keyring | None], *, admin: bool = False) -> 
 
 
 def tenant_of(asked: str) -> str:
-    """The tenant of the call under way: its key's, or where no keys are wanted the one it asks for.
+    """The current call's tenant: its key's, or if calls need no key the requested one.
 
-    Raises PERMISSION_DENIED for another tenant than the key's.
+    Raises PERMISSION_DENIED for a tenant other than the key's.
     """
     if (key := caller.get()) is None:
         return asked

@@ -1,9 +1,9 @@
-"""Where the API keys come from: a file, which is read again when it changes, and a key of the environment.
+"""The source of API keys: a file, which is read again when it changes, and an environment variable.
 
-A changed file is read once two looks in a row have found it the same: it may be half written.
+A changed file is read once two looks in a row find it unchanged: it may be half written.
 
-Many editors write a new file and rename it. A file that is mounted by itself, as Compose and a Kubernetes `subPath` can
-do, then stays the old one for this process, and a key that was revoked would stay valid: its folder is to be mounted.
+Many editors write a new file and rename it. Compose and a Kubernetes `subPath` can mount the file itself. This process
+then keeps seeing the old file, and a revoked key stays valid. So mount its folder.
 """
 
 import asyncio
@@ -19,20 +19,20 @@ from scheduler_service.access.keys import Keyring, read_keys
 log = structlog.get_logger()
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the file."""
+"""Seconds between two looks at the file."""
 _MOUNT = "mount its folder, and name the file in it"
 
 
 class KeyFile:
-    """`keyring` has the keys that calls need; None where neither a file nor a key is given.
+    """`keyring` has the keys that calls need, or is None if neither a file nor a key is given.
 
-    Raises StartError when they cannot be used.
+    Raises StartError if the keys cannot be used.
     """
 
     def __init__(self, file: Path | None, plain: str | None) -> None:
         self._file = file
         self._plain = plain
-        self._stamp = self._look()  # before it is read: a change in between is seen then
+        self._stamp = self._look()  # before the file is read, so that a change in between is noticed
         self.keyring: Keyring | None = None
         if file is not None and os.path.ismount(file):
             log.warning("the file of API keys is mounted by itself: it may change unseen", file=str(file), do=_MOUNT)
@@ -43,7 +43,7 @@ class KeyFile:
                 raise StartError(f"cannot use the API keys of {file or 'the environment'}: {error}") from None
 
     def _look(self) -> tuple[int, ...] | None:
-        """A value that changes with the file, or with the right to read it."""
+        """A value that changes with the file, and with the right to read it."""
         try:
             status = self._file.stat() if self._file is not None else None
         except OSError:
@@ -53,7 +53,7 @@ class KeyFile:
     async def watch(self, tell: Callable[[Keyring], None]) -> None:
         """Call `tell` with the keys whenever the file has changed, until cancelled.
 
-        A file that is wrong, or cannot be read, changes nothing.
+        A file that is invalid or unreadable changes nothing.
         """
         seen = self._stamp
         while self._file is not None:
@@ -64,7 +64,7 @@ class KeyFile:
             found: Keyring | Exception
             try:
                 found = await asyncio.to_thread(read_keys, self._file, self._plain)
-            except Exception as error:  # the file's reader may raise others than our own
+            except Exception as error:  # the parser may raise other errors than ours
                 found = error
             if self._look() != seen:
                 continue  # it was written to meanwhile
@@ -88,7 +88,7 @@ class KeyFile:
 
     @staticmethod
     def _is_replaced(file: Path) -> bool:
-        """Whether what is read there has no name in any folder any more: another file has taken it."""
+        """Whether the mounted file is no longer in any folder, because another file has taken its name."""
         try:
             return file.stat().st_nlink == 0
         except OSError:

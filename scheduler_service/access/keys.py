@@ -1,19 +1,19 @@
-"""API keys as a file names them: by digest, so that the file is no secret that opens anything.
+"""API keys from a file, which has only their digests and so opens nothing if it leaks.
 
     [[key]]
     id = "alice-laptop"             # shown in logs
     sha256 = "9f86d081884c7d65…"    # of the key; `python -m pagewire_client new-key` makes both
-    tenant = "alice"                # whose requests, cached prompts and shares these are
-    requests_per_minute = 600       # this and what follows may be left out
+    tenant = "alice"                # owns the key's requests, cached prompts and fair share
+    requests_per_minute = 600       # this and the following lines are optional
     tokens_per_minute = 100000      # of prompts and outputs
     concurrency = 16                # requests in flight
-    models = ["default"]            # that it may use; all unless given
-    adapters = ["poet"]             # that it may name; all unless given
-    weight = 2.0                    # share of its tenant under the fair policy; the same for all keys of a tenant
-    admin = false                   # whether AdminService is open to it
-    metrics = false                 # whether metrics are
+    models = ["default"]            # models that it may use; by default all
+    adapters = ["poet"]             # adapters that it may name; by default all
+    weight = 2.0                    # its tenant's share under the fair policy; the same for all keys of a tenant
+    admin = false                   # whether it may call AdminService
+    metrics = false                 # whether it may read metrics
 
-A key is 32 random bytes, so that one round of SHA-256 keeps it: there is nothing to guess.
+One round of SHA-256 is enough, because a key is 32 random bytes and cannot be guessed.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from pagewire_common.calls.errors import RequestError
 
 MAX_NAME = 64
 MAX_BYTES = 4 << 20
-"""Bytes of a key file, which the engine sends to front ends in one message."""
+"""Bytes of a key file, at most; the engine sends its keys to front ends in one message."""
 _SCHEME = "bearer "
 _START = 8
 
@@ -64,7 +64,7 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One key: what it may do, and how much. None is no limit."""
+    """One key: its permissions and limits. None means no limit."""
 
     id: str
     digest: bytes
@@ -84,7 +84,7 @@ class ApiKey:
             raise RequestError(grpc.StatusCode.PERMISSION_DENIED, f"this API key may not use the model {name!r}")
 
     def check_adapter(self, name: str) -> None:
-        """Raises PERMISSION_DENIED for an adapter that the key may not name, whether or not it is there."""
+        """Raises PERMISSION_DENIED for an adapter that the key may not name, whether or not it exists."""
         if name and not self.may_name(name):
             raise RequestError(grpc.StatusCode.PERMISSION_DENIED, f"this API key may not use the adapter {name!r}")
 
@@ -97,7 +97,7 @@ def digest_of(key: str) -> bytes:
 
 
 class Keyring:
-    """All keys. Raises ValueError where two have one id, or one tenant's keys have two weights."""
+    """All keys. Raises ValueError if two have the same id, or one tenant's keys have different weights."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self.by_id: dict[str, ApiKey] = {}
@@ -113,16 +113,16 @@ class Keyring:
             self.by_id[key.id] = self._by_start[key.digest[:_START]] = key
 
     def find(self, presented: str) -> ApiKey | None:
-        """The key that was presented. How long it takes says nothing of the keys that there are.
+        """The key that was presented, or None. The time that this takes reveals nothing about the existing keys.
 
-        The first bytes of a digest choose a key to compare with; a caller cannot choose a digest.
+        The first bytes of a digest select the key to compare with; a caller cannot choose a digest.
         """
         digest = digest_of(presented)
         key = self._by_start.get(digest[:_START])
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 
     def opens_metrics(self, authorization: str) -> bool:
-        """Whether metrics may be read with this Authorization header."""
+        """Whether this Authorization header permits reading metrics."""
         try:
             key = self.authenticate([("authorization", authorization)])
         except RequestError:
@@ -141,7 +141,7 @@ class Keyring:
         return key
 
     def encode(self) -> pb.Keys:
-        """The message that tells front ends the keys' names and limits."""
+        """The keys as a message to front ends, with names and limits."""
         return pb.Keys(
             keys=[
                 pb.Key(
@@ -184,7 +184,7 @@ ENVIRONMENT_KEY = "environment"
 
 
 def read_keys(file: Path | None, plain: str | None) -> Keyring:
-    """The keys of a file, and one given by itself, which may do everything. Raises ValueError that names the place."""
+    """A file's keys, and a single key with all permissions. Raises ValueError with the place of the error."""
     if file is not None and (size := file.stat().st_size) > MAX_BYTES:
         raise ValueError(f"the file has {size} bytes; at most {MAX_BYTES} are read")
     keys = [] if file is None else parse_keys(file.read_text())
@@ -196,10 +196,10 @@ def read_keys(file: Path | None, plain: str | None) -> Keyring:
 
 
 def parse_keys(text: str) -> list[ApiKey]:
-    """Raises ValueError that names the place."""
+    """Parse a key file. Raises ValueError with the place of the error."""
     try:
         entries = _File.model_validate(tomllib.loads(text)).key
-        if entries is None:  # as of a file that is being written
+        if entries is None:  # e.g. a file that is being written
             raise ValueError("it has no [[key]]; if no key is to open anything, write key = []")
     except ValidationError as error:
         first = error.errors()[0]

@@ -1,8 +1,8 @@
-"""How much each key has asked for: requests and tokens a minute, and requests in flight.
+"""Each key's usage: requests and tokens a minute, and requests in flight.
 
-A minute's worth may come at once; what is used comes back evenly (a token bucket each). Prompts are counted when they
-are queued and outputs when their call is over, so that one request may take more tokens than are left; nothing more is
-admitted until the time has made up for it.
+Each quota is a token bucket: a minute's worth may be used at once and is refilled at a constant rate. Prompts count
+when they are queued, and outputs when their call is over, so a request may exceed the remaining tokens. Nothing more is
+then admitted until the bucket is refilled.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from scheduler_service.access.keys import ApiKey, Keyring
 
 
 class Bucket:
-    """Holds at most a minute's worth, and is full at first."""
+    """A token bucket of at most a minute's worth, full at first."""
 
     def __init__(self) -> None:
         self._used = 0.0
@@ -27,7 +27,7 @@ class Bucket:
         return self._used
 
     def missing(self, per_minute: int, now: float) -> float:
-        """Seconds until there is something left; 0 if there is."""
+        """Seconds until the quota has something left; 0 if it has."""
         return max(0.0, (self.used(per_minute, now) + 1 - per_minute) * 60 / per_minute)
 
     def use(self, number: int) -> None:
@@ -42,7 +42,7 @@ class _Use:
     num_in_flight: int = 0
 
     def is_over(self, now: float) -> bool:
-        """Whether nothing is in flight, and all that was used has come back."""
+        """Whether nothing is in flight, and the whole usage is refilled."""
         limits = (self.requests, self.key.requests_per_minute), (self.tokens, self.key.tokens_per_minute)
         return not self.num_in_flight and not any(most is not None and one.used(most, now) for one, most in limits)
 
@@ -50,7 +50,7 @@ class _Use:
 class Quotas:
     """Tokens and requests that each key has used.
 
-    A key that is taken out of the ring keeps what it has used until that has come back: it may be put in again.
+    The usage of a key that is removed from the ring is kept until it is refilled: the key may be added again.
     """
 
     def __init__(self, keyring: Keyring | None) -> None:
@@ -65,8 +65,10 @@ class Quotas:
                 del self._uses[key_id]
 
     def admit(self, key_id: str, now: float, *, is_request: bool, takes_place: bool = False) -> None:
-        """Count a call; if it `is_request`, until `leave`. One that `takes_place` of another may be one too many until
-        the other one has left. Raises RESOURCE_EXHAUSTED, or UNAUTHENTICATED for a key that is gone.
+        """Count a call; a request (`is_request`) counts until `leave`.
+
+        A call that `takes_place` of another may exceed the limit by one until the other has left. Raises
+        RESOURCE_EXHAUSTED, or UNAUTHENTICATED for a removed key.
         """
         if self._keyring is None:
             return
@@ -89,12 +91,14 @@ class Quotas:
                 _refuse(f"this API key has used its {most} {what} a minute; try again in {seconds:.1f} s")
 
     def use_tokens(self, key_id: str, number: int) -> None:
-        """Nothing is kept of what has no limit: a limit that comes later begins with nothing used."""
+        """Count tokens. Nothing is kept for a key without a limit: a limit that is set later starts with nothing
+        used.
+        """
         if (use := self._uses.get(key_id)) is not None and use.key.tokens_per_minute is not None:
             use.tokens.use(number)
 
     def leave(self, key_id: str) -> None:
-        """A request that was admitted is over."""
+        """An admitted request has ended."""
         if (use := self._uses.get(key_id)) is not None and use.num_in_flight:
             use.num_in_flight -= 1
 

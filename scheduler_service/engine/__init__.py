@@ -1,4 +1,4 @@
-"""The fleet, in one process: requests in flight, what each worker does next, and what front ends are told of it.
+"""The fleet, in one process: requests in flight, each worker's next step, and the messages to front ends.
 
-It plans nothing itself (`core` does), and knows neither text nor clients (`frontend` does).
+It does no planning (`core` does), and knows neither text nor clients (`frontend` does).
 """

@@ -1,4 +1,4 @@
-"""The fleet in one process: requests in flight, the workers that compute them, and the adapters that both need."""
+"""The fleet in one process: requests in flight, their workers, and the adapters that both need."""
 
 import asyncio
 import contextlib
@@ -29,10 +29,10 @@ SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shuttin
 
 
 class Engine:
-    """Accepts requests of front ends and keeps every worker busy with them. Create it inside its event loop.
+    """Accepts front ends' requests and keeps every worker busy. Create it inside its event loop.
 
-    `resolve` looks up names among the workers. Raises StartError when the settings name a model file that does not
-    exist, certificates that cannot be used, or a recording that exists.
+    `resolve` looks up names among the workers. Raises StartError if the settings name a model file that does not exist,
+    certificates that cannot be used, or a recording that exists.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.keyring = keyring
-        """The API keys that calls need; None where they need none."""
-        self.cache_secret = secrets.token_bytes(32)  # keys of the prefix cache cannot be guessed from outside
+        """The API keys that calls need; None if calls need no key."""
+        self.cache_secret = secrets.token_bytes(32)  # makes keys of the prefix cache unpredictable for clients
         self.is_draining = False
         """Whether nothing more is admitted, because the server is shutting down."""
         self._is_over = False
@@ -58,7 +58,7 @@ class Engine:
     # ---- for front ends
 
     def admit(self, call: Call, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> None:
-        """Hold a place for a call while it is checked, so that a flood is refused before any work is done.
+        """Reserve a place for a call during its check, so that a flood is refused before any work is done.
 
         Raises UNAVAILABLE, RESOURCE_EXHAUSTED, ALREADY_EXISTS, NOT_FOUND for an unknown adapter, or INVALID_ARGUMENT
         for a request that never fits into memory.
@@ -70,15 +70,15 @@ class Engine:
         call.adapter_name, call.adapter_id = adapter_name, adapter
 
     def hold(self, call: Call, num_bytes: int) -> None:
-        """Have an admitted call take so much more memory, for texts of it. Raises what `admit` raises for memory."""
+        """Add memory for texts to an admitted call. Raises the memory errors of `admit`."""
         call.has_texts = True
         self.requests.admission.hold(call, num_bytes)
 
     def submit(self, call: Call, submission: pb.Submit) -> None:
-        """Queue a request that was admitted, or a text of a call that was.
+        """Queue an admitted request, or a text of an admitted call.
 
-        Raises UNAVAILABLE when the server began to shut down meanwhile, or for a text is shut down, ALREADY_EXISTS when
-        it would supersede a request of another prompt, and what `admit` raises for its memory.
+        Raises UNAVAILABLE if the server has begun to shut down (for a text: has shut down), ALREADY_EXISTS if it would
+        supersede a request with another prompt, and the memory errors of `admit`.
         """
         if self.is_draining and (call.parent is None or self._is_over):
             raise SHUTTING_DOWN
@@ -107,7 +107,7 @@ class Engine:
             self._recorder.close()
 
     def set_keys(self, keyring: Keyring) -> None:
-        """Have calls from now on need one of these keys. Weights stay as they are while a recording is made."""
+        """Require one of these keys from now on. While a recording is made, weights stay as they are."""
         self.keyring = keyring
         self.requests.admission.quotas.set_keys(keyring, time.monotonic())
         if self.settings.record is None:
@@ -115,9 +115,9 @@ class Engine:
             self._weights.update(_tenant_weights(self.settings, keyring))
 
     async def drain(self, grace: float) -> None:
-        """Admit nothing more, wait until every call has been closed, and end those left after `grace` seconds.
+        """Admit nothing more, wait until every call is closed, and end the remaining calls after `grace` seconds.
 
-        Requests that no worker can take are ended sooner: clients can go on with them at another scheduler.
+        If no worker can take requests, they are ended sooner: clients can resume them at another scheduler.
         """
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
@@ -133,7 +133,7 @@ class Engine:
 
 
 async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Return when one has; the others are cancelled."""
+    """Return when one coroutine has returned; the others are cancelled."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

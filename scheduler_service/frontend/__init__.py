@@ -1,4 +1,4 @@
-"""One client's request: checked, tokenized, turned into text and streamed, in processes of their own.
+"""One client's request: checked, tokenized, detokenized and streamed, in separate processes.
 
-A front end asks the engine for a place and gives it tokens; when the request runs, and where, is left to the engine.
+A front end asks the engine for a place and sends it tokens; the engine decides when and where the request runs.
 """

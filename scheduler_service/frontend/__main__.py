@@ -1,4 +1,4 @@
-"""A front end of a running engine, which starts it: `python -m scheduler_service.frontend --engine … --listen …`."""
+"""A front end process, started by a running engine: `python -m scheduler_service.frontend --engine … --listen …`."""
 
 import argparse
 import os
@@ -27,9 +27,9 @@ def main() -> None:
     _keep_stderr_for_logs()
     configure_logging(arguments.log_level, arguments.log_format)
     leave_signals_to_the_parent()
-    end_with_the_parent()  # or it would keep the port
-    # Where cores are short the engine goes first: a front end that is late merges tokens into fewer messages, while an
-    # engine that is late lets workers idle.
+    end_with_the_parent()  # otherwise it would keep the port
+    # If cores are scarce, the engine has priority: a late front end merges tokens into fewer messages, but a late
+    # engine lets workers idle.
     os.nice(NICE)
     from scheduler_service.frontend.server import serve
 
@@ -47,10 +47,9 @@ def main() -> None:
 
 
 def _keep_stderr_for_logs() -> None:
-    """Have what C libraries write to stderr go nowhere.
+    """Discard output of C libraries on stderr.
 
-    The decoder of MP3s writes a line there for each bad frame: a client's file of 16 MiB made 77,000 of them, in the
-    midst of the log.
+    The MP3 decoder prints a line for each bad frame: a client's file of 16 MiB made 77,000 lines within the log.
     """
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     null = os.open(os.devnull, os.O_WRONLY)

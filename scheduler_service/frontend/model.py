@@ -1,4 +1,4 @@
-"""The model that is served: its limits as the engine tells them, and what its own files say."""
+"""The served model: its limits from the engine, and the settings in its own files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,28 +19,25 @@ from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
 from scheduler_service.frontend.text.tokenization import Tokenizer
 
 MAX_SCORED = 2
-"""Classes among which one is the score."""
+"""Classes of a classifier that has a score, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Name, limits, defaults and tokenizer of the model, and the files that say so, by name.
+    """Name, limits, defaults and tokenizer of the served model, and its `files` by name.
 
-    Where it `generates`, tokens can be sampled. `embedding_size` is that of its vectors, 0 if it makes none;
-    `pooling_type` and `normalizes` say how it was trained to be pooled. `num_labels` is how many classes it tells
-    apart, 0 if it tells none; where it `scores_plainly`, what it says of them is the score. `similarity` compares
-    vectors, as sentence-transformers names it.
+    - `generates`: tokens can be sampled.
+    - `embedding_size`: length of its vectors, 0 if it makes none. `pooling_type`, `normalizes`: trained pooling.
+    - `num_labels`: number of classes, 0 if it is no classifier. With `scores_plainly` its raw output is the score.
+    - `similarity`: compares vectors, by sentence-transformers' name.
+    - `context_length`: tokens of a sequence, at most, without lookahead.
+    - `pool_tokens`: tokens of a worker's KV cache for all outputs of one request, each with `num_lookahead_slots` more.
+    - `max_encoder_len`: longest text that the encoder reads, in tokens. `feature_bytes`: size of a sound's features.
+    - `speech_tokens`: control tokens of a model that transcribes.
+    - `decoder_start_token_ids`: the start of outputs, unless a request has its own.
+    - `undeclared_keys`: whether JSON may have keys that its schema does not name, unless a request is strict.
 
-    `pool_tokens` is what all outputs of one request may take of a worker's KV cache, each with `num_lookahead_slots`
-    behind it; `context_length` is without these.
-
-    Beside the decoder there may be an encoder that reads up to `max_encoder_len` tokens of a text, or a sound whose
-    features have `feature_bytes`; with `speech_tokens` it can be told to write down what is said. Outputs begin with
-    `decoder_start_token_ids` where the request says nothing.
-
-    JSON may have `undeclared_keys` unless a request is strict: keys that its schema does not name.
-
-    Random weights may come without a tokenizer; then requests are of token ids, and outputs have no text.
+    Random weights may come without a tokenizer; then requests are token ids, and outputs have no text.
     """
 
     name: str
@@ -114,9 +111,9 @@ class ServedModel:
 
 
 def _decoder_start(config: Mapping[str, Any], generation: GenerationConfig) -> tuple[int, ...]:
-    """The default prompt of a decoder: its start token, and the first token that some models are forced to take.
+    """The default prompt of a decoder: its start token, and the forced first token of some models.
 
-    Empty if the files name none. As transformers has it, a text may begin with the token of any text's beginning.
+    Empty if the files name none. As in transformers, the default may be the beginning-of-sequence token.
     """
 
     def token(name: str) -> int | None:

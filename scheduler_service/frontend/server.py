@@ -1,4 +1,4 @@
-"""One front-end process: its server, on a port that it shares with others, and its link to the engine."""
+"""A front-end process: its server, on a port shared with other front ends, and its link to the engine."""
 
 import asyncio
 import gc
@@ -31,9 +31,11 @@ SERVICES = [
 ]
 LOOK_SECONDS = 1.0
 UNLOADED_SECONDS = 5.0
-"""How long a front end that cannot load the model says so to calls, until it ends and is started again."""
+"""Seconds for which a front end that cannot load the model answers calls with the reason, before it restarts."""
 MAX_SILENT_SECONDS = 30.0
-"""The engine says something every five seconds, and a step may keep it busy for milliseconds."""
+"""Seconds of silence after which the engine counts as hanging. It sends a message every five seconds, and a step may
+keep it busy for milliseconds.
+"""
 LONGEST_MESSAGE = 16 << 20
 """Bytes: prompts of contexts of more than a million tokens."""
 
@@ -41,7 +43,7 @@ LONGEST_MESSAGE = 16 << 20
 def front_end_server(
     link: EngineLink, *, shares_port: bool, security: Security = OPEN, max_connections: int = MAX_CONNECTIONS
 ) -> GrpcServer:
-    """The server of a front end, which is not started yet."""
+    """A front end's server, not started yet."""
     check_key = key_check(lambda: link.keyring)
 
     def check(details: grpc.HandlerCallDetails) -> None:
@@ -70,10 +72,10 @@ async def serve(
     max_connections: int = MAX_CONNECTIONS,
     traces_endpoint: str | None = None,
 ) -> int:
-    """Serve until the engine says goodbye, or is gone; returns the exit status.
+    """Serve until the engine says goodbye or is gone; returns the exit status.
 
-    Without the engine there is nothing to wait for: the queue and all that workers computed are gone with it, and
-    clients resume their requests wherever a scheduler is.
+    Without the engine, waiting is useless: the queue and all computed tokens are gone with it, and clients resume their
+    requests at any scheduler.
     """
     async with tracing(traces_endpoint, "pagewire-scheduler") as tracer:
         return await _serve(EngineLink(engine, tracer), listen, security, max_connections)
@@ -106,7 +108,7 @@ async def _serve(link: EngineLink, listen: str, security: Security, max_connecti
 
 
 async def show_health(link: EngineLink, server: GrpcServer) -> None:
-    """Show what the engine says, once the model is there. Raises what the loading of the model raised."""
+    """Report the engine's status, once the model is loaded. Raises the error of a failed load."""
     await link.loading.wait()
     _spare_the_collector()
     while True:
@@ -118,7 +120,7 @@ async def show_health(link: EngineLink, server: GrpcServer) -> None:
 
 
 async def watch_engine(link: EngineLink, server: GrpcServer) -> None:
-    """Show NOT_SERVING, to a liveness probe as well, while nothing is heard of the engine: it hangs, and so do we."""
+    """Report NOT_SERVING, to liveness probes too, while the engine is silent: it hangs, and so does this process."""
     is_alive = True
     while True:
         await asyncio.sleep(LOOK_SECONDS)
@@ -133,16 +135,16 @@ async def watch_engine(link: EngineLink, server: GrpcServer) -> None:
 
 
 async def _nothing(_: float) -> None:
-    """Every stream has ended already, or cannot go on."""
+    """No drain: every stream has ended already, or cannot continue."""
 
 
 def _spare_the_collector() -> None:
-    """Have Python's cycle collector ignore the objects that exist at the start.
+    """Exclude the objects that exist at the start from Python's cycle collector.
 
-    The tokenizer library alone brings half a million objects that live as long as the process. Collecting them again
-    and again took a third of the process's time under load, in pauses of a tenth of a second. Requests are not left to
-    the collector: they are freed when their call ends. What is left are small cycles, such as those of gRPC's
-    exceptions. The last generation is collected about once in 100,000 new objects.
+    The tokenizer library alone creates half a million objects that live as long as the process. Collecting them
+    repeatedly took a third of the process's time under load, in pauses of a tenth of a second. Requests need no
+    collector: they are freed when their call ends. Only small cycles remain, such as in gRPC's exceptions. The
+    last generation is collected about once in 100,000 new objects.
     """
     gc.collect()
     gc.freeze()

@@ -105,7 +105,7 @@ def _num_bytes(request: pb.TokenizeRequest | pb.DetokenizeRequest) -> int:
 
 
 class _Messages:
-    """One message for each delta; the first of an index carries what a client needs to resume."""
+    """One message for each delta; the first message of an index has the data that a client needs to resume."""
 
     def __init__(self, state: RequestState, model: ServedModel) -> None:
         self._state = state
@@ -122,7 +122,7 @@ class _Messages:
 
 
 def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse:
-    """One message of a stream; the last of an index carries why it ended and its usage."""
+    """One message of a stream; the last message of an index has its finish reason and usage."""
     message = pb.GenerateResponse(
         request_id=state.request.request_id,
         index=delta.index,

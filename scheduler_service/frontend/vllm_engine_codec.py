@@ -1,7 +1,7 @@
-"""Between vLLM's engine protocol, which OpenAI gateways speak, and ours.
+"""Between our protocol and vLLM's engine protocol, which OpenAI gateways speak.
 
-The gateway tokenizes prompts and makes text of outputs by itself; requests and answers are of token ids. Fields of its
-request that are not optional are set by it always; where 0 is no value, it means vLLM's default.
+The gateway itself tokenizes prompts and detokenizes outputs, so requests and answers have token ids. It always sets the
+fields that are not optional; where 0 is no valid value, 0 means vLLM's default.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.streams import OutputDelta
 
 MAX_BYTES = 4 << 20
-"""Bytes of an output that is sent as one message: gRPC libraries read no larger ones unless told to."""
+"""Bytes of an output that is sent as one message: gRPC libraries read no larger ones by default."""
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 9
 POSITION_BYTES = 16
@@ -30,13 +30,13 @@ _NUMBERS: Mapping[str, float] = {"n": 1} | {
     for name, number in NUMBERS.items()
     if (known := vllm.SamplingParams.DESCRIPTOR.fields_by_name.get(name)) and not known.has_presence
 }
-"""With vLLM's default, which 0 stands for where 0 is no value."""
+"""Numeric fields and vLLM's defaults, for which 0 stands if 0 is no valid value."""
 _NOT_SERVED = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "media_refs")
 _FORMS = ("json_schema", "regex", "grammar")
 
 
 def decode_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
-    """The same in our protocol, where it is checked. Raises RequestError for what cannot be said in it."""
+    """The request in our protocol. Raises RequestError for fields that it cannot express."""
     for name in _NOT_SERVED:
         if message.HasField(name):
             invalid(f"{name} is not supported by this server")
@@ -61,7 +61,7 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
     if any(token_id < 0 for token_id in params.logit_bias):
         invalid(f"sampling_params.logit_bias has the token {min(params.logit_bias)}")
     sampling = pb.SamplingParams(
-        # Where nothing is said, vLLM's default is meant.
+        # An absent field means vLLM's default.
         temperature=params.temperature if params.HasField("temperature") else 1.0,
         seed=params.seed & (1 << 64) - 1 if params.HasField("seed") else None,
         stop=params.stop,
@@ -75,9 +75,7 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
             setattr(sampling, name, getattr(params, name))
     for name, default in _NUMBERS.items():
         setattr(sampling, name, getattr(params, name) or default)
-    if (
-        params.min_tokens
-    ):  # 0 is also what a gateway sends where nothing was said, and the model's own file may say more
+    if params.min_tokens:  # 0 is also a gateway's value for an absent field, and the model's own file may set more
         sampling.min_tokens = params.min_tokens
     constraint = params.WhichOneof("constraint")
     if constraint in _FORMS:
@@ -92,9 +90,9 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
 
 
 class StreamedAnswers:
-    """A chunk for each token that an output gained, and an empty completion when it has ended.
+    """A chunk for each token that an output gained, and an empty completion at its end.
 
-    A gateway that looks for an end of thinking loses what comes behind it in the same chunk (smg 1.13).
+    A gateway that looks for an end of thinking loses the text after it in the same chunk (smg 1.13).
     """
 
     def __init__(self, state: RequestState) -> None:
@@ -118,8 +116,11 @@ class StreamedAnswers:
 
 
 class WholeAnswers:
-    """One message for each output, once it and those before it have ended: gateways number outputs as they come. It is
-    made bit by bit, so that no part takes long."""
+    """One message for each output, once it and all earlier outputs have ended: gateways number outputs in order of
+    arrival.
+
+    It is built incrementally, so that no step takes long.
+    """
 
     def __init__(self, state: RequestState) -> None:
         self._state = state
@@ -161,7 +162,7 @@ def _add_logprobs(message: vllm.OutputLogProbs, entries: list[TokenLogprobs]) ->
 def _end(
     message: vllm.GenerateComplete, state: RequestState, delta: OutputDelta, status: SequenceStatus
 ) -> vllm.GenerateComplete:
-    """The message with why the output ended."""
+    """The message with the output's finish reason."""
     message.finish_reason = REASONS[status]
     message.prompt_tokens = state.request.num_prompt_tokens
     message.completion_tokens = delta.num_output_tokens

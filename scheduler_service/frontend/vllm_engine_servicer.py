@@ -36,12 +36,12 @@ MAX_ABORTS = 128
 
 
 class VllmEngine(VllmEngineServicer):
-    """Generate, Embed, Abort and what a gateway asks before it sends requests. Other methods are UNIMPLEMENTED."""
+    """Generate, Embed, Abort, and the calls of a gateway before it sends requests. Other methods are UNIMPLEMENTED."""
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
         self._started_at = time.monotonic()
-        self._archive: tuple[bytes, str] | None = None  # of the model's files, and its digest
+        self._archive: tuple[bytes, str] | None = None  # the model's files, and their digest
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
         ours = decode_request(request)
@@ -108,12 +108,12 @@ class VllmEngine(VllmEngineServicer):
             max_num_seqs=model.max_num_seqs,
         )
 
-    async def GetTokenizer(  # it writes itself, to bound how long a write may take
+    async def GetTokenizer(  # writes itself, to limit the time of a write
         self, request: common.GetTokenizerRequest, context: Context
     ) -> None:
-        """The model's files but its weights, zipped; the last message has the SHA-256 of the whole."""
+        """The model's files without its weights, zipped; the last message has the SHA-256 of the whole."""
         with EngineCall(self._link) as call:
-            await call.admit_side_call(2 * CHUNK_BYTES)  # what may be on its way to a client
+            await call.admit_side_call(2 * CHUNK_BYTES)  # the data on its way to a client, at most
             model = await allowed_model(self._link)
             if self._archive is None:
                 self._archive = await asyncio.to_thread(_zipped, model.files)

@@ -27,7 +27,7 @@ NUM_FINISHED = 100
 
 
 class AdminServicer(AdminServiceServicer):
-    """See the .proto for the service's contract. `close` ends the watches, which would otherwise go on for ever."""
+    """See the .proto for the service's contract. `close` ends the watches, which would otherwise be endless."""
 
     def __init__(self, front_ends: FrontEnds) -> None:
         self._front_ends = front_ends

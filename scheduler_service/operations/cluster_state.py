@@ -8,7 +8,7 @@ from scheduler_service.engine.workers.worker import Worker
 
 
 def cluster_state(front_ends: FrontEnds) -> pb.ClusterState:
-    """Everything in it is of the same moment: nothing is awaited on the way."""
+    """The cluster's state at one moment: nothing is awaited in between."""
     engine = front_ends.engine
     statistics, departed = engine.requests.statistics, engine.workers.departed
     workers = [_encode_worker(worker) for worker in engine.workers.all]

@@ -1,7 +1,7 @@
 """The scheduler's state and statistics as Prometheus metrics.
 
-Where vLLM has a metric of the kind, name and meaning are vLLM's, with `pagewire_` for `vllm:`. With `vllm_names` these
-metrics are written a second time under vLLM's own names, for dashboards and gateways that read them.
+If vLLM has the same metric, name and meaning are vLLM's, with `pagewire_` for `vllm:`. With `vllm_names` these metrics
+are also written under vLLM's own names, for dashboards and gateways that read them.
 """
 
 import time
@@ -21,12 +21,12 @@ from scheduler_service.statistics.counts import CountsByTenant, Histogram, Reque
 PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "guess", "decode", "update", "publish")
 STATUSES = [name.removeprefix("WORKER_STATUS_").lower() for name, number in pb.WorkerStatus.items() if number]
 VLLM = "vllm:"
-"""The beginning of vLLM's names."""
+"""The prefix of vLLM's names."""
 REASONS = ("stop", "length", "abort", "error")
 
 
 class SchedulerMetrics:
-    """Makes the families of one scrape, on the event loop of the engine: sums over all front ends."""
+    """Makes the metric families of one scrape, on the engine's event loop: sums over all front ends."""
 
     def __init__(self, front_ends: FrontEnds, model_name: Callable[[], str], *, vllm_names: bool) -> None:
         self._front_ends = front_ends
@@ -76,7 +76,7 @@ class SchedulerMetrics:
             ("generation_tokens", "Tokens generated.", state.num_output_tokens),
         ):
             yield family.counter(name, text, count)
-        # With the label of the usage of caches, so not by workers that have left.
+        # Labelled by worker, like the use of caches, so workers that have left are not included.
         for name, text, field in (
             ("spec_decode_num_draft_tokens", "Guesses at next tokens that were verified.", "num_guessed_tokens"),
             ("spec_decode_num_accepted_tokens", "Guesses at next tokens that were right.", "num_accepted_tokens"),
@@ -120,7 +120,7 @@ class SchedulerMetrics:
         ):
             yield family.histogram(name, text, [(more, getattr(of, histogram)) for more, of in histograms])
         workers = self._front_ends.engine.workers.all
-        # vLLM's name ends as a counter's must, and only a counter's may.
+        # vLLM's name has a counter's suffix, which the library allows only for counters.
         yield family.histogram(
             "iteration_tokens_total" if prefix == VLLM else "iteration_tokens",
             "Tokens that a step computes.",
@@ -214,7 +214,7 @@ class SchedulerMetrics:
 
 
 def _adapters_in_use(prefix: str, engine: Engine) -> Metric:
-    """As gateways of Kubernetes read it: labels alone, and as its value the time, by which they find the latest."""
+    """A metric for Kubernetes' gateways: its labels are the data, and its value is the time, to find the latest."""
     waiting: Counter[str] = Counter()
     running: Counter[str] = Counter()
     for call in engine.requests.in_flight.values():
@@ -241,7 +241,7 @@ def _status(worker: pb.WorkerState) -> str:
 
 
 class _Families:
-    """Makes families of one prefix, which have these labels in common."""
+    """Makes families with one prefix and common labels."""
 
     def __init__(self, prefix: str, labels: dict[str, str]) -> None:
         self._prefix = prefix
@@ -274,7 +274,7 @@ class _Families:
         return family
 
     def histogram(self, name: str, text: str, histograms: Sequence[tuple[dict[str, str], Histogram]]) -> Metric:
-        """One for each set of further labels, which have the same names."""
+        """A histogram for each set of further labels, which have the same names."""
         labels = [self._labels | more for more, _ in histograms]
         family = HistogramMetricFamily(self._prefix + name, text, labels=list(labels[0]) if labels else ())
         for all_of, (_, histogram) in zip(labels, histograms, strict=True):

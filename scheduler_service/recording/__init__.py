@@ -1,5 +1,5 @@
-"""Record every call into the scheduling core, and run the core again from the file.
+"""Records every call into the scheduling core, and runs the core again from the file.
 
-The core is deterministic, so the calls alone say everything. `recorder` writes them, `replayer` makes them again and
-compares what the core decides; traces and fitted cost models are drawn from a replay.
+The core is deterministic, so its calls are a complete record. `recorder` writes them, and `replayer` repeats them and
+compares the core's decisions. Traces and fitted cost models are made from a replay.
 """

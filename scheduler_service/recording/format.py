@@ -1,7 +1,7 @@
-"""The file: frames one after the other, each after its length, each with the checksum of its event.
+"""The file format: length-prefixed frames, each with its event's checksum.
 
-Reading never trusts a length: one that goes beyond the file, or beyond what an event can be, is refused before a byte
-of it is fetched.
+Reading never trusts a length: a length beyond the file, or beyond an event's limit, is refused before any byte is
+fetched.
 """
 
 import io
@@ -23,7 +23,7 @@ MAX_VARINT_BYTES = 10
 
 
 class RecordingError(ValueError):
-    """The file cannot be used, at least from here on; the message names the byte."""
+    """The file is unusable from the byte that the message names."""
 
 
 class ReadEvent(NamedTuple):
@@ -46,7 +46,9 @@ def frame(event: pb.RecordedEvent) -> bytes:
 
 
 def read_events(path: Path) -> Iterator[ReadEvent]:
-    """Every event of a recording, the header first. Raises RecordingError, after everything before it was given."""
+    """Yield every event of a recording, the header first. Raises RecordingError after the valid events before the
+    error.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

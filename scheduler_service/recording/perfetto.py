@@ -1,9 +1,9 @@
-"""A replay as a trace that ui.perfetto.dev opens: Chrome's trace event format.
+"""A replay as a trace for ui.perfetto.dev, in Chrome's trace event format.
 
 Every worker has a lane with a slice for each step, from the moment at which the step could begin to its answer. Every
-request has a lane that says at each moment, from its arrival to its end, whether it is queued, prefill, decode,
-preempted or swapped. Counters show how many requests wait, run and are swapped out, and how many blocks are free.
-Events are written as the replay yields them, in whole microseconds after the recording began.
+request has a lane with its state from arrival to end: queued, prefill, decode, preempted or swapped. Counters show the
+numbers of waiting, running and swapped-out requests, and of free blocks. Events are written as the replay yields them,
+in whole microseconds since the start of the recording.
 """
 
 import json
@@ -14,12 +14,12 @@ from typing import TextIO
 from scheduler_service.core import SequenceGroup, SequenceStatus
 from scheduler_service.recording.replayer import Moment, Replayer, Session, Step
 
-WORKERS, REQUESTS = 1, 2  # Perfetto's processes, which hold lanes together
+WORKERS, REQUESTS = 1, 2  # Perfetto's processes, which group lanes
 
 
 @dataclass(slots=True)
 class _Lane:
-    """The state of a request, and since when it has it."""
+    """The state of a request, and when it began."""
 
     number: int
     since: int
@@ -30,7 +30,7 @@ class _Lane:
 
 
 class TraceWriter:
-    """Draws the moments of a replay into a file; `close` ends it, however far the replay came."""
+    """Writes the moments of a replay to a file; `close` completes it, even if the replay stopped early."""
 
     def __init__(self, file: TextIO, replayer: Replayer) -> None:
         self._file = file
@@ -45,7 +45,7 @@ class TraceWriter:
         self._counted: dict[str, object] = {}
 
     def add(self, moment: Moment) -> None:
-        """Draw what one event did."""
+        """Draw the effects of one event."""
         if self._origin is None:
             self._begin(moment.at)
         self._now = max(self._now, self._time(moment.at))
@@ -65,7 +65,7 @@ class TraceWriter:
         self._follow(moment)
 
     def close(self) -> None:
-        """End what is still open where the recording ends."""
+        """Close the open slices at the end of the recording."""
         if self._origin is None:
             self._begin(0.0)
         for lane in self._lanes.values():
@@ -80,7 +80,7 @@ class TraceWriter:
         self._name("thread_name", REQUESTS, self._num_lanes, group.request_id)
 
     def _follow(self, moment: Moment) -> None:
-        """Bring the lanes of all groups that the event may have changed up to date."""
+        """Update the lanes of all groups that the event may have changed."""
         session, touched = moment.session, dict.fromkeys(moment.groups)
         if session is not None:
             here = dict.fromkeys([*session.scheduler.running, *session.scheduler.swapped])
@@ -109,7 +109,7 @@ class TraceWriter:
         lane.has_run = True
         if status is SequenceStatus.SWAPPED:
             return "swapped"
-        if group.beams is not None:  # beam search gains nothing before it is over
+        if group.beams is not None:  # beam search gains tokens only at its end
             beams = group.live
             lane.has_token = beams[0].num_output_tokens > 0 and all(beam.num_uncomputed_tokens <= 1 for beam in beams)
         return "decode" if lane.has_token else "prefill"

@@ -1,4 +1,4 @@
-"""Which worker took each waiting request, or left it to another worker: as a recording has it, and in words."""
+"""Which worker took each waiting request, or left it to another worker: encoded, and compared in words."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -8,14 +8,14 @@ from scheduler_service.wire.fields import encode_enum
 
 
 def encode_placements(output: SchedulerOutput, plan: pb.RecordedPlan, session_of: Callable[[object], int]) -> None:
-    """Write a step's choices into its plan; `session_of` numbers schedulers."""
+    """Write a step's placements into its plan; `session_of` numbers schedulers."""
     plan.placements.extend(_encode(output.placements, session_of))
     plan.moved.extend(_encode(output.moved, session_of))
     plan.lacking_adapters.extend(output.lacking_adapters)
 
 
 def compare_placements(recorded: pb.RecordedPlan, replayed: pb.RecordedPlan) -> str:
-    """The first choice that differs, in words; empty if none differs."""
+    """The first placement that differs, in words; empty if none differs."""
     for what in ("placements", "moved"):
         ours: Sequence[pb.RecordedPlacement] = getattr(recorded, what)
         theirs: Sequence[pb.RecordedPlacement] = getattr(replayed, what)

@@ -1,4 +1,4 @@
-"""A bar on stderr of how far a replay has come in its file."""
+"""A progress bar on stderr for a replay."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +8,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from scheduler_service.recording.replayer import Moment, Replayer
 
-EVENTS_A_REFRESH = 256  # of the bar, which costs more than an event
+EVENTS_A_REFRESH = 256  # a refresh of the bar costs more than an event
 
 
 def with_progress(replayer: Replayer, path: Path) -> Iterator[Moment]:
-    """Replay a file under the bar. Raises as `Replayer.run` does, and OSError when there is no file."""
+    """Replay a file with a progress bar. Raises the errors of `Replayer.run`, and OSError if there is no file."""
     size = path.stat().st_size
     columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress("replay", *columns, console=Console(stderr=True)) as progress:

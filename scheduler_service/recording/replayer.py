@@ -1,7 +1,7 @@
-"""Runs the core again from a recording and compares everything that it decides.
+"""Runs the core again from a recording and compares all its decisions.
 
-A plan is compared as the bytes that its worker got, so that not even a block number may differ. The replay yields its
-events one by one; traces and cost models are made from them.
+A plan is compared as the bytes that its worker got, so that even a different block number is found. The replay yields
+its events one by one; traces and cost models are made from them.
 """
 
 from collections import deque
@@ -39,7 +39,7 @@ MAX_REPLAYED_BLOCKS = 4 * MAX_BLOCKS
 
 
 class DifferenceError(Exception):
-    """The core decided differently; the message says where, and what both decisions were."""
+    """The core decided differently; the message has the place and both decisions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,12 +51,12 @@ class Step:
     sent_at: float
     answer: wire.ModelOutput | None = None
     began_at: float = 0.0
-    """When the worker could begin with it: it had been sent, and the step before it was answered."""
+    """Time from which the worker could compute the step: it was sent, and the step before it answered."""
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One session of a worker, its scheduler and its steps without an answer."""
+    """One session of a worker: its scheduler, and its unanswered steps."""
 
     number: int
     worker: str
@@ -72,18 +72,18 @@ class Moment(NamedTuple):
     at: float
     session: Session | None = None
     groups: Sequence[SequenceGroup] = ()
-    """Groups that arrived, or were ended otherwise than by an answer."""
+    """Groups that arrived, or ended without an answer."""
     step: Step | None = None
-    """The step that was planned or answered."""
+    """The planned or answered step."""
     gained: Sequence[SequenceOutput] = ()
     kind: str = ""
     """The event's name in RecordedEvent."""
     end: int = 0
-    """The offset after it."""
+    """The offset after the event."""
 
 
 class Replayer:
-    """The core of a recording, as it goes through its events."""
+    """The core of a recording, during its replay."""
 
     def __init__(self) -> None:
         self.waiting = WaitingQueue()
@@ -93,13 +93,13 @@ class Replayer:
         self.num_requests = 0
         self.workers: dict[str, None] = {}
         self._sessions: dict[int, Session] = {}
-        self._numbers: dict[object, int] = {}  # of sessions, by their schedulers
+        self._numbers: dict[object, int] = {}  # session numbers, by scheduler
         self._groups: dict[str, SequenceGroup] = {}  # groups that have not ended
 
     def run(self, path: Path) -> Iterator[Moment]:
         """Replay a file event by event.
 
-        Raises DifferenceError at the first one, RecordingError where the file is unusable.
+        Raises DifferenceError at the first difference, and RecordingError if the file is unusable.
         """
         for read in read_events(path):
             moment = self._apply(read)
@@ -116,7 +116,7 @@ class Replayer:
             raise RecordingError(f"event {read.number} at byte {read.offset} makes no sense: {error!r}") from error
         return moment._replace(kind=kind, end=read.end)  # type: ignore[no-any-return]
 
-    # ---- one method an event, by the event's name
+    # ---- a method for each event, by the event's name
 
     def _header(self, header: pb.RecordingHeader, at: float) -> Moment:
         if self.num_events:
@@ -286,11 +286,11 @@ class Replayer:
 
 
 class _CoreError(Exception):
-    """A difference, without the place of its event."""
+    """A difference, without its event's place."""
 
 
 def _call(session: Session, what: str, call: Callable[[], T], recorded: str = "") -> T | None:
-    """Make a call into the core; None if it raised the same error as when it was recorded."""
+    """Call the core; returns None if it raised the recorded error again."""
     raised, result, cause = "", None, None
     try:
         result = call()

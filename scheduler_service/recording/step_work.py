@@ -1,4 +1,4 @@
-"""A step's work for its worker, in the numbers that its time depends on."""
+"""The sizes of a step that determine its time."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ from scheduler_service.core import SchedulerOutput
 
 
 class StepWork(NamedTuple):
-    """Sizes that the time of a step depends on.
+    """Sizes that determine a step's time.
 
-    A prefill token is in a chunk of several tokens; a decode token is a chunk of its own. Guesses that are verified
-    behind one count as prefill tokens. Context is summed over the scheduled sequences: the tokens that each sequence's
-    last token attends to, without guesses.
+    A prefill token is in a chunk of several tokens; a decode token is a chunk of its own. Verified drafts after a
+    decode token count as prefill tokens. Context is summed over the scheduled sequences: the tokens that each
+    sequence's last token attends to, without drafts.
     """
 
     prefill_tokens: int
@@ -20,10 +20,10 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of(cls, output: SchedulerOutput) -> "StepWork":
-        """The work of a step without guesses; to be asked before the next one is planned."""
+        """The work of a step without drafts; call it before the next step is planned."""
         prefill = decode = context = 0
         for sequence, num_tokens, _ in output.scheduled:
-            context += sequence.num_computed_tokens - sequence.num_draft_tokens  # with the tokens of this step
+            context += sequence.num_computed_tokens - sequence.num_draft_tokens  # with this step's tokens
             if num_tokens == 1 + output.num_draft_tokens.get(sequence, 0):
                 decode += 1
             else:
@@ -31,5 +31,5 @@ class StepWork(NamedTuple):
         return cls(prefill, decode, context, len(output.blocks_to_swap_out) + len(output.blocks_to_swap_in))
 
     def with_drafts(self, number: int) -> "StepWork":
-        """The work of the same step in which so many guesses are verified."""
+        """The work of the same step with `number` verified drafts."""
         return self._replace(prefill_tokens=self.prefill_tokens + number)

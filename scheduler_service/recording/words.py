@@ -1,4 +1,4 @@
-"""How two plans of one step differ, in words."""
+"""The differences between two plans of one step, in words."""
 
 import zlib
 from array import array
@@ -10,7 +10,7 @@ MAX_ITEMS = 8
 
 
 def compare_steps(recorded: wire.SchedulerOutput | None, replayed: wire.SchedulerOutput | None) -> str:
-    """Both plans' text of every part that differs, from the part's first different item on."""
+    """The parts that differ, as both plans' text from the first different item on."""
     if recorded is None or replayed is None:
         return f"recorded: {_summary(recorded)}; replayed: {_summary(replayed)}"
     parts: list[str] = []

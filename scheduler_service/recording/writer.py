@@ -15,34 +15,34 @@ from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 
-FLUSH_SECONDS = 0.1  # many events a write: at 200 steps a second, a wake-up for each costs more than encoding it
-MAX_PENDING_BYTES = 256 << 20  # further behind than this, the disk is too slow
+FLUSH_SECONDS = 0.1  # many events a write: at 200 steps a second, a wake-up for each would cost more than its encoding
+MAX_PENDING_BYTES = 256 << 20  # with more pending data, the disk counts as too slow
 CLOSE_SECONDS = 5.0
 
 
 class FileWriter:
-    """A new file that only its owner may read. Raises StartError when it cannot be written, or holds something."""
+    """A new file that only its owner may read. Raises StartError if it cannot be written, or is not empty."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         except OSError as error:
             raise StartError(f"--record: {path} cannot be written: {error.strerror}") from error
-        if os.fstat(self._file).st_size:  # a service that is restarted must not destroy what was recorded of its crash
+        if os.fstat(self._file).st_size:  # a restarted service must not overwrite the recording of its crash
             os.close(self._file)
             raise StartError(f"--record: {path} holds something already; a recording is never overwritten")
         self._path = path
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._num_added = 0  # bytes; only the adding thread writes this
-        self._num_written = 0  # bytes; only the writing thread writes this
+        self._num_added = 0  # bytes; written only by the adding thread
+        self._num_written = 0  # bytes; written only by the writing thread
         self._failure = ""
         self.is_open = True
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
 
     def add(self, data: bytes) -> None:
-        """Queue bytes for the file; returns at once."""
+        """Queue bytes for the file, without waiting."""
         if not self.is_open:
             return
         if self._failure:
@@ -61,7 +61,7 @@ class FileWriter:
             log.error("recording stopped", file=str(self._path), reason=reason)
 
     def close(self) -> None:
-        """Write what is left; waits no longer than CLOSE_SECONDS for a disk that is stuck."""
+        """Write the remaining data; waits at most CLOSE_SECONDS for a disk that is stuck."""
         self._closing.set()
         self._queue.put(None)
         self._thread.join(CLOSE_SECONDS)
@@ -86,7 +86,7 @@ class FileWriter:
         return batch
 
     def _write(self, batch: list[bytes | None]) -> bool:
-        """Returns whether there may be more."""
+        """Write a batch. Returns whether there may be more."""
         is_last = None in batch
         data = memoryview(b"".join(item for item in batch if item is not None))
         while data:

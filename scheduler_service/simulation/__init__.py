@@ -1,1 +1,1 @@
-"""Capacity planning without a GPU: the real scheduler core, workers made of arithmetic, and a clock that only jumps."""
+"""Capacity planning without a GPU: the real scheduler core, simulated workers, and a virtual clock."""

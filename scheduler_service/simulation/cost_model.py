@@ -1,4 +1,4 @@
-"""How long a step takes on a simulated worker, and how large that worker is."""
+"""A step's time on a simulated worker, and the worker's sizes."""
 
 import json
 from dataclasses import dataclass, fields
@@ -14,10 +14,10 @@ MAY_BE_ZERO = frozenset(("step_us", "decode_token_us", "context_token_us", "num_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Microseconds of a step as a sum over its `StepWork`, and the worker's sizes: an encoder's has no blocks.
+    """Microseconds of a step as a sum over its `StepWork`, and the worker's sizes; an encoder has no blocks.
 
-    The defaults are round numbers, of the order of a small model on a few CPU cores, not a measurement; fit one to a
-    recording of your own to plan anything.
+    The defaults are round numbers, of the order of a small model on a few CPU cores, not a measurement; fit one to your
+    own recording for real plans.
     """
 
     step_us: float = 2_000.0
@@ -32,12 +32,14 @@ class CostModel:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2_048
     guesses: tuple[float, ...] = ()
-    """The shares of decodes that verify at least one guess, at least two, and so on."""
+    """The shares of decodes that verify at least one draft, at least two, and so on."""
     acceptance: tuple[float, ...] = ()
-    """How often the first guess is right, how often the second is if the first was, and so on: as many numbers."""
+    """The acceptance rate of the first draft, of the second if the first was accepted, and so on; as long as
+    `guesses`.
+    """
 
     def step_seconds(self, output: SchedulerOutput, num_drafts: int = 0) -> float:
-        """How long a step takes that verifies so many guesses; to be asked before the next one is planned."""
+        """The time of a step that verifies `num_drafts` drafts; call it before the next step is planned."""
         work = StepWork.of(output).with_drafts(num_drafts)
         compute_us = (
             self.step_us
@@ -53,7 +55,7 @@ class CostModel:
 
     @classmethod
     def read(cls, path: Path) -> "CostModel":
-        """Read a JSON object of these fields; a field that is missing keeps its default. Raises ValueError."""
+        """Read a JSON object of these fields; missing fields keep their defaults. Raises ValueError."""
         try:
             values = json.loads(path.read_text())
         except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Guesses at next tokens: how often they come and are right, counted in a recording and drawn in a simulation."""
+"""Draft tokens: how often they come and are accepted, counted in a recording and drawn in a simulation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from scheduler_service.core import ModelOutput, SchedulerOutput
 
 @dataclass(slots=True)
 class _Position:
-    """Counts of the drafts at one position behind the last known token."""
+    """Counts of the drafts at one position after the last known token."""
 
     made: int = 0
     reached: int = 0
@@ -26,8 +26,10 @@ class DraftCounts:
         self._positions: list[_Position] = []
 
     def add(self, output: SchedulerOutput, verified: Sequence[int], gained: Sequence[int]) -> None:
-        """Count a step: guesses that were verified and tokens that were gained of each sequence that sampled, empty
-        where that is no guess and one token of each."""
+        """Count a step: verified drafts and gained tokens of each sequence that sampled.
+
+        Empty lists mean no draft, and one token for each.
+        """
         sampled = [(sequence, num_tokens) for sequence, num_tokens, samples in output.scheduled if samples]
         numbers = zip(verified or [0] * len(sampled), gained or [1] * len(sampled), strict=True)
         for (sequence, num_tokens), (num_drafts, num_gained) in zip(sampled, numbers, strict=True):
@@ -52,7 +54,7 @@ class DraftCounts:
 
 
 class Drafting:
-    """The guesses of simulated workers. What is drawn is the same in every run of the same trace and policy."""
+    """The drafts of simulated workers. The random draws are the same in every run of the same trace and policy."""
 
     def __init__(self, shares: Sequence[float], acceptance: Sequence[float]) -> None:
         """`shares` and `acceptance`: the fields of `CostModel`."""
@@ -61,13 +63,15 @@ class Drafting:
         self._random = Random(0).random
 
     def make(self, output: SchedulerOutput) -> list[int]:
-        """How many guesses a step verifies of each sequence that samples, as far as it has room for them."""
+        """The number of drafts to verify for each sequence that samples, as far as it has room."""
         rooms = (output.num_draft_tokens.get(sequence, 0) for sequence, _, samples in output.scheduled if samples)
         return [min(room, self._number()) if room else 0 for room in rooms]
 
     def answer(self, output: SchedulerOutput, verified: list[int], token: int) -> ModelOutput:
-        """The answer to a step: each sequence gains its guesses up to the first wrong one, and one more, and all are to
-        have room for as many guesses as there ever are."""
+        """The answer to a step: each sequence gains its drafts up to the first wrong one, and one more token.
+
+        All sequences get room for the largest number of drafts.
+        """
         gained = [1 + sum(1 for _ in takewhile(self._is_right, self._acceptance[:number])) for number in verified]
         wanted = [len(self._shares)] * len(verified)
         return ModelOutput(

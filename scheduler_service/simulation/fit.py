@@ -1,7 +1,7 @@
 """A cost model from measured steps: non-negative least squares of a step's time over its work.
 
-With five columns there are 31 ways to choose those that cost anything; the best fit without a negative coefficient is
-the least-squares fit of one of them, so all are tried. That is exact and needs no library.
+Five columns have 31 non-empty subsets. The best fit without negative coefficients is the plain least-squares fit of one
+of these subsets, so all are tried. That is exact and needs no library.
 """
 
 import itertools
@@ -20,7 +20,7 @@ COLUMNS = ("step", *StepWork._fields)
 OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # a worker may never have to swap
 DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # an encoder's work has none
 MIN_STEPS = 50  # ten for each coefficient
-SAME = 1e-9  # of a unit vector: if no more is left of a column outside of the others' span, it is their sum
+SAME = 1e-9  # of a unit vector: a column with a smaller part outside the others' span counts as their sum
 SMALLEST_PREFILL_US = 1e-6  # a cost model divides by it
 
 Step = tuple[StepWork, float]
@@ -28,7 +28,7 @@ Step = tuple[StepWork, float]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A cost model's fields, and how well they explain the steps that they were fitted to."""
+    """A cost model's fields, and how well they explain the fitted steps."""
 
     fields: dict[str, Any]
     num_steps: int
@@ -37,13 +37,13 @@ class Fit:
 
 
 class Measurements:
-    """The answered steps of a replay and the configuration of the workers that took them."""
+    """The answered steps of a replay, and their workers' configuration."""
 
     def __init__(self, worker: str | None = None) -> None:
         self.steps: list[Step] = []
         self.guesses = DraftCounts()
         self._worker = worker
-        self._configs: dict[str, SchedulerConfig] = {}  # by worker, of its last session
+        self._configs: dict[str, SchedulerConfig] = {}  # of the last session, by worker
 
     def add(self, moment: Moment) -> None:
         if moment.session is None or self._worker not in (None, moment.session.worker):
@@ -57,7 +57,7 @@ class Measurements:
 
     @property
     def config(self) -> SchedulerConfig:
-        """The configuration of the worker, or of all workers; raises ValueError if there are several kinds, or none."""
+        """The workers' common configuration. Raises ValueError if there are several different ones, or none."""
         if not self._configs:
             raise ValueError("the recording has no such worker" if self._worker else "the recording has no worker")
         kinds = {_sizes(config) for config in self._configs.values()}
@@ -70,7 +70,7 @@ class Measurements:
 
 
 def fit(steps: Sequence[Step], config: SchedulerConfig) -> Fit:
-    """Fit a cost model. Raises ValueError when the steps cannot tell its coefficients."""
+    """Fit a cost model. Raises ValueError if the steps do not determine its coefficients."""
     if len(steps) < MIN_STEPS:
         raise ValueError(f"{len(steps)} steps are too few to tell what one costs; at least {MIN_STEPS} are needed")
     optional = OPTIONAL_COLUMNS
@@ -94,7 +94,7 @@ def fit(steps: Sequence[Step], config: SchedulerConfig) -> Fit:
 
 
 def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str, Any]:
-    """Fields as CostModel reads them; a field that the recording cannot tell keeps its default."""
+    """Fields as CostModel reads them; fields that the recording does not determine keep their defaults."""
     fields: dict[str, Any] = {
         "step_us": coefficients["step"],
         "prefill_token_us": max(coefficients["prefill_tokens"], SMALLEST_PREFILL_US),
@@ -102,7 +102,7 @@ def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str
         "context_token_us": coefficients["context_tokens"],
         **dict(zip(SIZES, _sizes(config), strict=True)),
     }
-    if not config.block_bytes:  # the worker did not say
+    if not config.block_bytes:  # the worker did not report it
         fields["block_bytes"] = CostModel().block_bytes
     if swap_us := coefficients["swapped_blocks"]:
         fields["swap_bytes_per_second"] = 1e6 * fields["block_bytes"] / swap_us
@@ -121,14 +121,14 @@ def _sizes(config: SchedulerConfig) -> tuple[int, ...]:
 def _non_negative_least_squares(
     rows: Sequence[Sequence[float]], times: Sequence[float], optional: Set[str]
 ) -> Iterator[tuple[str, float]]:
-    """Coefficients of the columns that cost anything, by name; those that are `optional` may be missing."""
+    """Non-zero coefficients, by column name; `optional` columns may be missing."""
     columns = list(zip(*rows, strict=True))
     lengths = [sum(x * x for x in column) ** 0.5 for column in columns]
     present = [i for i, length in enumerate(lengths) if length]
     for i, name in enumerate(COLUMNS):
         if i not in present and name not in optional:
             raise ValueError(f"no step has any {name.replace('_', ' ')}: record some, to tell what they cost")
-    # The normal equations, of columns of length 1, so that one bound for zero fits all.
+    # The normal equations, with columns of length 1, so that one threshold for zero fits all.
     gram = {
         (i, j): sum(x * y for x, y in zip(columns[i], columns[j], strict=True)) / (lengths[i] * lengths[j])
         for i, j in itertools.product(present, present)
@@ -155,7 +155,7 @@ def _non_negative_least_squares(
 def _solve(
     chosen: Sequence[int], gram: dict[tuple[int, int], float], right: dict[int, float]
 ) -> dict[int, float] | None:
-    """Gaussian elimination; None when a column is a sum of others. The matrix is positive: no pivoting is needed."""
+    """Gaussian elimination; None if a column is a sum of others. The matrix is positive: no pivoting is needed."""
     rows = {i: {j: gram[i, j] for j in chosen} | {-1: right[i]} for i in chosen}
     for k, pivot in enumerate(chosen):
         if rows[pivot][pivot] < SAME:

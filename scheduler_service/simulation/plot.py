@@ -1,4 +1,4 @@
-"""Draws simulated runs, a colour a policy: time to the first token, and how many requests wait and run over time.
+"""Draws simulated runs, a colour for each policy: time to the first token, and waiting and running requests over time.
 
 The only file that needs matplotlib; nothing here needs a display.
 """
@@ -19,7 +19,7 @@ MAX_TENANTS = 10  # tenants with a line of their own
 
 
 class Style(NamedTuple):
-    """How the curve and the points of one policy look."""
+    """The style of one policy's curve and points."""
 
     colour: str
     dashes: str | tuple[int, tuple[float, float]]
@@ -27,7 +27,7 @@ class Style(NamedTuple):
     size: int
 
 
-# Colours that stay apart for colour-blind readers (Okabe and Ito), and dashes that let one curve show below another.
+# Colours that are distinct for colour-blind readers (Okabe and Ito), and dashes that let one curve show below another.
 # Later points are smaller, for the same reason.
 STYLES = (
     Style("#0072b2", "-", "o", 10),
@@ -77,7 +77,7 @@ def draw(results: Mapping[str, Result], title: str) -> Figure:
 
 
 def _kinds(requests: Sequence[RequestTimes]) -> dict[str, Sequence[RequestTimes]]:
-    """All requests; also the requests of each tenant and of each priority, where there are several."""
+    """All requests; also the requests of each tenant and of each priority, if there are several."""
     tenants, priorities = by_tenant(requests), by_priority(requests)
     busiest = sorted(tenants, key=lambda tenant: -len(tenants[tenant]))[:MAX_TENANTS]
     kinds: dict[str, Sequence[RequestTimes]] = {"all": requests}
@@ -126,7 +126,7 @@ def _draw_counts(axes: Axes, title: str, styled: Sequence[tuple[str, Result, Sty
 
 
 def count(begins: Iterable[float], ends: Iterable[float]) -> tuple[list[float], list[int]]:
-    """The times at which the number of spans under way changes, and the number from then on."""
+    """The times at which the number of open spans changes, and the number from then on."""
     changes: dict[float, int] = {0.0: 0}
     for times, change in ((begins, 1), (ends, -1)):
         for time in times:

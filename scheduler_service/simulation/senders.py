@@ -1,4 +1,4 @@
-"""Deals out a tenant, a priority and a conversation to each request of a trace, because public traces have none."""
+"""Assigns a tenant, a priority and a conversation to each request of a trace, because public traces have none."""
 
 import heapq
 import random
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def deal(arrivals: Sequence[Arrival], tenants: Mapping[str, float], priorities: Mapping[int, float]) -> list[Arrival]:
-    """Give every request a tenant and a priority, each at random in proportion to its share of all requests.
+    """Give every request a random tenant and priority, in proportion to their shares of all requests.
 
-    The two are independent of each other and of the request, and the same every time.
+    Tenant and priority are independent of each other and of the request, and the same in every run.
     """
     draw = random.Random(0)
     tenant, priority = _chooser(tenants), _chooser(priorities)
@@ -29,13 +29,13 @@ def _chooser(shares: Mapping[T, float]) -> Callable[[random.Random], T]:
 
 
 def converse(arrivals: Sequence[Arrival], *, pause: float, most_turns: int) -> list[Arrival]:
-    """Make turns of conversations out of requests, as far as prompts are long enough to hold what came before.
+    """Turn requests into turns of conversations, as far as prompts are long enough for the previous turns.
 
-    A turn comes at least `pause` seconds after the one before it, and continues the longest conversation that its
-    prompt has room for. Every turn's prompt begins with the prompt and output of the one before.
+    A turn comes at least `pause` seconds after the previous one, and continues the longest conversation that fits into
+    its prompt. Every turn's prompt begins with the previous turn's prompt and output.
     """
-    resting: list[tuple[float, int, int, int]] = []  # until when, said so far, turns, which; in the order of time
-    said: list[tuple[int, int, int]] = []  # of conversations that may go on
+    resting: list[tuple[float, int, int, int]] = []  # by time: end of the pause, tokens so far, turns, number
+    said: list[tuple[int, int, int]] = []  # conversations that may continue
     numbers = count()
     turns: list[Arrival] = []
     for arrival in arrivals:

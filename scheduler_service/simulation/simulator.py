@@ -1,8 +1,8 @@
 """Runs a trace through schedulers that share one queue, one for each simulated worker, on a virtual clock.
 
-Three kinds of event exist: a request arrives, a worker ends its step, and a worker that left a request to a better
-worker is asked again. An idle worker sleeps until it may be given a request; only as many workers are woken as there is
-work for, so that a thousand idle workers cost nothing.
+There are three kinds of event: a request arrives, a worker ends its step, and a worker that left a request to a better
+worker is asked again. An idle worker sleeps until it may get a request. Only as many workers are woken as there is work
+for, so a thousand idle workers cost nothing.
 """
 
 import heapq
@@ -27,8 +27,8 @@ from scheduler_service.simulation.drafts import Drafting
 from scheduler_service.simulation.fairness import ServiceGap
 from scheduler_service.simulation.trace import Arrival, longest_sequence
 
-TOKEN = 7  # what simulated workers sample
-TICK = 1e-6  # seconds; a worker is asked again just after the time until which it left a request to another
+TOKEN = 7  # the token that simulated workers sample
+TICK = 1e-6  # seconds; a worker that left a request to another until some time is asked again just after it
 
 
 @dataclass(slots=True)
@@ -90,9 +90,9 @@ class Result:
 
 
 class Simulator:
-    """One run of a trace. Raises ValueError when a request of it could never run on such a worker.
+    """One run of a trace. Raises ValueError if a request could never run on such a worker.
 
-    `slowness` says of workers, by number, how many times the cost model's time their steps take.
+    `slowness` has factors on the step times of workers, by worker number.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Simulator:
         if num_drafts and num_drafts >= pool:
             raise ValueError(f"a worker's pool has {pool} tokens, and no room behind {num_drafts} guesses")
         pool -= num_drafts
-        if not pool:  # an encoder: a text is computed whole, and what it gains takes no room
+        if not pool:  # an encoder: a text is computed whole, and its output takes no room
             pool, longest = cost_model.max_num_batched_tokens, longest - 1
             if any(arrival.output_tokens > 1 for arrival in arrivals):
                 raise ValueError("the trace has requests of several output tokens, and an encoder samples none")
@@ -141,8 +141,8 @@ class Simulator:
         self._numbers: dict[object, int] = {scheduler: number for number, scheduler in enumerate(self._workers)}
         self._idle = dict.fromkeys(range(num_workers - 1, -1, -1))  # the worker that became idle last is asked first
         self._ends: list[tuple[float, int, SchedulerOutput]] = []  # of running steps: time, worker, step
-        self._verified: list[list[int]] = [[] for _ in self._workers]  # in the step that each runs
-        self._retries: list[tuple[float, int]] = []  # time, and the idle worker that is asked again then
+        self._verified: list[list[int]] = [[] for _ in self._workers]  # in each worker's running step
+        self._retries: list[tuple[float, int]] = []  # time, and the idle worker to ask again then
         self._service_gap = ServiceGap()
         self._drafting = Drafting(cost_model.guesses, cost_model.acceptance) if num_drafts else None
         self.result = Result([RequestTimes(arrival) for arrival in arrivals], busy_seconds=[0.0] * num_workers)
@@ -167,7 +167,7 @@ class Simulator:
         return result
 
     def _events(self) -> Iterator[tuple[float, int | None, SchedulerOutput | None]]:
-        """Arrivals (without a worker), ends of steps and retries (without a step), in the order of time."""
+        """Arrivals (without a worker), ends of steps, and retries (without a step), in the order of time."""
         arriving = 0
         while arriving < len(self._arrivals) or self._ends or self._retries:
             next_end = self._ends[0][0] if self._ends else float("inf")
@@ -186,7 +186,7 @@ class Simulator:
                 yield *heapq.heappop(self._retries), None
 
     def _group(self, number: int) -> SequenceGroup:
-        """A request whose prompt shares a prefix with requests of its conversation only."""
+        """A request whose prompt shares a prefix only with requests of its conversation."""
         arrival = self._arrivals[number]
         is_alone = arrival.conversation is None
         root = f"request {number}" if is_alone else f"conversation {arrival.conversation}"
@@ -206,7 +206,7 @@ class Simulator:
                 return
 
     def _ask(self, now: float, worker: int) -> bool:
-        """Let a worker plan if it is idle, and workers that it leaves requests to; returns whether it began a step."""
+        """Let an idle worker plan, and the workers that it leaves requests to. Returns whether it began a step."""
         to_ask, asked = [worker], set[int]()
         while to_ask:
             number = to_ask.pop()

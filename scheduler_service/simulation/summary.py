@@ -29,7 +29,7 @@ def by_priority(requests: Sequence[RequestTimes]) -> dict[int, list[RequestTimes
 
 
 def summarise(result: Result) -> dict[str, object]:
-    """Everything that tells policies apart; tenants and priorities only where there are several."""
+    """All figures that differ between policies; tenants and priorities only if there are several."""
     requests = result.requests
     figures: dict[str, object] = {
         name: percentiles([getattr(request, name) for request in requests])

@@ -1,4 +1,4 @@
-"""Request traces: when each request came, how long its prompt was and how much was generated."""
+"""Request traces: each request's arrival time, prompt length and output length."""
 
 import csv
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ class TraceError(ValueError):
 
 
 class Arrival(NamedTuple):
-    """One request of a trace; `at` is in seconds after the first. Prompts of a `conversation` begin alike."""
+    """One request of a trace; `at` is in seconds after the first. Prompts of a `conversation` share a beginning."""
 
     at: float
     prompt_tokens: int
@@ -27,7 +27,7 @@ class Arrival(NamedTuple):
 def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) -> list[Arrival]:
     """Read a CSV file with the columns of the Azure LLM inference traces (Patel et al., "Splitwise", ISCA 2024).
 
-    `speedup` divides the times; `limit` takes the first requests only. Raises TraceError.
+    `speedup` divides the times; `limit` takes only the first requests. Raises TraceError.
     """
     arrivals: list[Arrival] = []
     try:

@@ -1,1 +1,1 @@
-"""Counts and durations, in plain numbers. What is made of them, as text or for operators, is left to `operations`."""
+"""Counts and durations, as plain numbers. `operations` presents them, as text and to operators."""

@@ -1,7 +1,7 @@
-"""Counts since the scheduler started, in plain numbers that cost next to nothing to count.
+"""Counts since the scheduler started, as plain numbers that are cheap to update.
 
-AdminService reads them, and a scrape of the metrics turns them into text; this file knows of neither. The engine counts
-tokens, front ends count requests; what a front end has counted comes to the engine when a scrape asks.
+AdminService reads them, and a scrape of the metrics turns them into text; this file depends on neither. The engine
+counts tokens, and front ends count requests. A front end's counts are sent to the engine when a scrape asks.
 """
 
 import time
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from pagewire.v1 import engine_service_pb2 as pb
 
-# In seconds. The first and last bounds are those of vLLM's metrics of the same name, so that dashboards fit; for the
-# time between tokens there are three more at the beginning, for small models.
+# In seconds. The first and last bounds equal vLLM's for the metric of the same name, so that dashboards fit. The time
+# between tokens has three more at the beginning, for small models.
 FIRST_TOKEN_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -28,7 +28,7 @@ REQUEST_BOUNDS = (
 
 # In tokens: 1, 2, 5, 10 … a million.
 LENGTH_BOUNDS = (*(float(first * 10**power) for power in range(6) for first in (1, 2, 5)), 1e6)
-# As vLLM has them.
+# vLLM's bounds.
 STEP_BOUNDS = (1.0, *(float(8 << power) for power in range(12)))
 CHOICE_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 MAX_TENANTS = 32
@@ -36,7 +36,7 @@ OTHER_TENANTS = "(others)"
 
 
 class Histogram:
-    """Counts of values up to each bound, and beyond the last."""
+    """Counts of values up to each bound, and above the last."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -51,7 +51,7 @@ class Histogram:
         self.total += value
 
     def add(self, counts: Sequence[int], total: float) -> None:
-        """Add what another histogram of the same bounds has counted."""
+        """Add the counts of another histogram with the same bounds."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, counts, strict=True)]
         self.total += total
 
@@ -67,7 +67,7 @@ class Statistics:
 
 
 class RequestCounts:
-    """Counts and durations of requests: those of one tenant, or of several together."""
+    """Counts and durations of the requests of one tenant, or of several tenants together."""
 
     def __init__(self) -> None:
         self.num_outputs: Counter[str] = Counter()
@@ -75,24 +75,24 @@ class RequestCounts:
         self.queue_seconds = Histogram(REQUEST_BOUNDS)
         self.first_token_seconds = Histogram(FIRST_TOKEN_BOUNDS)
         self.token_seconds = Histogram(TOKEN_BOUNDS)
-        """Between two tokens of an output."""
+        """Seconds between two tokens of an output."""
         self.request_seconds = Histogram(REQUEST_BOUNDS)
         self.prompt_tokens = Histogram(LENGTH_BOUNDS)
         self.output_tokens = Histogram(LENGTH_BOUNDS)
-        # Of requests that ended by themselves, one value each.
+        # One value for each request that ended by itself.
         self.prefill_seconds = Histogram(REQUEST_BOUNDS)
         self.decode_seconds = Histogram(REQUEST_BOUNDS)
         self.inference_seconds = Histogram(REQUEST_BOUNDS)
         self.mean_token_seconds = Histogram(TOKEN_BOUNDS)
         self.params_n = Histogram(CHOICE_BOUNDS)
         self.params_max_tokens = Histogram(LENGTH_BOUNDS)
-        # Of requests that are over, however they ended.
+        # Requests that are over, however they ended.
         self.num_requests = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
 
     def finished(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """A request is over."""
+        """Count a request that is over."""
         self.num_requests += 1
         self.num_prompt_tokens += num_prompt_tokens
         self.num_output_tokens += num_output_tokens
@@ -116,7 +116,7 @@ class RequestCounts:
 
     @classmethod
     def decode(cls, message: pb.TenantStatistics) -> "RequestCounts":
-        """Raises ValueError when the bounds cannot be the same."""
+        """Decode counts. Raises ValueError if the bounds differ."""
         counts = cls()
         counts.num_outputs.update(message.num_outputs)
         for name in _HISTOGRAMS:
@@ -145,8 +145,10 @@ _NUMBERS = ("num_requests", "num_prompt_tokens", "num_output_tokens")
 
 
 class CountsByTenant:
-    """Counts of each tenant. After the first ones, further tenants are counted together: their names may come from
-    clients, and each is a label for ever. Sums of several add up to no less than before if they share `names`.
+    """Counts by tenant. Tenants after the first ones share counts: their names may come from clients, and each is a
+    permanent label.
+
+    Sums of several objects never decrease if the objects share `names`.
     """
 
     def __init__(self, names: set[str] | None = None) -> None:
@@ -179,7 +181,7 @@ class CountsByTenant:
 
     @classmethod
     def decode(cls, message: pb.FrontendStatistics) -> "CountsByTenant":
-        """Raises ValueError when the bounds cannot be the same."""
+        """Decode counts. Raises ValueError if the bounds differ."""
         counts = cls()
         counts.tenants = {tenant.tenant: RequestCounts.decode(tenant) for tenant in message.tenants}
         return counts

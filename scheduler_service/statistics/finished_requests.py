@@ -1,6 +1,7 @@
-"""The requests that ended last, with the times that each spent waiting: for operators, bounded in number and in bytes.
+"""The requests that ended last, with their waiting times: for operators, limited in number and in bytes.
 
-Ids and tenants come from clients, so a count alone would bound nothing. Prompts and texts are never kept.
+Ids and tenants come from clients, so a limit on the number alone would not limit the memory. Prompts and texts are
+never kept.
 """
 
 import time
@@ -17,7 +18,7 @@ MAX_BYTES = 1 << 20  # serialized; a request takes about 120
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Figures of one request on this server; RequestMetrics in inference_service.proto says what each of them means."""
+    """Figures of one request on this server; RequestMetrics in inference_service.proto defines each of them."""
 
     queued_seconds: float | None
     first_token_seconds: float | None
@@ -30,7 +31,7 @@ class RequestMetrics:
     cached_tokens: int
 
     def known(self) -> dict[str, float | int]:
-        """The figures that are known, by name; seconds to the microsecond."""
+        """The known figures, by name; seconds to the microsecond."""
         return {name: round(figure, 6) for name, figure in asdict(self).items() if figure is not None}
 
     def encode(self) -> pb.RequestMetrics:
@@ -54,7 +55,7 @@ class FinishedRequests:
         return self._num_bytes
 
     def add(self, finished: admin_pb.FinishedRequest) -> None:
-        """It ended now."""
+        """Add a request that has just ended."""
         finished.end_time_ms = time.time_ns() // 1_000_000
         request = finished.SerializeToString()
         self._requests.append(request)
@@ -63,5 +64,5 @@ class FinishedRequests:
             self._num_bytes -= len(self._requests.popleft())
 
     def newest(self, limit: int) -> list[admin_pb.FinishedRequest]:
-        """The last to end comes first."""
+        """The latest requests, newest first."""
         return [admin_pb.FinishedRequest.FromString(request) for request in islice(reversed(self._requests), limit)]

@@ -1,1 +1,1 @@
-"""Between the core's types and messages, of workers, front ends and recordings alike: pure, and no connection."""
+"""Converts between the core's types and messages of workers, front ends and recordings. Pure, without connections."""

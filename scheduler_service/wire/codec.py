@@ -1,4 +1,4 @@
-"""Between the core's types and the worker's protobufs; pure, and the only place where the two meet."""
+"""Converts between the core's types and the worker's protobufs; pure, and the only place where the two meet."""
 
 import hashlib
 import math
@@ -60,7 +60,9 @@ def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
 
 
 def _fill_sampling(message: GroupSampling, sampling: SamplingParams) -> None:
-    """What a worker reads, less the numbers that have their default. Simulated requests have no numbers."""
+    """Fill in the parameters that a worker reads, except numbers with their default. Simulated requests have no
+    numbers.
+    """
     numbers: dict[str, Any] = {
         name: value
         for name, number in NUMBERS.items()
@@ -88,7 +90,7 @@ def _fill_sampling(message: GroupSampling, sampling: SamplingParams) -> None:
 
 
 def _encode_table(block_ids: list[int]) -> list[int]:
-    """Entries behind a sliding window are never read: any number will do."""
+    """A block table; entries behind a sliding window are never read, so their number is arbitrary."""
     return [block if block > 0 else 0 for block in block_ids]
 
 
@@ -126,7 +128,7 @@ def _fill_fork(message: pb.Fork, fork: Fork) -> None:
 
 
 def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.SchedulerOutput:
-    """A step as a message to the worker. A step of decodes only leaves the second and third column out."""
+    """A step as a message to the worker. A step with only decodes omits the second and third column."""
     message = pb.SchedulerOutput(
         epoch=epoch,
         step_id=output.step_id,
@@ -134,7 +136,7 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         finished=output.finished,
         preempted=output.preempted,
     )
-    # All messages are made in place: one that is passed in would be serialized and parsed again.
+    # All messages are made in place: a message that is passed in would be serialized and parsed again.
     for sequence_id, start, block_ids in output.block_table_updates:
         message.block_table_updates.add(sequence_id=sequence_id, start=start, block_ids=_encode_table(block_ids))
     for new in output.new_sequences:
@@ -158,12 +160,13 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
 
 
 MAX_POSITIONS = 1 << 18
-"""Positions of one sequence in an answer: more than a step has tokens. Each takes some 200 bytes, 9 in a message."""
+"""Positions of one sequence in an answer, at most: more than a step has tokens. Each takes some 200 bytes, 9 in a
+message.
+"""
 
 
 def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
-    """Cut the columns of one sequence into positions; raises ValueError when they do not fit together, or hold
-    nothing."""
+    """Split one sequence's columns into positions. Raises ValueError if they have different lengths or are empty."""
     width, positions = columns.width, len(columns.ranks)
     if positions > (MAX_POSITIONS if width else 0):
         raise ValueError(f"log-probabilities of sequence {columns.sequence_id} have {positions} positions of {width}")
@@ -177,7 +180,7 @@ def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
 
 
 def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
-    """A worker's answer; raises ValueError when it contradicts itself."""
+    """A worker's answer. Raises ValueError if it contradicts itself."""
     # A prompt's tokens were not sampled: NaN or +inf means that the model has no log-probabilities for them.
     without = [columns.sequence_id for columns in message.prompt_logprobs if not sum(columns.logprobs) < math.inf]
     output = ModelOutput(

@@ -1,7 +1,7 @@
-"""Long columns of numbers in messages: of all that one request makes the event loop write, they are the largest part.
+"""Long columns of numbers in messages: the largest part of a request's cost on the event loop.
 
-Protobuf copies numbers from an array at 55 ns each or more, and from a list at 15, besides 12 for making the list. It
-takes bytes that are already packed in its own format at 4 ns a number, and packing them here takes 6.
+Protobuf copies numbers from an array at 55 ns each or more, and from a list at 15, plus 12 to make the list. It takes
+bytes that are already packed in its own format at 4 ns a number, and packing them here takes 6.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 SHORT = 512
-"""A column of fewer numbers is written faster by protobuf itself."""
+"""Numbers of a column below which protobuf itself is faster."""
 
 
 def fill_column(message: Message, name: str, numbers: Sequence[int]) -> None:
-    """Set a repeated uint32 field that is empty."""
+    """Set an empty repeated uint32 field."""
     if len(numbers) < SHORT:
         getattr(message, name).extend(numbers)
     else:
@@ -25,7 +25,7 @@ def fill_column(message: Message, name: str, numbers: Sequence[int]) -> None:
 
 
 def _varints(numbers: npt.NDArray[np.uint32]) -> bytes:
-    """Numbers as protobuf writes them: seven bits a byte, the low ones first, each byte but a number's last marked."""
+    """Numbers as protobuf's varints: seven bits a byte, the low ones first, each byte but a number's last marked."""
     longest = max(1, -(-int(numbers.max()).bit_length() // 7))
     written = np.empty((len(numbers), longest), dtype=np.uint8)
     is_part = np.ones((len(numbers), longest), dtype=np.bool_)

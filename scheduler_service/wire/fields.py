@@ -1,7 +1,8 @@
-"""The core's types as messages with fields of the same names, so that a new field needs a line of protobuf alone.
+"""Converts the core's types to messages with fields of the same names, so that a new field needs only a line of
+protobuf.
 
 Encoding a type raises an error if one of its fields has no message field of its name. Single values are always written.
-A value that is missing, because the recording is older than the field, has the default that the code gives it.
+A missing value, in a recording older than the field, gets the code's default.
 """
 
 import enum
@@ -23,7 +24,7 @@ T = TypeVar("T")
 EnumDescriptor = Any
 FieldDescriptor = Any
 _COMPLETE: Mapping[type, type] = {SamplingParams: RequestSampling}
-"""The class that is made of a message where the core's type has only the fields that planning reads."""
+"""The class to decode, if the core's type has only the fields that planning reads."""
 
 
 def encode_fields(of: type, value: object, message: Message) -> None:
@@ -36,7 +37,7 @@ def encode_fields(of: type, value: object, message: Message) -> None:
 
 
 def decode_fields(of: type[T], message: Message) -> T:
-    """Make a value from its message; raises ValueError when the message lacks something or the class refuses it."""
+    """Make a value from its message. Raises ValueError if a field is missing or the class refuses a value."""
     readers = _readers(of, message.DESCRIPTOR)  # type: ignore[arg-type]
     try:
         return of(**{field.name: readers[field.name](value) for field, value in message.ListFields()})
@@ -45,12 +46,12 @@ def decode_fields(of: type[T], message: Message) -> T:
 
 
 def encode_enum(kind: EnumDescriptor, member: enum.Enum) -> int:
-    """The number of protobuf's value that has the member's name behind the enum's prefix."""
+    """The number of protobuf's enum value for a member: its name has the enum's prefix."""
     return int(kind.values_by_name[_prefix(kind) + member.name].number)
 
 
 def decode_enum(of: type[T], kind: EnumDescriptor, number: int) -> T:
-    """The member of that number; raises ValueError when there is none."""
+    """The member with a number. Raises ValueError if there is none."""
     value = kind.values_by_number.get(number)
     name = value.name.removeprefix(_prefix(kind)) if value else ""
     if name not in of.__members__:  # type: ignore[attr-defined]
@@ -58,7 +59,7 @@ def decode_enum(of: type[T], kind: EnumDescriptor, number: int) -> T:
     return of[name]  # type: ignore[index, no-any-return]
 
 
-@functools.cache  # 20 µs a request otherwise
+@functools.cache  # otherwise 20 µs a request
 def _hints(of: type) -> dict[str, Any]:
     """The parameters of a class's constructor, and their types."""
     hints = typing.get_type_hints(of.__init__)  # type: ignore[misc]
@@ -83,7 +84,7 @@ def _write(message: Message, field: FieldDescriptor, value: Any) -> None:
         column = getattr(message, name)
         if field.message_type is None:
             column.extend(value)
-        else:  # of TokenSequence
+        else:  # for TokenSequence
             for item in value:
                 column.add(token_ids=item)
     elif field.message_type is not None:
@@ -94,12 +95,12 @@ def _write(message: Message, field: FieldDescriptor, value: Any) -> None:
 
 @functools.cache
 def _readers(of: type, descriptor: Any) -> dict[str, Callable[[Any], Any]]:
-    """How to read each field of a message that is there."""
+    """How to read each field that is present in a message."""
     return {name: _reader(descriptor.fields_by_name[name], hint) for name, hint in _hints(of).items()}
 
 
 def _reader(field: FieldDescriptor, hint: Any) -> Callable[[Any], Any]:
-    if isinstance(hint, types.UnionType):  # X | None, and it is there
+    if isinstance(hint, types.UnionType):  # X | None, and it is present
         hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
     origin = typing.get_origin(hint)
     if origin is not None and issubclass(origin, Mapping):

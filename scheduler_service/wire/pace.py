@@ -1,6 +1,6 @@
-"""How often a stream between front end and engine is written to: at once when it was idle, and seldom when it is busy.
+"""How often a stream between front end and engine is written: at once if it was idle, and seldom if it is busy.
 
-A message costs 70 to 150 µs of the two processes, whatever is in it, and as much as the rows of 100 tokens. Answers,
+A message costs 70 to 150 µs of the two processes, whatever its content, as much as the rows of 100 tokens. Answers,
 submissions and tokens come one by one, ten for each step of 256 sequences; together they are one or two messages.
 """
 

@@ -1,4 +1,4 @@
-"""A request's sampling parameters from its front end to its worker: those that the core plans by, and the others."""
+"""A request's sampling parameters from front end to worker: the core's part, and the sampler's numbers."""
 
 from dataclasses import dataclass
 
@@ -8,4 +8,4 @@ from scheduler_service.core import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSampling(SamplingParams, SamplerParams):
-    """`SamplingParams` for the core, which knows no more, with the numbers for the worker's sampler."""
+    """`SamplingParams` for the core, with the numbers for the worker's sampler."""

@@ -45,7 +45,7 @@ def encode_sampling(sampling: SamplingParams, submission: pb.Submit) -> None:
 
 
 def decode_group(request_id: str, submission: pb.Submit, now: float, adapter: str = "") -> SequenceGroup:
-    """The request as the core sees it; it arrives `now`, and is for the adapter of this fingerprint."""
+    """The request as the core's type; it arrives `now`, and `adapter` is its adapter's fingerprint."""
     sampling = decode_fields(RequestSampling, submission.sampling)
     if submission.allowed_token_ids:
         sampling = replace(sampling, allowed_token_ids=unpack(submission.allowed_token_ids))

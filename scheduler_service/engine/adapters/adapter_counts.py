@@ -9,8 +9,10 @@ OTHERS = "(others)"
 
 
 class AdapterCounts:
-    """Finished requests and their tokens, by the name of the adapter. Names after the first MAX_COUNTED are counted
-    together, because each name stays a label for ever."""
+    """Finished requests and their tokens, by adapter name.
+
+    Names after the first MAX_COUNTED share a counter, because each name remains a label for ever.
+    """
 
     def __init__(self) -> None:
         self.num_requests: Counter[str] = Counter()

@@ -1,9 +1,9 @@
-"""Brings adapters to one worker, one after the other beside its steps, and has it forget others.
+"""Sends adapters to one worker, one after the other and beside its steps, and removes others.
 
-Which adapter comes next, and which gives way to it, the session's scheduler chooses. First come those that an operator
-loads, then those that waiting requests lack, then, while there are places, the others that have names. An adapter is
-forgotten once the steps that the worker has been sent are answered. What a worker does not take it is brought again
-later, ever more rarely; its requests go on meanwhile, and those of the adapter wait.
+The session's scheduler chooses the next adapter and the one that it replaces. Adapters that an operator loads come
+first, then adapters that waiting requests lack, then, while there are places, the other named adapters. An adapter is
+removed once the steps sent to the worker are answered. A failed delivery is retried with growing pauses. Other requests
+continue meanwhile; the adapter's requests wait.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ LAST_RETRY_SECONDS = 60.0
 
 
 class AdapterFetcher:
-    """The fetcher of one session. `in_flight` are the steps that the worker has been sent and has not answered.
+    """The fetcher of one session. `in_flight` are the steps sent to the worker and not answered.
 
-    `fetched` is called when the worker has got an adapter, or when one was `refused` or `lost`.
+    `fetched` is called when the worker has got an adapter, or when an adapter was `refused` or `lost`.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class AdapterFetcher:
         self._fetched = fetched
         self._delivery = Delivery()
         self.refused: dict[str, str] = {}
-        """Adapters that the worker cannot use, by fingerprint, and why."""
+        """Adapters that the worker cannot use, by fingerprint, with the reason."""
         self.lost: list[tuple[Adapter, str]] = []
-        """Adapters whose copies cannot be read any more, and why, until the adapters are given up."""
+        """Adapters with unreadable copies, and the reason, until the adapters are given up."""
         self._lacking: Sequence[str] = ()
-        self._asked: dict[str, asyncio.Future[bool]] = {}  # by an operator
+        self._asked: dict[str, asyncio.Future[bool]] = {}  # by operators
         self._to_try: dict[str, None] = {}  # because another worker cannot use them
-        self._retries: dict[str, tuple[float, float]] = {}  # what has failed: when it is tried again, and the pause
+        self._retries: dict[str, tuple[float, float]] = {}  # failed deliveries: time of the next attempt, and the pause
         self._to_forget: deque[str] = deque()
         self._handing: asyncio.Future[None] | None = None
         self._failure: WorkerError | None = None
@@ -72,7 +72,7 @@ class AdapterFetcher:
 
     @property
     def fetching(self) -> str:
-        """The fingerprint of the adapter that is on its way; empty if none is."""
+        """The fingerprint of the adapter being sent; empty if there is none."""
         return self._delivery.fingerprint
 
     @property
@@ -81,7 +81,7 @@ class AdapterFetcher:
         return self._scheduler.admits
 
     def begin(self, held: Iterable[str]) -> None:
-        """Take note of what the worker held before the session; it is to forget what nothing names any more."""
+        """Record the adapters that the worker held before the session, and have it remove the unwanted ones."""
         wanted = self._catalogue.wanted
         for fingerprint in held:
             if fingerprint in wanted:
@@ -94,21 +94,21 @@ class AdapterFetcher:
         return self._scheduler.adapters.holds(fingerprint)
 
     def look_again(self) -> None:
-        """Others can be named, or are needed, than before."""
+        """React to a change of the named or needed adapters."""
         if self._handing is not None and self.fetching not in self._catalogue.wanted:
             self._handing.cancel()
         self._wake.set()
 
     def lack(self, fingerprints: Sequence[str]) -> None:
-        """Hear which adapters waiting requests lack here."""
+        """Set the adapters that requests waiting here lack."""
         if fingerprints or self._lacking:
             self._lacking = fingerprints
             self._wake.set()
 
     async def take(self, fingerprint: str) -> bool:
-        """Have the worker hold a wanted adapter; returns whether it does, or has no place for it at the moment.
+        """Send a wanted adapter to the worker. Returns whether the worker holds it; false if it has no place now.
 
-        Raises AdapterRefusedError, and UnreachableError where the session ends meanwhile.
+        Raises AdapterRefusedError, and UnreachableError if the session ends meanwhile.
         """
         if self._is_over:
             raise _over()
@@ -121,13 +121,13 @@ class AdapterFetcher:
         return await asyncio.shield(future)
 
     def attempt(self, fingerprint: str) -> None:
-        """Find out whether the worker can use an adapter, once it has a place for it."""
+        """Test whether the worker can use an adapter, once it has a place."""
         if fingerprint not in self._to_try:
             self._to_try[fingerprint] = None
             self._wake.set()
 
     def drop(self, fingerprint: str) -> None:
-        """Have the worker forget an adapter that no request needs."""
+        """Have the worker remove an adapter that no request needs."""
         self.refused.pop(fingerprint, None)
         self._retries.pop(fingerprint, None)
         self._to_try.pop(fingerprint, None)
@@ -136,7 +136,7 @@ class AdapterFetcher:
             self._wake.set()
 
     def end(self, failure: WorkerError) -> None:
-        """Give the session up."""
+        """End deliveries and operators' waits with this failure: the session is over."""
         self._failure = failure
         if self._handing is not None:
             self._handing.cancel()
@@ -146,7 +146,7 @@ class AdapterFetcher:
         self._answered.set()
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises WorkerError where the worker is not to be used any more."""
+        """Serve until cancelled. Raises WorkerError if the worker must no longer be used."""
         self._catalogue.deliveries.add(self._delivery)
         try:
             while True:
@@ -159,7 +159,7 @@ class AdapterFetcher:
                     await self._bring(fetch)
                 else:
                     for fingerprint in list(self._asked):
-                        self._answer(fingerprint, self.holds(fingerprint))  # there is no place for it, if not
+                        self._answer(fingerprint, self.holds(fingerprint))  # if not held, there is no place for it
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(self._pause()):
                             await self._wake.wait()
@@ -182,16 +182,16 @@ class AdapterFetcher:
         return self._scheduler.begin_fetch([*self._asked, *filter(may_be_tried, wanted)], preloads)
 
     def _pause(self) -> float | None:
-        """Seconds after which to look again, though nothing has changed."""
+        """Seconds after which to look again, even without a change."""
         now = time.monotonic()
-        # One whose time has come waits for a place.
+        # A retry that is due waits for a place.
         pauses = [again_at - now for again_at, _ in self._retries.values() if again_at > now]
         if any(one not in self.refused and one not in self._retries for one in self._lacking):
             pauses.append(LONG_FETCH_SECONDS)  # it may be on its way to another worker
         return min(pauses, default=None)
 
     def _answer(self, fingerprint: str, result: bool | WorkerError) -> bool:
-        """Tell an operator that waits for it what became of an adapter; returns whether there is one."""
+        """Tell a waiting operator the result for an adapter; returns whether an operator waits."""
         future = self._asked.pop(fingerprint, None)
         if future is None:
             return False
@@ -229,11 +229,11 @@ class AdapterFetcher:
     def _retry_later(self, fingerprint: str, reason: str) -> None:
         pause = min(LAST_RETRY_SECONDS, 2 * self._retries.get(fingerprint, (0.0, FIRST_RETRY_SECONDS / 2))[1])
         self._retries[fingerprint] = time.monotonic() + pause, pause
-        self._to_forget.append(fingerprint)  # it may have come all the same
+        self._to_forget.append(fingerprint)  # it may have arrived all the same
         log.warning("adapter not taken", worker=self._client.address, fingerprint=fingerprint, reason=reason)
 
     async def _hand_over(self, fingerprint: str) -> float | None:
-        """Returns the seconds that it took; None for one that is not wanted any more."""
+        """Send an adapter. Returns the seconds that it took; None if it is no longer wanted."""
         adapter = self._catalogue.wanted.get(fingerprint)
         if adapter is None:
             return None
@@ -247,7 +247,7 @@ class AdapterFetcher:
                 raise
             if self._failure is not None:
                 raise self._failure from None
-            self._to_forget.append(fingerprint)  # it was not wanted any more, and may have come all the same
+            self._to_forget.append(fingerprint)  # it was no longer wanted, and may have arrived all the same
             return None
         except CopyLostError as error:
             self._to_forget.append(fingerprint)
@@ -263,7 +263,7 @@ class AdapterFetcher:
         return seconds
 
     async def _forget(self, fingerprint: str) -> None:
-        """Have the worker forget an adapter once no step in flight can need it."""
+        """Have the worker remove an adapter once no step in flight can need it."""
         last = self._in_flight[-1].step_id if self._in_flight else 0
         while self._in_flight and self._in_flight[0].step_id <= last:
             self._answered.clear()

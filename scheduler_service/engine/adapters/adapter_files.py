@@ -1,4 +1,4 @@
-"""An adapter's files: read from the folder that PEFT wrote, copied, and sent to a worker."""
+"""An adapter's files: read from PEFT's folder, copied, and sent to a worker."""
 
 import asyncio
 import hashlib
@@ -20,12 +20,12 @@ NAME = re.compile(r"(?!\.+$)[\w.@:-]{1,128}")
 
 
 class CopyLostError(Exception):
-    """The copy of an adapter cannot be read any more; the message says why."""
+    """An adapter's copy can no longer be read, for the reason in the message."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A copy of a folder as PEFT writes it: what happens to the folder does not matter to requests in flight."""
+    """A copy of an adapter's folder in PEFT's format: changes of the folder do not affect requests in flight."""
 
     name: str
     fingerprint: str
@@ -34,12 +34,12 @@ class Adapter:
     num_bytes: int
 
     def kept(self) -> "Adapter":
-        """It, in the place of any other copy of the same, so that there is one of each."""
+        """The adapter, with its copy in the place of any equal copy, so that only one is kept."""
         return replace(self, weights=self.weights.replace(self.weights.with_name(self.fingerprint)))
 
 
 def read_adapter(name: str, folder: Path, copies: Path) -> Adapter:
-    """Copy it into a folder of copies, under a name of its own. Raises ValueError."""
+    """Copy an adapter into a new folder among the copies. Raises ValueError."""
     if not NAME.fullmatch(name):
         raise ValueError(f"{name[:200]!r} cannot name an adapter: 1 to 128 letters, digits and . _ @ : -")
     try:
@@ -70,7 +70,7 @@ def read_adapter(name: str, folder: Path, copies: Path) -> Adapter:
 
 
 async def hand_over(client: WorkerClient, adapter: Adapter) -> None:
-    """Raises what `WorkerClient.load_adapter` raises, and CopyLostError."""
+    """Send an adapter. Raises CopyLostError, and the errors of `WorkerClient.load_adapter`."""
     try:
         await client.load_adapter(_pieces_of(adapter))
     except OSError as error:
@@ -85,7 +85,7 @@ async def _pieces_of(adapter: Adapter) -> AsyncIterator[worker_pb.TakeAdapterReq
 
 
 def configured_folders(named: Sequence[str], folder: Path | None) -> Sequence[tuple[str, Path]]:
-    """Names and folders of --lora-modules and --lora-dir. Raises ValueError."""
+    """Names and folders from --lora-modules and --lora-dir. Raises ValueError."""
     found = []
     for item in named:
         name, is_pair, place = item.partition("=")

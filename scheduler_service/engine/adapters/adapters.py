@@ -1,4 +1,4 @@
-"""Which adapters come and go: operators load and unload them, and an adapter that no worker can use is given up."""
+"""Loads and unloads adapters for operators, and gives up adapters that no worker can use."""
 
 import asyncio
 import weakref
@@ -29,12 +29,13 @@ from scheduler_service.wire.codec import WorkerInfo
 log = structlog.get_logger()
 
 MAX_HELD = 4096
-"""Most adapters that a worker is believed to hold before its session: its report may be false."""
+"""Adapters that a worker is assumed to hold before its session, at most: its report may be false."""
 
 
 class Adapters:
-    """Loads, unloads and gives up the adapters of `catalogue`. Fetchers send adapters to workers beside steps, as far
-    as a worker has places for them.
+    """Loads, unloads and gives up the adapters of `catalogue`.
+
+    Fetchers send adapters to workers beside steps, as far as a worker has places.
     """
 
     def __init__(self, settings: SchedulerSettings, requests: Requests, workers: Workers) -> None:
@@ -84,7 +85,7 @@ class Adapters:
         return adapter
 
     def _lock(self, name: str) -> asyncio.Lock:
-        """Operators' calls for one name wait for each other."""
+        """The lock on a name, so that operators' calls for one name run one after the other."""
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def _bring(self, adapter: Adapter) -> None:
@@ -128,8 +129,7 @@ class Adapters:
             self.released(adapter.fingerprint)
 
     def released(self, fingerprint: str) -> None:
-        """Called when a request of the adapter has ended: forget the adapter if no name and no other request needs
-        it."""
+        """A request of the adapter has ended: remove the adapter if no name and no other request needs it."""
         leaving = self.catalogue.leaving
         adapter = leaving.get(fingerprint)
         if adapter is None or self._requests.uses_adapter(fingerprint):
@@ -152,7 +152,7 @@ class Adapters:
     # ---- for the workers' sessions
 
     def begin(self, worker: Worker, scheduler: Scheduler, held: Sequence[str]) -> AdapterFetcher:
-        """The fetcher of a session that begins, whose worker holds these adapters. Call `end` after the session."""
+        """The fetcher of a new session, whose worker holds the adapters `held`. Call `end` after the session."""
         fetcher = AdapterFetcher(
             self.catalogue, worker.client, scheduler, worker.in_flight, worker.fetch_counts, self._fetched
         )
@@ -165,7 +165,8 @@ class Adapters:
         self.fetchers.remove(fetcher)
 
     async def check(self, client: WorkerClient, info: WorkerInfo) -> list[str]:
-        """Before a worker serves, check that it takes adapters, and send it the adapters that not every worker can use.
+        """Before a worker serves, check that it supports adapters, and send it the adapters that not every worker can
+        use.
 
         Returns the fingerprints that it holds, at most as many as it has places. Raises WorkerError.
         """
@@ -181,20 +182,23 @@ class Adapters:
                 raise _unfit(adapter, str(error)) from None
             except CopyLostError as error:
                 self.give_up(adapter, str(error))
-            except AdapterFailedError:  # it is tried again in the session
+            except AdapterFailedError:  # retried in the session
                 continue
             else:
                 held.append(fingerprint)
         return held
 
     def _fetched(self) -> None:
-        """A worker has got an adapter, or has turned out to be unable to use it."""
+        """A worker has got an adapter, or cannot use it."""
         self.settle()
         self._workers.wake()
 
     def settle(self) -> None:
-        """Decide about adapters that a worker cannot use. If another worker can use the adapter, the worker's session
-        ends; if no worker that takes requests can, the adapter is given up. So is one whose copy is lost."""
+        """Decide about adapters that a worker cannot use.
+
+        If another worker can use the adapter, the session of the worker that cannot use it ends. If no worker that
+        takes requests can, the adapter is given up. So is an adapter with a lost copy.
+        """
         fetchers = self.fetchers
         for fetcher in fetchers:
             while fetcher.lost:
@@ -223,13 +227,13 @@ class Adapters:
         self._update()
         reason = f"the adapter {adapter.name} cannot be used: {reason}"
         self._requests.end_all(RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason), adapter.fingerprint)
-        if adapter.fingerprint not in self.catalogue.wanted:  # else it is being loaded anew
+        if adapter.fingerprint not in self.catalogue.wanted:  # otherwise it is being loaded again
             self._forget(adapter)
         self.when_changed()
 
 
 def _discard(reading: "asyncio.Future[Adapter]") -> None:
-    """Remove the copy that was made for a call that is cancelled."""
+    """Remove the copy that was made for a cancelled call."""
     if not reading.cancelled() and reading.exception() is None:
         reading.result().weights.unlink(missing_ok=True)
 

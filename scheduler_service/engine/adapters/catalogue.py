@@ -1,4 +1,4 @@
-"""The adapters that there are, and their copies: named, being loaded, or needed by requests in flight.
+"""The existing adapters and their copies: named, being loaded, or needed by requests in flight.
 
 From its admission on, a request refers to its adapter by fingerprint. So a name may come to mean another adapter, or
 none, while requests of the old adapter still run and move between workers.
@@ -18,12 +18,12 @@ from scheduler_service.engine.adapters.adapter_files import Adapter, configured_
 from scheduler_service.settings import SchedulerSettings
 
 LONG_FETCH_SECONDS = 5.0
-"""Seconds of a delivery to one worker after which another worker is sent the same adapter."""
+"""Seconds of a delivery to one worker after which the same adapter is also sent to another worker."""
 
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """The adapter that is on its way to one worker, and since when, in seconds of `time.monotonic`."""
+    """The adapter being sent to one worker, and its start in seconds of `time.monotonic`."""
 
     fingerprint: str = ""
     since: float = 0.0
@@ -61,7 +61,7 @@ class Catalogue:
 
     @property
     def are_served(self) -> bool:
-        """Whether requests can name any, now or once one is loaded."""
+        """Whether requests can name adapters, now or after an operator loads one."""
         return bool(self.named) or self._folder is not None
 
     @property
@@ -70,28 +70,28 @@ class Catalogue:
         return sorted(self.named.values(), key=lambda adapter: adapter.name)
 
     def find(self, name: str) -> str:
-        """The fingerprint that a name leads to. Raises NOT_FOUND."""
+        """The fingerprint of a name's adapter. Raises NOT_FOUND."""
         if (adapter := self.named.get(name)) is None:
             raise RequestError(grpc.StatusCode.NOT_FOUND, f"lora_name: there is no adapter {name!r}")
         return adapter.fingerprint
 
     def check_held(self, fingerprint: str) -> None:
-        """Raises FAILED_PRECONDITION for an adapter that was given up after the request found it."""
+        """Raises FAILED_PRECONDITION for an adapter that was given up after the request's admission."""
         if fingerprint not in self.wanted:
             raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, "lora_name: the adapter cannot be used any more")
 
     def folder_of(self, name: str) -> Path:
-        """Where an adapter is loaded from. Raises FAILED_PRECONDITION."""
+        """The folder that an adapter is loaded from. Raises FAILED_PRECONDITION."""
         if self._folder is None:
             raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, "the scheduler runs without --lora-dir")
         return self._folder / name
 
     def read(self, name: str, folder: Path) -> Adapter:
-        """Copy an adapter, under a name of its own. Raises ValueError."""
+        """Copy an adapter into a new folder. Raises ValueError."""
         return read_adapter(name, folder, self._place())
 
     def _place(self) -> Path:
-        """Where copies are kept until this object is gone. Raises ValueError."""
+        """The folder for copies, removed with this object. Raises ValueError."""
         if self._copies is None:
             try:
                 self._copies = TemporaryFolder("adapters")
@@ -101,15 +101,15 @@ class Catalogue:
         return self._copies.path
 
     def is_named(self, adapter: Adapter) -> bool:
-        """Whether a name leads to it."""
+        """Whether a name refers to the adapter."""
         return any(other.fingerprint == adapter.fingerprint for other in self.named.values())
 
     def remove_names(self, adapter: Adapter) -> None:
-        """Have no name lead to it."""
+        """Remove the names that refer to the adapter."""
         self.named = {name: other for name, other in self.named.items() if other.fingerprint != adapter.fingerprint}
 
     def update(self) -> None:
-        """Bring `wanted` and what follows from it up to date."""
+        """Recompute `wanted` and its dependents."""
         named, loading = (
             {adapter.fingerprint: adapter for adapter in adapters.values()} for adapters in (self.named, self.loading)
         )
@@ -118,8 +118,11 @@ class Catalogue:
         self.contested &= self.wanted.keys()
 
     def may_be_brought(self, fingerprint: str) -> bool:
-        """Whether a worker that lacks an adapter should be sent it. Only one worker at a time is, because one may be
-        enough; the next worker follows if the first takes long."""
+        """Whether to send an adapter to a worker that lacks it.
+
+        It is sent to one worker at a time, because one may be enough; the next worker follows if the delivery takes
+        long.
+        """
         since = time.monotonic() - LONG_FETCH_SECONDS
         is_on_its_way = any(one.fingerprint == fingerprint and one.since > since for one in self.deliveries)
         return fingerprint in self.wanted and not is_on_its_way

@@ -1,1 +1,1 @@
-"""Requests in flight: admission, their outputs, calls beside the steps."""
+"""Requests in flight: admission, outputs, and calls beside the steps."""

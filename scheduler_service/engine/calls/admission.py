@@ -1,4 +1,4 @@
-"""Places and memory of the calls in flight, of all front ends together: counted before any work is done for a call."""
+"""Limits the number and memory of calls in flight, for all front ends together, before any work is done for a call."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,8 +16,9 @@ MAX_SIDE_CALLS = 256
 MAX_SIDE_BYTES = 16 << 20
 """Bytes of calls other than Generate: some seconds of tokenizing."""
 UNREAD_SHARE = 4
-"""The part of the memory that unread output may take besides is a quarter: 60 s of 50 streams that each gain 50 tokens
-a second, with 20 likeliest tokens beside each of these."""
+"""Unread output may take another quarter of the memory: 60 s of 50 streams with 50 tokens a second each, and 20
+likeliest tokens beside each token.
+"""
 
 
 def unread_bytes(settings: SchedulerSettings) -> int:
@@ -26,11 +27,11 @@ def unread_bytes(settings: SchedulerSettings) -> int:
 
 
 class Admission:
-    """Counts calls in flight: requests that are being checked, and submitted ones (`requests`, by their keys).
+    """Counts calls in flight: requests that are being checked, and submitted ones (`requests`, by key).
 
     A request that is resumed may be both, in two calls. The memory of a call counts until the call is closed. A call of
-    many texts is being checked until it is closed; its texts are submitted, take no places, and what memory they take
-    the call has held.
+    many texts counts as being checked until it is closed. Its texts are submitted without places of their own, and use
+    the memory that the call holds.
     """
 
     def __init__(self, settings: SchedulerSettings, requests: dict[str, Call], keyring: Keyring | None = None) -> None:
@@ -44,17 +45,17 @@ class Admission:
         )
         self.num_bytes = 0
         """Bytes of all requests, superseded ones included."""
-        self._num_texts = 0  # of calls, among the requests
+        self._num_texts = 0  # texts of calls, among the requests
 
     @property
     def being_checked(self) -> Mapping[str, Call]:
         return self._being_checked
 
     def admit(self, call: Call, num_bytes: int, *, resumes: bool, now: float = 0.0) -> None:
-        """Hold a place. A request that resumes a request in flight takes its place. Raises RequestError.
+        """Reserve a place. A request that resumes a request in flight takes over its place. Raises RequestError.
 
-        `now`: seconds of a clock that goes on. What is refused counts as a request of its API key only if the key's
-        own limits allowed it.
+        `now`: seconds of a monotonic clock. A refused call counts against its API key's requests only if the key's own
+        limits allowed it.
         """
         key = call.key
         mine = self._requests.get(key) if resumes else None
@@ -88,7 +89,7 @@ class Admission:
         self._being_checked[key] = call
 
     def hold(self, call: Call, num_bytes: int) -> None:
-        """Count memory of a request, in addition to what it holds. Raises RequestError."""
+        """Add memory to a request's. Raises RequestError."""
         in_all, most = call.num_bytes + num_bytes, self._memory
         sizes = f"this request takes {in_all / 2**20:.1f} MiB of memory, and --request-memory allows all together "
         sizes += f"{most / 2**20:.1f} MiB"
@@ -103,8 +104,8 @@ class Admission:
     def submitted(self, call: Call, superseded: Call | None = None) -> None:
         """The call has been checked, and its request is in flight from now on.
 
-        Its API key is charged for the prompt and what is resumed, but for what it was charged for with the call that
-        this one has `superseded`.
+        Its API key is charged for the prompt and the resumed tokens, less the tokens already charged to the call that
+        it has `superseded`.
         """
         group = call.group
         assert group is not None
@@ -118,14 +119,14 @@ class Admission:
         self._requests[call.key] = call
 
     def abort(self, key: str) -> bool:
-        """Have a request end as soon as it is submitted. Returns whether one of this key is being checked."""
+        """Have a request end as soon as it is submitted. Returns whether a request with this key is being checked."""
         if (call := self._being_checked.get(key)) is None:
             return False
         call.is_aborted = True
         return True
 
     def release(self, call: Call) -> None:
-        """The call is over. Releasing it again does nothing."""
+        """The call is over. A second release has no effect."""
         if not call.key:
             self._side_calls.leave(call.num_bytes)
         else:
@@ -143,11 +144,13 @@ class Admission:
 
 
 def _num_charged(before: Call, later: Call) -> int:
-    """Tokens of a resumption that the call which it supersedes was charged for: the prompt, unless it is computed whole
-    again, and of each output the leading tokens that this scheduler has in its own record, the superseded group.
+    """Tokens of a resumption that were already charged to the call that it supersedes.
 
-    None for another API key or `cache_salt`, whose cached blocks are not found. None either where the earlier call was
-    computed and gained nothing: a request that is superseded again and again would be computed for nothing.
+    These are the prompt, unless it is recomputed in full, and of each output the leading tokens in this scheduler's own
+    record, the superseded group.
+
+    Zero for another API key or `cache_salt`, whose cached blocks are not found. Zero too if the earlier call was
+    computed without gaining a token: otherwise a request that is superseded again and again would be computed for free.
     """
     old, new = before.group, later.group
     assert old is not None
@@ -162,7 +165,7 @@ def _num_charged(before: Call, later: Call) -> int:
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading tokens two outputs share."""
+    """The number of leading tokens that two outputs share."""
     most = min(len(one), len(other))
     differing = np.flatnonzero(np.asarray(one[:most]) != np.asarray(other[:most]))
     return int(differing[0]) if len(differing) else most

@@ -1,4 +1,4 @@
-"""Calls of clients as the engine knows them: by which front end, with what memory, and with which group once queued."""
+"""Clients' calls in the engine: the front end, the memory, and once queued the group of each."""
 
 import asyncio
 import time
@@ -13,9 +13,9 @@ from scheduler_service.engine.calls.outbox import Outbox
 class Call:
     """One call of a front end, from its admission until it is closed.
 
-    `number` is its name between the two, `first_output` that of its first output. `key` is empty for calls other than
-    Generate. `api_key_id` is empty where no API keys are wanted. One of many texts of a call is a call with a `parent`,
-    which has been admitted for all of them.
+    `number` identifies it on the wire, and `first_output` its first output. `key` is empty for calls other than
+    Generate. `api_key_id` is empty if calls need no key. Each text of a call of many texts is a call with a `parent`,
+    which was admitted for all its texts.
     """
 
     __slots__ = (
@@ -46,33 +46,33 @@ class Call:
         self.key = key
         self.api_key_id: str = api_key_id if parent is None else parent.api_key_id
         self.parent = parent
-        self.has_texts = False  # as calls of their own
+        self.has_texts = False  # submitted as calls of their own
         self.adapter_name = ""
-        self.adapter_id: str = "" if parent is None else parent.adapter_id  # the fingerprint that the name led to
+        self.adapter_id: str = "" if parent is None else parent.adapter_id
         self.num_bytes = 0  # of the server's memory
         self.num_resumed = 0  # tokens of outputs that came with the request
         self.group: SequenceGroup | None = None
         self.first_output = 0
-        self.is_aborted = False  # while it was checked
+        self.is_aborted = False  # during the check
         self.queued_seconds: float | None = None  # until a worker took it for the first time
-        self.no_worker_timeout: float | None = None  # where it waits for less than others
+        self.no_worker_timeout: float | None = None  # if shorter than the default
         self.expiry: asyncio.TimerHandle | None = None  # while no worker takes requests
-        self.told: tuple[bool, int, int] | None = None  # where its request stands, if it is traced
+        self.told: tuple[bool, int, int] | None = None  # standing of a traced request, as last sent
 
     def tell(self, **event: Any) -> None:
         self.outbox.tell(self.number, **event)
 
     def tell_error(self, error: RequestError, *, at_once: bool = False) -> None:
-        """End its stream with an error: after what its client has not read yet, or `at_once`.
+        """End its stream with an error, after the output that its client has not read yet, or `at_once`.
 
-        A request that ends so may have been preempted, or have lost its worker, since it was told where it stands.
+        The request may have been preempted, or have lost its worker, after its standing was last sent.
         """
         if self.group is not None:
             self.tell_standing()
         self.tell(failed=pb.Failed(code=error.code.value[0], message=str(error), at_once=at_once))
 
     def tell_gained(self, gained: SequenceOutput) -> None:
-        """Tell what an output gained, if that is more than a token."""
+        """Send an output's gain, if it is more than a single token."""
         group = gained.sequence.group
         if group.beams is None or gained.sequence.status.has_failed:
             self.outbox.tell_gained(self.number, gained)
@@ -84,7 +84,7 @@ class Call:
             self.tell(hypotheses=pb.Hypotheses(hypotheses=found))
 
     def tell_standing(self) -> None:
-        """Tell where the request stands, for its client."""
+        """Send the request's standing to its client."""
         group = self.group
         assert group is not None
         standing = pb.Standing(
@@ -101,7 +101,7 @@ class Call:
         self.tell(standing=standing)
 
     def tell_change(self) -> None:
-        """Tell where a traced request stands, if that has changed since it was told last."""
+        """Send a traced request's standing if it has changed."""
         if self._stands() != self.told:
             self.tell_standing()
 

@@ -1,4 +1,4 @@
-"""How long requests wait while no worker takes requests."""
+"""Limits how long requests wait while no worker takes requests."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Expiry:
         self._end = end
 
     def limit(self, call: Call) -> None:
-        """Limit how long a request waits through this outage, if there is one."""
+        """Limit a request's wait in the current outage, if there is one."""
         if call.expiry is not None:
             call.expiry.cancel()
             call.expiry = None
@@ -43,12 +43,12 @@ class Expiry:
     def _expire(self, call: Call) -> None:
         if call.key in self._waiting:
             self._end(call, self.unserved(self._patience(call)))
-        else:  # a worker that is drained computes it, and may yet give it back
+        else:  # a draining worker computes it, and may yet give it back
             self.limit(call)
 
     def unserved(self, seconds: float) -> RequestError:
-        """UNAVAILABLE, with why no worker took requests for so many seconds."""
+        """UNAVAILABLE, with the reason why no worker took requests for `seconds`."""
         reason = self._workers.why_unserved()
-        if self._settings.api_keys is not None:  # addresses of workers are not for every caller
+        if self._settings.api_keys is not None:  # with keys, callers must not see workers' addresses
             reason = "an operator's watch says why"
         return RequestError(grpc.StatusCode.UNAVAILABLE, f"no worker took requests for {seconds:g} s: {reason}")

@@ -1,7 +1,7 @@
-"""What one front end is to be told: tokens in two columns, everything else as events between their rows.
+"""Messages to one front end: tokens in two columns, everything else as events between their rows.
 
-All that is told while a message is written goes into the next one, so that a message holds a step, or several when
-there are more steps than time: a message costs about as much as the rows of 100 tokens.
+Everything that arrives while a message is written goes into the next message. So a message holds one step, or several
+if steps are faster than messages. A message costs about as much as the rows of 100 tokens.
 """
 
 import asyncio
@@ -19,22 +19,24 @@ from scheduler_service.wire.fields import encode_enum
 MAX_ROWS = 512
 MAX_LOGPROBS = 1 << 13
 EVENT_WEIGHT = 8
-"""Rows and log-probabilities of one message, among which any other event counts as so many: 5 ms of a front end to take
-in, and at most 0.1 MiB."""
+"""Weight of an event, in rows or log-probabilities. With the two limits above, a message has at most 0.1 MiB, and takes
+5 ms of a front end.
+"""
 MAX_VECTOR_BYTES = 1 << 18
-"""Of one event, if it has several vectors."""
+"""Bytes of one event that has several vectors."""
 ROW_BYTES = 72
-"""Of memory, until a row or a log-probability is taken."""
+"""Bytes of memory of a row or log-probability, until it is taken."""
 MAX_WAITING = 1 << 14
 STUCK_SECONDS = 0.1
-"""While more rows wait, or events that weigh as much, no further step's answer is taken in, so that workers are as fast
-as front ends take tokens. A front end that takes nothing for so long is not waited for: it has stopped, and the others
-have not.
+"""Seconds after which a front end that takes nothing counts as stopped, and is no longer waited for.
+
+While more than MAX_WAITING rows, or events of the same weight, wait, no further step's answer is processed. So workers
+run at the speed at which front ends take tokens.
 """
 
 
 class _Bulk(NamedTuple):
-    """What is large of an event, and is encoded when the event's message is made."""
+    """The large part of an event, which is encoded when the event's message is made."""
 
     sampled: Sequence[TokenLogprobs] = ()
     prompt: Sequence[TokenLogprobs] = ()
@@ -51,7 +53,7 @@ _NONE = _Bulk()
 
 
 class Outbox:
-    """Takes what the engine tells in order, and gives it in messages of bounded size."""
+    """Queues the engine's output in order, and returns it in messages of bounded size."""
 
     __slots__ = (
         "_events",
@@ -67,17 +69,17 @@ class Outbox:
     )
 
     def __init__(self, most_bytes: int = 1 << 26) -> None:
-        """`most_bytes`: of all that waits; a front end that leaves more has stopped."""
+        """`most_bytes`: limit on everything queued; a front end that exceeds it has stopped."""
         self.has_some = asyncio.Event()
-        """To be set after rows were appended."""
+        """The writer waits for it; set it after rows were appended."""
         self.is_overfull = asyncio.Event()
         self._most_weight = most_bytes // ROW_BYTES
         self.outputs: list[int] = []
         self.token_ids: list[int] = []
-        self._events: deque[tuple[int, pb.EngineEvent, _Bulk]] = deque()  # each after so many rows of all
+        self._events: deque[tuple[int, pb.EngineEvent, _Bulk]] = deque()  # each with the number of rows before it
         self._events_weight = 0  # of all events, in rows
         self._num_taken = 0  # rows of earlier messages
-        self._taken = asyncio.Event()  # some, since this was cleared
+        self._taken = asyncio.Event()  # set when some are taken
         self._is_stuck = False
 
     def __len__(self) -> int:
@@ -90,7 +92,7 @@ class Outbox:
         self.has_some.set()
 
     def tell_gained(self, call: int, gained: SequenceOutput) -> None:
-        """Append what an output gained; many positions or vectors of a prompt become several events."""
+        """Append an output's gain; many positions or vectors of a prompt become several events."""
         event, positions = _encode_gained(call, gained), gained.prompt_logprobs or []
         if gained.vectors:
             self._tell_vectors(event, gained)
@@ -106,7 +108,7 @@ class Outbox:
         self.has_some.set()
 
     def _tell_vectors(self, last: pb.EngineEvent, gained: SequenceOutput) -> None:
-        """Append them; `last` is the last of their events."""
+        """Append the vectors' events, ending with `last`."""
         pooling, vectors, start = gained.sequence.sampling.pooling, memoryview(gained.vectors), gained.prompt_start
         assert pooling is not None
         at_once = max(1, MAX_VECTOR_BYTES // pooling.vector_bytes)
@@ -129,11 +131,11 @@ class Outbox:
 
     @property
     def has_room(self) -> bool:
-        """Whether little enough waits that a further step's answer can be taken in."""
+        """Whether the queue is short enough to process another step's answer."""
         return self._weight <= MAX_WAITING
 
     async def room(self) -> None:
-        """Wait while too much waits, as long as the front end takes something now and then."""
+        """Wait while the queue is too long, as long as the front end keeps taking from it."""
         if self._weight > self._most_weight:
             self.is_overfull.set()
         while not self.has_room and not self._is_stuck:
@@ -144,7 +146,7 @@ class Outbox:
                 self._is_stuck = True
 
     def take(self) -> pb.AttachResponse:
-        """The next message; an empty one when there is nothing more."""
+        """The next message; empty if the queue is empty."""
         self._taken.set()
         self._is_stuck = False
         message, num_rows, left = pb.AttachResponse(), min(MAX_ROWS, len(self.outputs)), MAX_LOGPROBS
@@ -173,9 +175,10 @@ class Outbox:
 
 
 def _encode_gained(call: int, gained: SequenceOutput) -> pb.EngineEvent:
-    """Without log-probabilities and vectors.
+    """A gain without log-probabilities and vectors.
 
-    The status is that of now: the sequence may end before it is sent. It has none while the answer has more of it.
+    It has the current status: the sequence may end before the message is sent. If the answer has more of the gain, it
+    has no status.
     """
     sequence, status = gained.sequence, gained.sequence.status
     event = pb.EngineEvent(call=call)

@@ -1,8 +1,7 @@
-"""The requests in flight, from the moment a front end submits them until their calls are closed.
+"""The requests in flight, from their submission by a front end until their calls are closed.
 
-Code outside does not see which worker computes a request, or that this changes: when the session with a worker is over,
-its groups go back to the head of the shared waiting queue. What a request gains goes to the front end that its call
-came through.
+Other code does not see which worker computes a request, or that this changes. When a session with a worker ends, its
+groups return to the head of the shared waiting queue. A request's output goes to the front end of its call.
 """
 
 import time
@@ -41,8 +40,8 @@ class Requests:
         keyring: Keyring | None,
     ) -> None:
         self.waiting = waiting
-        self.in_flight: dict[str, Call] = {}  # those that were submitted, by their keys
-        self.traced: set[Call] = set()  # those of them that are traced
+        self.in_flight: dict[str, Call] = {}  # submitted requests, by key
+        self.traced: set[Call] = set()  # the traced ones
         self.outboxes: set[Outbox] = set()  # of the front ends
         self.admission = Admission(settings, self.in_flight, keyring)
         self.statistics = Statistics()
@@ -53,15 +52,15 @@ class Requests:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there are calls that were accepted and are not closed: requests, and calls of texts between two."""
+        """Whether any accepted call is not closed: requests, and calls of texts between two texts."""
         return bool(self.in_flight) or any(call.has_texts for call in self.admission.being_checked.values())
 
-    # ---- what front ends ask for
+    # ---- calls by front ends
 
     def queue(self, call: Call, submission: pb.Submit) -> None:
         """Queue a request that was admitted, and whose memory is counted.
 
-        Raises ALREADY_EXISTS when it would supersede a request of another prompt.
+        Raises ALREADY_EXISTS if it would supersede a request with another prompt.
         """
         superseded = self._supersede(call, submission) if submission.supersedes else None
         if submission.is_complete:
@@ -81,7 +80,7 @@ class Requests:
             self.abort(call.key)
 
     def stop_output(self, call: Call, index: int) -> None:
-        """A stop string ended an output. Nothing happens when it has ended otherwise by now."""
+        """A stop string ended an output. No effect if the output has already ended."""
         group = call.group
         if group is None or group.beams is not None or index >= len(group.sequences):
             return
@@ -98,7 +97,7 @@ class Requests:
         self._workers.wake()
 
     def abort(self, key: str) -> bool:
-        """End a request; its stream closes with what it has. Returns whether the request exists.
+        """End a request; its stream closes with its output so far. Returns whether the request exists.
 
         A request that is being checked ends after the check.
         """
@@ -129,8 +128,7 @@ class Requests:
             self._finish(call)
 
     def _supersede(self, later: Call, submission: pb.Submit) -> Call | None:
-        """End what is left of the same request's broken stream, because another call goes on with it. Returns the
-        stream's call, if there is one.
+        """End a request's broken stream, because another call resumes the request. Returns the stream's call, if any.
 
         The stream's memory counts until its call is closed: its client may have left a message unread.
         """
@@ -151,7 +149,7 @@ class Requests:
         call.tell_error(_RESUMED, at_once=True)
         return call
 
-    # ---- their ends
+    # ---- the end of requests
 
     def end(self, call: Call, error: RequestError) -> None:
         """End a request with an error."""
@@ -159,7 +157,7 @@ class Requests:
         call.tell_error(error)
 
     def end_all(self, error: RequestError, adapter: str | None = None) -> None:
-        """End all requests with an error, or those of an adapter."""
+        """End all requests, or those of one adapter, with an error."""
         for call in [call for call in self.in_flight.values() if adapter is None or call.adapter_id == adapter]:
             self.end(call, error)
 
@@ -171,25 +169,25 @@ class Requests:
             self.end(call, RequestError(code, group.error or "the request could not be served"))
 
     def limit_waits(self) -> None:
-        """An outage began or ended: while no worker takes requests, they wait for a limited time."""
+        """An outage began or ended: set the limits on waiting."""
         for call in self.in_flight.values():
             self._expiry.limit(call)
 
     def refuse_unserved(self, seconds: float) -> None:
-        """Raises UNAVAILABLE, with why no worker has told of the model in so many seconds."""
+        """Raises UNAVAILABLE, with the reason why no worker has described the model within `seconds`."""
         raise self._expiry.unserved(seconds)
 
     def uses_adapter(self, fingerprint: str) -> bool:
-        """Whether a request in flight, or one that is being checked, names an adapter."""
+        """Whether a request in flight or being checked names an adapter."""
         calls = (*self.in_flight.values(), *self.admission.being_checked.values())
         return any(call.adapter_id == fingerprint for call in calls)
 
     def _finish(self, call: Call) -> bool:
-        """End what is left of its outputs; returns whether anything was."""
+        """End the remaining outputs; returns whether there were any."""
         group = call.group
         assert group is not None
         if group.is_finished:
-            return False  # by itself, as most do: no scheduler need be asked
+            return False  # it ended by itself, as most do: no scheduler need be asked
         status = SequenceStatus.FINISHED_ABORTED
         ended = self._workers.finish(group.request_id, status)
         if not ended and group.request_id in self.waiting:  # and no worker is connected
@@ -199,10 +197,10 @@ class Requests:
         self._workers.wake()
         return ended
 
-    # ---- what workers do with them
+    # ---- events of workers
 
     def admitted(self, output: SchedulerOutput) -> None:
-        """Take note of the requests that came to a worker with this step."""
+        """A step has brought these requests to a worker for the first time."""
         now = time.monotonic()
         for group in {new.sequence.group: None for new in output.new_sequences}:
             if (call := self.in_flight.get(group.request_id)) is None or call.group is not group:
@@ -214,18 +212,18 @@ class Requests:
             call.tell_standing()
 
     def swapped(self, groups: Sequence[SequenceGroup]) -> None:
-        """Take note of requests that are swapped out."""
+        """Note that these requests are swapped out."""
         for group in groups:
             if (call := self.in_flight.get(group.request_id)) is not None and call.group is group:
                 call.tell_standing()
 
     def tell_traced(self) -> None:
-        """Requests have come to a worker, were preempted, or have lost it."""
+        """Send the standing of traced requests: some were admitted, preempted, or lost their worker."""
         for call in self.traced:
             call.tell_change()
 
     def publish(self, gained: Sequence[SequenceOutput]) -> None:
-        """Bring what sequences gained to the front ends of their requests."""
+        """Send sequences' gains to the front ends of their requests."""
         in_flight, running, num_tokens = self.in_flight, SequenceStatus.RUNNING, 0
         for item in gained:
             sequence, token_id, logprobs, prompt_logprobs, _, goes_on, _ = item
@@ -248,7 +246,7 @@ class Requests:
                 outbox.has_some.set()
 
     async def room(self) -> None:
-        """Wait while front ends have too much to take."""
+        """Wait while front ends have long queues."""
         for outbox in list(self.outboxes):
             if not outbox.has_room:
                 await outbox.room()

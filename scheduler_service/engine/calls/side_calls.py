@@ -1,4 +1,4 @@
-"""Limits on the calls other than Generate, in number and in bytes, so that they do not slow Generate down."""
+"""Limits the calls other than Generate, in number and in bytes, so that they do not slow Generate down."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class SideCalls:
 
     @contextlib.contextmanager
     def place(self, num_bytes: int = 0) -> Iterator[None]:
-        """Hold a place for a call of this size, as `enter` has it."""
+        """Hold a place within the `with` block; see `enter`."""
         self.enter(num_bytes)
         try:
             yield
@@ -28,7 +28,7 @@ class SideCalls:
             self.leave(num_bytes)
 
     def enter(self, num_bytes: int) -> None:
-        """Hold a place until `leave`. Raises RESOURCE_EXHAUSTED, but never for the only call."""
+        """Take a place until `leave`. Raises RESOURCE_EXHAUSTED, but never if it would be the only call."""
         if self._num_calls >= self._max_calls:
             self._refuse(f"{self._num_calls} {self._what} calls are in flight, as many as may be")
         if self._num_calls and self._num_bytes + num_bytes > self._max_bytes:

@@ -1,1 +1,1 @@
-"""The engine's side of its front ends: their processes, their port, their streams."""
+"""The engine's side of its front ends: their processes, their port, and their streams."""

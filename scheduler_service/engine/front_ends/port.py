@@ -1,7 +1,7 @@
-"""The port of a service whose processes share it: taken once for all of them, and refused to any other service.
+"""A port shared by the processes of one service: reserved once for all of them, and refused to any other service.
 
-Only two services that start within the same fraction of a millisecond, one at an address and one at all addresses,
-may both have it.
+One race remains: two services that start within the same fraction of a millisecond, one at an address and one at all
+addresses, may both get it.
 """
 
 import contextlib
@@ -13,17 +13,20 @@ from collections.abc import Iterator
 from pagewire_common.serving.listening import cannot_listen
 
 PATIENCE_SECONDS = 2.0
-"""The front ends of a scheduler that was killed end some milliseconds after it, and listen until then."""
+"""Seconds to wait for a port. Front ends of a killed scheduler end some milliseconds after it, and listen until
+then.
+"""
 LOOK_SECONDS = 0.05
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104
 
 
 @contextlib.contextmanager
 def reserved(listen: str, patience: float = 0.0) -> Iterator[str]:
-    """Take a port that sockets of this user may share, within the block; gives HOST:PORT with the port's number.
+    """Reserve a port for this user's sockets within the `with` block; yields HOST:PORT with the port's number.
 
-    Nothing listens on it, so no connection comes. It is taken at every address that gRPC will bind for this host.
-    Raises StartError when the address cannot be had within `patience` seconds, or another server has it.
+    Nothing listens on the reserving sockets, so they get no connections. The port is reserved at every address that
+    gRPC will bind for this host. Raises StartError if it cannot be reserved within `patience` seconds, or another
+    server has it.
     """
     host, _, number = listen.rpartition(":")
     deadline = time.monotonic() + patience
@@ -43,7 +46,7 @@ def _taken(host: str, port: int) -> tuple[contextlib.ExitStack, int]:
     """The sockets that hold the port, and the port's number. Raises OSError."""
     with contextlib.ExitStack() as stack:
         for family, address in _addresses(host.strip("[]")):
-            with _bound(family, address, port) as alone:  # which fails while another server listens
+            with _bound(family, address, port) as alone:  # fails while another server listens
                 port = alone.getsockname()[1]
                 stack.enter_context(_claimed(f"{address}:{port}"))
             stack.enter_context(_held(family, address, port))
@@ -62,15 +65,16 @@ def _has_family(family: socket.AddressFamily) -> bool:
     try:
         with socket.socket(family) as probe:
             probe.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
-    except OSError:  # as IPv6 in many containers
+    except OSError:  # e.g. IPv6 in many containers
         return False
     return True
 
 
 def _held(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
-    """A socket that front ends share the port with, and no other service, also before any of them listens.
+    """A socket that shares the port with front ends, but with no other service, even before any of them listens.
 
-    Where connections of a server linger that did not share the port, another service is refused only once they listen.
+    If connections linger of a server that did not share the port, another service is refused only once front ends
+    listen.
     """
     try:
         return _bound(family, address, port, shares=True, lingers=False)
@@ -81,9 +85,9 @@ def _held(family: socket.AddressFamily, address: str, port: int) -> socket.socke
 def _bound(
     family: socket.AddressFamily, address: str, port: int, *, shares: bool = False, lingers: bool = True
 ) -> socket.socket:
-    """A socket that may share the port, and may have it while a former server's connections linger.
+    """A socket that may share the port, also while a former server's connections linger.
 
-    Two that may do the latter are both bound, as long as neither listens.
+    Two sockets of the latter kind can both be bound, as long as neither listens.
     """
     bound = socket.socket(family)
     try:
@@ -100,7 +104,9 @@ def _bound(
 
 
 def _claimed(address: str) -> socket.socket:
-    """A name that one process has at a time, until it ends: sockets that share a port would not notice each other."""
+    """A name that one process can hold at a time, until it ends: sockets that share a port do not exclude each
+    other.
+    """
     claim = socket.socket(socket.AF_UNIX)
     try:
         if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""The front ends' processes: started with the engine, and again when one ends."""
+"""The front ends' processes: started with the engine, and restarted when they end."""
 
 import asyncio
 import contextlib
@@ -13,8 +13,9 @@ FIRST_PAUSE_SECONDS = 0.1
 LAST_PAUSE_SECONDS = 5.0
 END_SECONDS = 5.0
 MAX_DEAF_SECONDS = 60.0
-"""How often it is seen whether a process listens. On a busy machine it starts in seconds; before it listens the engine
-does not know its process id, and so could not end it if it hangs."""
+"""Seconds between checks whether a process listens. On a busy machine it starts in seconds. Before it listens, the
+engine does not know its process id, and so could not end it if it hangs.
+"""
 
 
 async def start_process(arguments: Sequence[str]) -> asyncio.subprocess.Process:
@@ -24,7 +25,7 @@ async def start_process(arguments: Sequence[str]) -> asyncio.subprocess.Process:
 
 
 class FrontEndProcesses:
-    """`count` processes, while `run` runs."""
+    """Keeps `count` processes running while `run` runs."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -32,7 +33,7 @@ class FrontEndProcesses:
         self._is_over = False
 
     async def run(self, arguments: Sequence[str], listens: Callable[[int], bool]) -> None:
-        """Keep them running until cancelled, or until `stop`. `listens` knows process ids of those that do."""
+        """Keep the processes running until cancelled, or until `stop`. `listens` tells whether a process id listens."""
         await asyncio.gather(*(self._keep(arguments, listens) for _ in range(self._count)))
 
     async def _keep(self, arguments: Sequence[str], listens: Callable[[int], bool]) -> None:
@@ -57,17 +58,17 @@ class FrontEndProcesses:
 
     @property
     def process_ids(self) -> set[int]:
-        """Process ids of the front ends that run."""
+        """Process ids of the running front ends."""
         return {process.pid for process in self._processes}
 
     def kill(self, process_id: int) -> None:
-        """End one of them at once; another number is passed over."""
+        """Kill a front end; other process ids are ignored."""
         for process in self._processes:
             if process.pid == process_id:
                 _kill(process)
 
     async def stop(self, told: Set[int]) -> None:
-        """Wait until those that were `told` to have ended, and kill the others: they have no calls yet, or hang."""
+        """Wait until the processes in `told` have ended, and kill the others: they have no calls yet, or hang."""
         self._is_over = True
         processes = list(self._processes)
         for process in processes:
@@ -82,7 +83,7 @@ class FrontEndProcesses:
 
 
 async def _end(process: asyncio.subprocess.Process, listens: Callable[[int], bool]) -> int:
-    """Wait for its end, and bring it about when it does not listen: it hangs on its way there, or on its way out."""
+    """Wait for a process's end, and kill it if it does not listen: it hangs during its start or its end."""
     while True:
         try:
             return await asyncio.wait_for(process.wait(), MAX_DEAF_SECONDS)
@@ -94,5 +95,5 @@ async def _end(process: asyncio.subprocess.Process, listens: Callable[[int], boo
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended, which is told in a moment
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
         process.kill()

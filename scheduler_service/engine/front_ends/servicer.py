@@ -1,4 +1,4 @@
-"""The engine's end of the wire to its front ends: a connection each, and what all of them show and have counted."""
+"""The engine's end of the wire to its front ends: a connection for each, and their shared status and counts."""
 
 import asyncio
 import contextlib
@@ -25,22 +25,25 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 FILE_BYTES = 1 << 20
 EVENTS_AT_ONCE = 64
-"""Events that are taken in in one turn of the event loop, at 10 to 100 µs each."""
+"""Events processed in one turn of the event loop, at 10 to 100 µs each."""
 _INTERNAL = RequestError(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
 STATISTICS_SECONDS = 1.0
-"""How long a scrape waits for what front ends have counted."""
+"""Seconds that a scrape waits for front ends' counts."""
 SHOW_SECONDS = 10.0
-"""How long the service waits to call itself ready until every front end shows it."""
+"""Seconds until the service reports ready, even if a front end does not yet."""
 BEAT_SECONDS = 5.0
 MAX_SILENT_SECONDS = 30.0
-"""A front end is asked that often for what it has counted, so that little is lost if it is killed; one that does not
-answer for so long hangs, and nothing else would tell: new connections go to it as well."""
+"""Seconds of silence after which a front end counts as hanging.
+
+It is asked for its counts every BEAT_SECONDS, so that little is lost if it is killed. A hanging front end would
+otherwise go unnoticed, and get new connections.
+"""
 
 
 class FrontEnds(EngineServiceServicer):
-    """All front ends that are attached. `num_expected` of them share what the memory's limits allow.
+    """All attached front ends; `num_expected` of them share the memory limits.
 
-    `kill` ends the process of one that hangs.
+    `kill` ends the process of a hanging front end.
     """
 
     def __init__(
@@ -57,10 +60,10 @@ class FrontEnds(EngineServiceServicer):
         self.is_serving = False
         self.is_over = False
         self._changed = asyncio.Event()
-        self._tenants: set[str] = set()  # that are counted by themselves
-        self._gone = CountsByTenant(self._tenants)  # what those counted that are not attached any more
+        self._tenants: set[str] = set()  # tenants with their own counts
+        self._gone = CountsByTenant(self._tenants)  # counts of front ends that have left
         self.error = ""
-        """Why one of them shows NOT_SERVING, in words, from when it says so until all have loaded the model."""
+        """Why a front end reports NOT_SERVING, until all have loaded the model."""
 
     async def Attach(  # type: ignore[override]  # it writes itself
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
@@ -90,7 +93,7 @@ class FrontEnds(EngineServiceServicer):
                     log.error("front end failed", exc_info=result)
 
     def note_change(self) -> None:
-        """A front end came, went, or shows something else."""
+        """A front end came, went, or changed its status."""
         self._changed.set()
 
     def note_loaded(self) -> None:
@@ -99,7 +102,7 @@ class FrontEnds(EngineServiceServicer):
             self.error = ""
 
     async def until_serving(self) -> None:
-        """Wait until every front end shows SERVING. Where one of them takes too long, the others are enough."""
+        """Wait until every front end reports SERVING, with a time limit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHOW_SECONDS):
                 await self._until(lambda connection: connection.shows_serving)
@@ -114,13 +117,13 @@ class FrontEnds(EngineServiceServicer):
         return any(connection.shows_serving for connection in self.connections)
 
     def tell_serving(self, *, serving: bool) -> None:
-        """Have every front end show SERVING, or not, in a moment."""
+        """Have every front end report SERVING, or NOT_SERVING, soon."""
         self.is_serving = serving
         for connection in self.connections:
             connection.outbox.tell(0, health=pb.Health(serving=serving))
 
     def set_keys(self, keyring: Keyring) -> None:
-        """Have calls from now on need one of these keys."""
+        """Require one of these keys from now on."""
         self.engine.set_keys(keyring)
         keys = keyring.encode()
         for connection in self.connections:
@@ -131,12 +134,12 @@ class FrontEnds(EngineServiceServicer):
             connection.tell_adapters()
 
     async def wait_until_listening(self) -> str:
-        """Wait until all that are expected listen; returns the address."""
+        """Wait until all expected front ends listen; returns the address."""
         await self._until(lambda connection: bool(connection.address))
         return next(iter(self.connections)).address
 
     def listens(self, process_id: int) -> bool:
-        """Whether the front end of this process listens; whether it hangs by now, its connection finds out."""
+        """Whether the process's front end listens. If it hangs later, its connection notices."""
         return any(connection.process_id == process_id for connection in self.connections)
 
     async def _until(self, holds: Any) -> None:
@@ -145,7 +148,9 @@ class FrontEnds(EngineServiceServicer):
             await self._changed.wait()
 
     async def counts(self) -> CountsByTenant:
-        """Counts of all front ends since the start. For one that does not answer in time, its last counts are taken."""
+        """Counts of all front ends since the start. If a front end does not answer in time, its last counts are
+        used.
+        """
         asked = list(self.connections)
         await asyncio.gather(*(connection.ask_counts(STATISTICS_SECONDS) for connection in asked))
         total = CountsByTenant(self._tenants)
@@ -154,7 +159,7 @@ class FrontEnds(EngineServiceServicer):
         return total
 
     def say_goodbye(self) -> set[int]:
-        """The service shuts down: have the front ends end. Returns the process ids of those that are told."""
+        """The service shuts down: tell front ends to end. Returns their process ids."""
         self.is_over = True
         for connection in self.connections:
             connection.outbox.tell(0, goodbye=pb.Goodbye())
@@ -175,7 +180,7 @@ class FrontEndConnection:
         self.shows_serving = False
         self.counts = CountsByTenant()
         self._counts_came = asyncio.Event()
-        self._calls: dict[int, Call] = {}  # by their numbers
+        self._calls: dict[int, Call] = {}  # by number
         self.outbox.tell(
             0,
             welcome=pb.Welcome(
@@ -192,44 +197,44 @@ class FrontEndConnection:
             self.outbox.tell(0, goodbye=pb.Goodbye())
 
     def tell_adapters(self) -> None:
-        """Send the names of those that requests can name."""
+        """Send the names of the adapters that requests can name."""
         self.outbox.tell(
             0, adapters=pb.Names(names=[adapter.name for adapter in self._engine.adapters.catalogue.listed])
         )
 
     def close(self) -> None:
-        """The front end is gone, and the clients of its calls with it."""
+        """The front end is gone, and so are the clients of its calls."""
         for call in self._calls.values():
             self._engine.close(call)
         self._calls.clear()
 
     async def ask_counts(self, seconds: float) -> bool:
-        """Have `counts` be those of now; returns whether they came in so many seconds."""
+        """Update `counts`; returns whether they arrived within `seconds`."""
         self._counts_came.clear()
         self.outbox.tell(0, statistics_wanted=pb.StatisticsWanted())
         try:
             await asyncio.wait_for(self._counts_came.wait(), seconds)
         except TimeoutError:
             return False
-        return True  # whether or not they are asked for again by now
+        return True  # even if they were asked for again meanwhile
 
     async def watch(self) -> None:
-        """Return when the front end hangs, and end its process."""
+        """Return when the front end hangs, and kill its process."""
         while await self.ask_counts(MAX_SILENT_SECONDS):  # noqa: ASYNC110
             await asyncio.sleep(BEAT_SECONDS)
         log.error("front end hangs and is ended", seconds=MAX_SILENT_SECONDS)
         self._front_ends.kill(self.process_id)
 
     async def watch_backlog(self) -> None:
-        """Return when the front end has left too much untaken, and end its process."""
+        """Return when the front end's queue is too large, and kill its process."""
         await self.outbox.is_overfull.wait()
         log.error("front end takes nothing and is ended", waiting=len(self.outbox))
         self._front_ends.kill(self.process_id)
 
-    # ---- what the engine tells
+    # ---- messages from the engine
 
     async def write(self, context: Context) -> None:
-        """Write what is to be told until the front end is gone, or reads no more."""
+        """Write messages until the front end is gone, or reads no more."""
         outbox, pace = self.outbox, Pace()
         while True:
             await outbox.has_some.wait()
@@ -237,11 +242,11 @@ class FrontEndConnection:
             try:
                 while len(outbox):
                     await context.write(outbox.take())
-            except grpc.aio.InternalError:  # what gRPC makes of a write that meets the end of its call
+            except grpc.aio.InternalError:  # gRPC's error for a write at the end of its call
                 return
 
     async def tell_model(self) -> None:
-        """Send the model once it is known, and whether requests are worth sending."""
+        """Send the model once it is known, then whether workers take requests."""
         model = await self._engine.fleet.agreement.wait_for_model()
         for name, data in self._engine.fleet.agreement.model_files.items():
             for start in range(0, len(data), FILE_BYTES):
@@ -250,10 +255,10 @@ class FrontEndConnection:
         self.outbox.tell(0, model=model)
         self.outbox.tell(0, health=pb.Health(serving=self._front_ends.is_serving))
 
-    # ---- what the front end says
+    # ---- messages from the front end
 
     async def read(self, messages: AsyncIterator[pb.AttachRequest]) -> None:
-        """Do what the front end says until its stream ends."""
+        """Process the front end's messages until its stream ends."""
         async for message in messages:
             for number, event in enumerate(message.events, 1):
                 self._do(event)
@@ -310,15 +315,13 @@ class FrontEndConnection:
                 self._counts_came.set()
 
     def _answer(self, call: Call, do: Any) -> bool:
-        """Do it, and answer; returns whether it was done."""
+        """Call `do`, and answer with its result; returns whether it succeeded."""
         try:
             do()
         except RequestError as error:
             call.tell(answer=pb.Answer(code=error.code.value[0], message=str(error)))
             return False
-        except (
-            Exception
-        ) as error:  # one request must not cost the front end its connection, and all others their streams
+        except Exception as error:  # one request must not end the connection, and with it all other streams
             log.error("request could not be queued", key=call.key, exc_info=error)
             call.tell(answer=pb.Answer(code=_INTERNAL.code.value[0], message=str(_INTERNAL)))
             return False

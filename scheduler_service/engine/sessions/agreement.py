@@ -1,4 +1,4 @@
-"""The model that every worker has to serve: the first worker's, whose files and limits front ends have."""
+"""The model that every worker has to serve: the first worker's model, whose files and limits front ends use."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import PROTOCOL_VERSION, WorkerInfo
 
 LONG_FETCH_SECONDS = 5.0
-"""Seconds after which another worker is asked for the model's files."""
+"""Seconds after which another worker is asked for the model's files too."""
 
 log = structlog.get_logger()
 
@@ -32,21 +32,21 @@ class Agreement:
         self.model_files: dict[str, bytes] = {}
         self._settings = settings
         self._model_name = model_name(settings.model) if settings.model is not None else ""
-        """The model's name towards workers; empty until the first worker has told it."""
+        """The model's name for workers; empty until the first worker has told it."""
         self._limits: asyncio.Future[pb.ModelLimits] = asyncio.get_running_loop().create_future()
-        self._asked: asyncio.Event | None = None  # while a worker is asked for the model's files: to be set in the end
+        self._asked: asyncio.Event | None = None  # set while a worker is asked for the model
 
     async def wait_for_model(self) -> pb.ModelLimits:
-        """The limits of the served model, however long it takes until a worker tells of it."""
+        """Wait for the limits of the served model, without a time limit."""
         return await asyncio.shield(self._limits)
 
     @property
     def model_name(self) -> str:
-        """The model's name towards clients; empty until the first worker has told it."""
+        """The model's name for clients; empty until the first worker has told it."""
         return self._settings.served_model_name or self._model_name
 
     async def accept(self, client: WorkerClient, info: WorkerInfo) -> SchedulerConfig:
-        """The core's settings for a worker that serves the same as the others; the first worker decides.
+        """The core's settings for a worker that serves the same model as the others; the first worker decides.
 
         Raises WorkerError.
         """
@@ -70,9 +70,9 @@ class Agreement:
         return scheduler_config(self._settings, info, limits)
 
     async def _learn_model(self, client: WorkerClient, info: WorkerInfo) -> None:
-        """Have the model's files and limits from this worker, unless another one has told of them.
+        """Get the model's files and limits from this worker, unless another worker has sent them.
 
-        One worker is asked, and another one as well where that takes long. Raises WorkerError.
+        One worker is asked, and another one too if that takes long. Raises WorkerError.
         """
         with contextlib.suppress(TimeoutError):
             while not self._limits.done() and self._asked is not None:

@@ -1,7 +1,7 @@
-"""Where the workers are: given addresses, and all addresses behind a name, which is looked up again and again.
+"""Finds workers: fixed addresses, and all addresses of a name, which is looked up repeatedly.
 
-A name is what Compose gives the containers of a scaled service and Kubernetes the pods of a headless one. Whether a
-worker answers at an address, and which one, is left to the code that connects.
+Such names are a scaled service's in Compose, and a headless service's in Kubernetes. Which worker answers at an
+address, if any, is for the connecting code to find out.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ log = structlog.get_logger()
 _NO_ADDRESS = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
-"""Gives the addresses, each HOST:PORT, that are behind a name and a port. Raises OSError where that cannot be told."""
+"""Gives the addresses, each HOST:PORT, of a name and a port. Raises OSError if the look-up fails."""
 
 
 async def resolve_by_dns(name: str, port: int) -> frozenset[str]:
-    """Ask the system's resolver. A name without addresses, or that no longer has any, is no error."""
+    """Ask the system's resolver. A name without addresses is no error."""
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -36,9 +36,9 @@ async def resolve_by_dns(name: str, port: int) -> frozenset[str]:
 
 
 async def watch_name(target: str, resolve: Resolve, interval: float) -> AsyncIterator[frozenset[str]]:
-    """The addresses behind dns:///NAME:PORT, whenever they changed; looked up every `interval` seconds, for ever.
+    """The addresses of dns:///NAME:PORT, whenever they change; looked up every `interval` seconds, for ever.
 
-    A look-up that fails changes nothing: resolvers have outages too.
+    A failed look-up changes nothing: resolvers have outages too.
     """
     name, _, port = target.removeprefix(SCHEME).rpartition(":")
     known: frozenset[str] | None = None
@@ -46,7 +46,7 @@ async def watch_name(target: str, resolve: Resolve, interval: float) -> AsyncIte
     while True:
         try:
             found = await resolve(name.strip("[]"), int(port))
-        except (OSError, UnicodeError) as error:  # of an unreachable resolver, or a name that cannot be one
+        except (OSError, UnicodeError) as error:  # the resolver is unreachable, or the name is invalid
             if str(error) != reason:
                 reason = str(error)
                 log.warning("workers' name cannot be looked up", name=name, reason=reason)

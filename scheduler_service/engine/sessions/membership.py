@@ -1,4 +1,6 @@
-"""The workers: they join when their address is found, and leave when it is gone and their session is over."""
+"""The set of workers. A worker joins when its address is found, and leaves when the address is gone and its session
+over.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from scheduler_service.targets import is_name
 
 
 class Membership:
-    """One `WorkerLoop` for each address, also if several targets lead to it."""
+    """One `WorkerLoop` for each address, even if several targets lead to it."""
 
     def __init__(self, fleet: WorkerFleet, resolve: Resolve) -> None:
         self._fleet = fleet
@@ -23,7 +25,7 @@ class Membership:
         self._update()
 
     async def run(self) -> None:
-        """Look after the workers until cancelled."""
+        """Run the workers' loops until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._start = lambda loop: tasks.create_task(self._run(loop))
             for loop in list(self._loops.values()):
@@ -52,7 +54,7 @@ class Membership:
                 self._remove(self._loops[address])
 
     def _remove(self, loop: WorkerLoop) -> None:
-        """Nothing happens if another loop has its address by now."""
+        """Remove a loop, unless another loop has its address by now."""
         address = loop.worker.client.address
         if self._loops.get(address) is loop:
             del self._loops[address]

@@ -1,4 +1,4 @@
-"""The fleet as the loops of all workers share it, and what changes when a worker comes, goes or is drained."""
+"""The state that the loops of all workers share, and what changes when a worker comes, goes or is drained."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 class WorkerFleet:
-    """All workers, the requests and adapters that they compute with, and what operators may change of them.
+    """All workers, their requests and adapters, and the operators' actions on workers.
 
     Raises StartError for certificates that cannot be used.
     """
@@ -42,16 +42,16 @@ class WorkerFleet:
         self._worker_tls = TlsFolder(settings.worker_tls) if settings.worker_tls is not None else None
 
     def connect(self, address: str) -> Worker:
-        """A worker with a channel to it, as the settings have it."""
+        """A worker, with a channel that is configured by the settings."""
         client = WorkerClient(address, self._worker_tls, self.settings.worker_identity or "")
         return Worker(client, self.settings.max_in_flight_steps)
 
     def watch_health(self) -> AsyncIterator[bool]:
-        """Whether requests are worth sending here, from the first worker on and whenever that changes."""
+        """Whether clients should send requests here: first once a worker serves, then whenever it changes."""
         return self.workers.outage.watch_health()
 
     def drain(self, worker: Worker) -> None:
-        """Give a worker no more requests; after the grace period, move those that are left and close the session."""
+        """Give a worker no new requests; after the grace period, move the remaining ones and close the session."""
         grace = self.settings.grace
         if worker.undrained.is_set():
             log.info("worker drained by an operator", worker=worker.client.address)
@@ -69,14 +69,14 @@ class WorkerFleet:
             self.admission_changed(worker)
 
     def tell_leaving(self, worker: Worker, is_leaving: bool) -> None:
-        """The worker says whether it shuts down."""
+        """The worker reports whether it shuts down."""
         if is_leaving != worker.is_leaving:
             log.info("worker is shutting down" if is_leaving else "worker serves again", worker=worker.client.address)
             worker.is_leaving = is_leaving
             self.admission_changed(worker)
 
     def admission_changed(self, worker: Worker) -> None:
-        """A worker with or without a session takes requests, or takes no more."""
+        """A worker, with or without a session, begins or ceases to take requests."""
         if worker.scheduler is not None and worker.scheduler.admits == worker.draining:
             worker.scheduler.set_admission(not worker.draining)
         worker.woken.set()

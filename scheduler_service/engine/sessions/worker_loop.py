@@ -23,9 +23,11 @@ log = structlog.get_logger()
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
 RETRIES_PER_SECOND = 100
-"""Attempts to connect, of all workers together: one costs 0.6 ms, and of thousands of addresses most may be dead."""
+"""Attempts to connect a second, for all workers together: one takes 0.6 ms, and of thousands of addresses most may
+be dead.
+"""
 LONG_RETRY_SECONDS = 30.0
-"""Seconds between attempts at a worker that another scheduler has, or that fails in every step while others serve."""
+"""Seconds between attempts at a worker that another scheduler uses, or that fails in every step while others serve."""
 FIRST_FAILING_RETRY_SECONDS = 5.0
 MAX_OF_A_REASON = 500
 
@@ -47,7 +49,7 @@ class WorkerLoop:
         return self.worker.scheduler is None
 
     async def run(self) -> None:
-        """Connect, serve, and connect again after a pause that grows, for as long as it is wanted."""
+        """Connect, serve, and connect again after a growing pause, while the worker is wanted."""
         self._task = asyncio.current_task()
         worker, workers = self.worker, self._fleet.workers
         pause = FIRST_RETRY_SECONDS
@@ -60,22 +62,22 @@ class WorkerLoop:
             try:
                 await self._serve()
             except WorkerError as error:
-                reason = str(error)[:MAX_OF_A_REASON]  # part of it may be what the worker said
+                reason = str(error)[:MAX_OF_A_REASON]  # part of it may be the worker's text
                 worker.is_superseded = isinstance(error, SupersededError)
                 is_starting = isinstance(error, UnreachableError) and not worker.epoch
                 if is_starting or isinstance(error, DrainedError):
                     level = logging.INFO
                 # Frames and failed tasks refer to each other, and to the session's scheduler and its requests.
                 traceback.clear_frames(error.__traceback__)
-            except Exception as error:  # whatever it is, the other workers and all streams go on
+            except Exception as error:  # on any error, the other workers and all streams continue
                 log.error("worker loop failed", worker=worker.client.address, exc_info=error)
                 reason = "internal error; the server's log has the details"
                 traceback.clear_frames(error.__traceback__)
             if worker.num_steps > steps_before:
                 pause = FIRST_RETRY_SECONDS
             elif self._is_lost_in_a_step and workers.admits:
-                # It was lost in a step and has answered none. Every further attempt would make suspects of the requests
-                # that it is given, while other workers serve.
+                # The worker was lost in a step and has answered none. Each further attempt would make its requests
+                # suspects, while other workers serve.
                 pause, longest = max(pause, FIRST_FAILING_RETRY_SECONDS), LONG_RETRY_SECONDS
             if worker.is_superseded:
                 longest = LONG_RETRY_SECONDS
@@ -135,11 +137,11 @@ class WorkerLoop:
         return info, config, await fleet.adapters.check(client, info)
 
     def _check_is_available(self, info: WorkerInfo) -> None:
-        """Raises WorkerError when the worker is in a session that is not to be ended.
+        """Raises WorkerError if the worker is in a session that must not be ended.
 
-        A scheduler that has just started takes a worker over from another scheduler: that one is its predecessor, or a
-        configuration mistake, which then shows. The other scheduler does not take the worker back: otherwise the two
-        would take turns for ever, and every request's tokens would be computed again and again.
+        A scheduler that has just started takes a worker over from another scheduler: that is either its predecessor, or
+        a configuration mistake, which then shows. The other scheduler does not take the worker back. Otherwise the two
+        would take turns for ever, and recompute every request's tokens each time.
         """
         for other in self._fleet.workers.all:
             if other.scheduler is not None and info.instance_id and other.instance_id == info.instance_id:

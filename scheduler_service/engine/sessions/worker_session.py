@@ -1,8 +1,8 @@
-"""One session with a worker: steps are planned and sent, and their answers taken in.
+"""One session with a worker: plan and send steps, and process their answers.
 
-One task plans and sends steps, up to a few ahead of their answers, and another takes the answers in, so that the worker
-finds its next step waiting when it has finished one. Other tasks watch over the worker. The first task that fails ends
-the session, and the requests that ran there go on elsewhere.
+One task plans and sends steps, up to a few ahead of their answers, and another processes the answers. So the worker
+always has its next step when it finishes one. Other tasks watch over the worker. The first task that fails ends the
+session, and its requests continue elsewhere.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from scheduler_service.wire.codec import WorkerInfo
 
 
 class WorkerSession:
-    """From when its stream is open, and until `end`. The worker held the adapters `held` before."""
+    """A session, from its stream's opening until `end`. The worker held the adapters `held` before."""
 
     def __init__(
         self, fleet: WorkerFleet, worker: Worker, stream: Session, scheduler: Scheduler, held: Sequence[str]
@@ -38,7 +38,7 @@ class WorkerSession:
         fleet.workers.serving[scheduler] = worker
 
     async def run(self, info: WorkerInfo) -> None:
-        """Serve until a task fails: raises what it raised."""
+        """Serve until a task fails; raises its error."""
         fleet, worker, settings = self._fleet, self._worker, self._fleet.settings
         fleet.admission_changed(worker)
         await _until_one_fails(
@@ -51,13 +51,14 @@ class WorkerSession:
         )
 
     def end(self, reason: Exception | None) -> bool:
-        """The session is over: the requests that ran there go on elsewhere. `reason` is None if this scheduler itself
-        ends it. Returns whether the worker was lost in a step.
+        """End the session: its requests continue elsewhere. `reason` is None if this scheduler itself ends it.
+
+        Returns whether the worker was lost in a step.
         """
         fleet, worker, scheduler = self._fleet, self._worker, self._scheduler
-        # A worker that was leaving is not lost, however its session ended: a step on its way may break the stream.
+        # A leaving worker is not lost, however its session ended: a step in flight may break the stream.
         is_lost = reason is not None and not worker.is_leaving and not isinstance(reason, DrainedError)
-        # An error of this scheduler's own says nothing of the requests that the worker had.
+        # This scheduler's own errors are no evidence against the worker's requests.
         blames_requests = is_lost and isinstance(reason, WorkerError) and reason.blames_requests
         is_lost_in_a_step = is_lost and bool(worker.in_flight)
         worker.num_losses += is_lost
@@ -89,7 +90,7 @@ class WorkerSession:
                 for group in output.ignored:
                     requests.fail(group)
                 if output.preempted:
-                    workers.wake()  # another worker may have room for them
+                    workers.wake()  # another worker may have room for the requests
                 if scheduler.num_preemptions[PreemptionMode.SWAP] != num_swaps:
                     num_swaps = scheduler.num_preemptions[PreemptionMode.SWAP]
                     requests.swapped(list(scheduler.swapped))
@@ -110,7 +111,7 @@ class WorkerSession:
                     await worker.woken.wait()
 
     def _check_drained(self) -> None:
-        """Raises DrainedError when an operator has drained the worker and it has no requests left, or no time."""
+        """Raises DrainedError if an operator has drained the worker, and it has no requests left, or no time."""
         if self._worker.undrained.is_set():
             return
         if not (self._worker.in_flight or self._scheduler.running or self._scheduler.swapped):
@@ -146,7 +147,7 @@ class WorkerSession:
 
 
 async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines that never end side by side; raises what the first of them raises, when all have stopped."""
+    """Run endless coroutines concurrently. Raises the first error, after all have stopped."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         failed, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

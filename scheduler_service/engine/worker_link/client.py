@@ -18,7 +18,7 @@ from scheduler_service.core import ModelOutput, SchedulerOutput
 from scheduler_service.engine.worker_link.step_split import RoundTrips, StepSplit
 from scheduler_service.wire.codec import WorkerInfo, decode_model_output, decode_worker_info, encode_scheduler_output
 
-# The loss of a worker's machine, without a closed connection, is noticed within about 20 s. A worker that comes back is
+# The loss of a worker's machine, without a closed connection, is noticed within about 20 s. A worker's return is
 # noticed within 2 s; gRPC's own pause between attempts would grow to two minutes.
 OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -27,7 +27,7 @@ OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
-    ("grpc.use_local_subchannel_pool", 1),  # so that a new channel is a new connection
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel makes a new connection
 )
 TOKENIZER_FILES = frozenset(
     (
@@ -56,25 +56,24 @@ _REFUSALS = (
 T = TypeVar("T")
 
 _WRITE_FAILED = "Internal error from Core"
-"""The message of gRPC when a write meets the end of the stream."""
+"""gRPC's message for a write at the end of the stream."""
 END_SECONDS = 1.0
-"""How long to wait for a stream's status after a write has failed because the stream ended: the status comes after the
-answers that were under way."""
+"""Seconds to wait for a stream's status after a failed write: the status comes after the answers in flight."""
 
 
 LONG_ENCODING_NS = 1_000_000
-"""A step that takes longer to encode is written in a turn of the loop of its own, which takes half as long again."""
+"""A step that takes longer to encode is written in its own turn of the event loop, which takes half as long again."""
 
 
 class WorkerError(Exception):
-    """The worker cannot be used; the message says why."""
+    """The worker cannot be used, for the reason in the message."""
 
     blames_requests = True
-    """Whether a request in flight may have brought the worker down."""
+    """Whether a request in flight may have crashed the worker."""
 
 
 class UnreachableError(WorkerError):
-    """No worker answers there, or the worker is not ready."""
+    """No worker answers at the address, or the worker is not ready."""
 
 
 class DrainedError(WorkerError):
@@ -84,25 +83,25 @@ class DrainedError(WorkerError):
 
 
 class AdapterRefusedError(WorkerError):
-    """The worker cannot use an adapter; the message says why."""
+    """The worker cannot use an adapter, for the reason in the message."""
 
     blames_requests = False
 
 
 class AdapterFailedError(WorkerError):
-    """The worker has not taken an adapter, which it may another time."""
+    """The worker could not load an adapter now; a retry may succeed."""
 
     blames_requests = False
 
 
 class AdapterCountError(WorkerError):
-    """The worker has other adapters than are counted."""
+    """The worker's adapters differ from the scheduler's record."""
 
     blames_requests = False
 
 
 class FencedError(WorkerError):
-    """The worker refused a step out of turn, or has a session of a newer epoch now."""
+    """The worker refused a step out of order, or has a session with a newer epoch."""
 
     blames_requests = False
 
@@ -112,33 +111,35 @@ class SupersededError(WorkerError):
 
 
 class Session:
-    """One Execute stream: steps go out, their answers come back in the same order. `split` learns what each took.
+    """One Execute stream: steps go out, and their answers come back in order. `split` records each step's times.
 
-    Sending and receiving raise WorkerError when the stream breaks or ends, and on answers that make no sense;
-    DrainedError and FencedError where the worker or another scheduler ended it in good order.
+    Sending and receiving raise WorkerError if the stream breaks or ends, and on invalid answers. They raise
+    DrainedError or FencedError if the worker or another scheduler ended the stream in an orderly way.
     """
 
     def __init__(
         self, call: "grpc.aio.StreamStreamCall[pb.SchedulerOutput, pb.ModelOutput]", epoch: int, split: StepSplit
     ) -> None:
         self.epoch = epoch
-        self.last_answer = pb.ModelOutput()  # as it came, for a recording
+        self.last_answer = pb.ModelOutput()  # the serialized answer, for a recording
         self._call = call
-        self._answers = aiter(call)  # also gives answers that came before a write failed, which `read` does not
-        self._status: tuple[grpc.StatusCode, str | None]  # from the end of the call on
+        self._answers = aiter(call)  # also yields answers received before a failed write; `read` does not
+        self._status: tuple[grpc.StatusCode, str | None]  # set when the call ends
         call.add_done_callback(self._ended)
         self._split = split
         self._round_trips = RoundTrips(split)
 
     @property
     def waiting_since(self) -> float | None:
-        """When the oldest step in flight was sent or, if that is later, the answer before it came: in seconds of
-        `time.perf_counter`. None while no step is in flight."""
+        """Start of the current wait: the oldest step's sending, or the previous answer's arrival if later.
+
+        In seconds of `time.perf_counter`; None if no step is in flight.
+        """
         since = self._round_trips.waiting_since
         return None if since is None else since / 1e9
 
     async def send(self, output: SchedulerOutput) -> None:
-        """Have a step run after the steps sent before."""
+        """Send a step, to be run after the steps sent before."""
         began = perf_counter_ns()
         message = encode_scheduler_output(output, self.epoch)
         encoded = perf_counter_ns()
@@ -148,7 +149,7 @@ class Session:
         self._round_trips.sent(encoded)
         try:
             await self._call.write(message)
-        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the stream had ended, or ended
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the stream had ended, or ends now
             raise await self._end() from None
 
     async def receive(self) -> ModelOutput:
@@ -157,7 +158,7 @@ class Session:
             answer = await anext(self._answers)
         except (StopAsyncIteration, grpc.aio.AioRpcError):
             raise await self._end() from None
-        if answer is None:  # so gRPC marks a message that could not be parsed
+        if answer is None:  # gRPC's value for a message that could not be parsed
             raise WorkerError("the worker sent something that is no ModelOutput")
         if answer.epoch != self.epoch:
             raise WorkerError(f"the worker answered for epoch {answer.epoch} in the session of epoch {self.epoch}")
@@ -179,7 +180,7 @@ class Session:
     async def _end(self) -> WorkerError:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
-                while self._status[1] == _WRITE_FAILED:  # it failed before the status came
+                while self._status[1] == _WRITE_FAILED:  # the write failed before the status came
                     await asyncio.sleep(0.001)
                     self._ended(self._call)
         code, details = self._status
@@ -199,14 +200,16 @@ class Session:
 class WorkerClient:
     """A channel to one worker. Create it inside the event loop that uses it.
 
-    Its calls raise UnreachableError when they are not answered.
+    Its calls raise UnreachableError if they are not answered.
     """
 
     def __init__(self, address: str, tls: TlsFolder | None = None, identity: str = "") -> None:
-        """With `tls`, the worker's certificate must have the name `identity`, or that in the address."""
+        """With `tls`, the worker's certificate must have the name `identity`, or if that is empty the address's
+        host.
+        """
         self.address = address
         self.epoch = 0
-        """Epoch of the session that is open or about to be: calls about adapters carry it."""
+        """Epoch of the current or next session; calls about adapters carry it."""
         self._direction = Direction(address, tls is not None, "--worker-tls", _PORT)
         self._tls = tls
         self._identity = identity
@@ -218,7 +221,7 @@ class WorkerClient:
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def reconnect(self) -> None:
-        """Have the next call make a connection of its own: the present one may lead nowhere although it looks well."""
+        """Have the next call make a new connection: the present one may be dead although it looks open."""
         await self._channel.close()
         self._connect()
 
@@ -229,7 +232,7 @@ class WorkerClient:
             raise await self._unreachable(error) from None
 
     async def fetch_tokenizer(self) -> dict[str, bytes]:
-        """The worker's tokenizer files by their names. Raises WorkerError on a file that is none."""
+        """The worker's tokenizer files by name. Raises WorkerError for a file that is not a tokenizer file."""
         files: dict[str, bytearray] = {}
         left = MAX_TOKENIZER_BYTES
         try:
@@ -243,10 +246,10 @@ class WorkerClient:
         return {name: bytes(data) for name, data in files.items()}
 
     async def load_adapter(self, pieces: AsyncIterator[worker_pb.TakeAdapterRequest]) -> None:
-        """Hand an adapter over.
+        """Send an adapter.
 
-        Raises AdapterRefusedError where the worker cannot use it, AdapterCountError where it has no place for it,
-        AdapterFailedError, and what `pieces` raises.
+        Raises AdapterRefusedError if the worker cannot use it, AdapterCountError if the worker has no place for it,
+        AdapterFailedError, and the errors of `pieces`.
         """
         failures: list[Exception] = []
 
@@ -256,7 +259,7 @@ class WorkerClient:
                 async for piece in pieces:
                     piece.epoch, epoch = epoch, 0
                     yield piece
-            except Exception as error:  # gRPC would end the call with it, and not say what it was
+            except Exception as error:  # gRPC would end the call with this error, and hide it
                 failures.append(error)
                 raise
 
@@ -278,7 +281,7 @@ class WorkerClient:
             raise AdapterFailedError(f"{error.code().name}: {reason}") from None
 
     async def unload_adapter(self, fingerprint: str) -> None:
-        """Have the worker forget an adapter. Raises AdapterCountError."""
+        """Have the worker remove an adapter. Raises AdapterCountError."""
         try:
             request = worker_pb.DropAdapterRequest(fingerprint=fingerprint, epoch=self.epoch)
             await self._stub.DropAdapter(request, timeout=5)
@@ -288,7 +291,7 @@ class WorkerClient:
             ) from None
 
     async def is_serving(self, timeout: float) -> bool:
-        """The worker's health as it reports it; a worker without a health service is well."""
+        """Whether the worker reports SERVING; a worker without a health service counts as serving."""
         try:
             answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.aio.AioRpcError as error:
@@ -320,7 +323,7 @@ class WorkerClient:
 
 
 def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that has nothing to wait for."""
+    """The result of a coroutine that never waits."""
     try:
         coroutine.send(None)
     except StopIteration as end:

@@ -1,4 +1,4 @@
-"""Limits of the served model and its workers: the first worker decides, and every later one must offer as much."""
+"""Limits of the served model and its workers: the first worker sets them, and every later worker must offer as much."""
 
 import os
 import re
@@ -13,13 +13,13 @@ from scheduler_service.settings import MAX_BATCHED_TOKENS, MAX_SEQS, SchedulerSe
 from scheduler_service.wire.codec import WorkerInfo
 
 LARGEST_STEPS_BEFORE_TIMEOUT = 10
-"""A step of long contexts may take several times as long as the step that the worker measured at its start."""
+"""A step with long contexts may take several times as long as the step that the worker measured at its start."""
 
 
 def model_name(model: str) -> str:
-    """The name that a worker gives the model of this --model value: a folder's name, a GGUF file's stem.
+    """A worker's name for the model of this --model value: a folder's name, or a GGUF file's stem.
 
-    Raises StartError when the value is a path to nothing.
+    Raises StartError if the value is a path that does not exist.
     """
     path = Path(os.path.expanduser(model))
     if path.exists():
@@ -30,7 +30,7 @@ def model_name(model: str) -> str:
 
 
 def max_sequence_tokens(info: WorkerInfo) -> int:
-    """The most tokens of one sequence on this worker: the model's limit, or its pool if that must hold them all."""
+    """The most tokens of one sequence on this worker: the model's limit, or its pool's size if all must fit at once."""
     if not info.num_device_blocks:
         return info.max_model_len
     if info.sliding_window:
@@ -42,7 +42,7 @@ def max_sequence_tokens(info: WorkerInfo) -> int:
 
 
 def _num_own_blocks(info: WorkerInfo) -> int:
-    """Blocks that are left for a request's own tokens, whatever its encoder reads."""
+    """Blocks left for a request's own tokens, after the longest encoder input."""
     return info.num_device_blocks - -(-info.max_encoder_len // info.block_size)
 
 
@@ -57,7 +57,7 @@ def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
 
 
 def settings_above(settings: SchedulerSettings, info: WorkerInfo) -> dict[str, tuple[int, int]]:
-    """The scheduler's flags that ask for more than this worker takes: what each says, and the worker's limit."""
+    """The scheduler's flags above this worker's limits: the flag's value and the worker's limit."""
     pairs = {
         "--max-num-batched-tokens": (settings.max_num_batched_tokens, info.max_num_batched_tokens),
         "--max-num-seqs": (settings.max_num_seqs, info.max_num_seqs),
@@ -66,7 +66,7 @@ def settings_above(settings: SchedulerSettings, info: WorkerInfo) -> dict[str, t
 
 
 def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
-    """Limits that requests are promised, by what the first worker has."""
+    """Limits that requests are promised, from the first worker's limits."""
     context_length = max_sequence_tokens(info)
     return ModelLimits(
         name=settings.served_model_name or info.model_id,
@@ -74,9 +74,9 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         dtype=info.dtype,
         context_length=context_length,
         block_size=info.block_size,
-        # A promised size must fit into every worker, and a worker that joins later may have less room than the
-        # first one, because its machine held other things when it started. So the size is half of the first
-        # worker's room, or the longest sequence.
+        # A promised size must fit into every worker. A later worker may have less room than the first, if other
+        # programs used its machine when it started. So the size is half of the first worker's room, or the longest
+        # sequence.
         pool_tokens=max(context_length, _num_own_blocks(info) // 2 * info.block_size),
         vocabulary_size=info.vocabulary_size,
         max_num_seqs=max_num_seqs(settings, info),
@@ -96,7 +96,7 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
 
 
 def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerInfo) -> None:
-    """Raises ValueError when a worker serves another model, or has less room than requests were promised."""
+    """Raises ValueError if a worker serves another model, or has less room than requests were promised."""
     for name, ours, theirs in (
         ("model fingerprint", limits.fingerprint, info.model_fingerprint),
         ("dtype", limits.dtype, info.dtype),
@@ -127,7 +127,9 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
 
 
 def num_places(info: WorkerInfo) -> int:
-    """Adapters that a worker holds at most; one that does not say so holds those of a step. 0 if it takes none."""
+    """Adapters that a worker can hold; if it does not report this, the adapters of a step. 0 without adapter
+    support.
+    """
     return (info.max_cpu_loras or info.max_loras) if info.max_loras else 0
 
 
@@ -142,9 +144,9 @@ def step_timeout(settings: SchedulerSettings, config: SchedulerConfig) -> float:
 def scheduler_config(
     settings: SchedulerSettings, info: WorkerInfo, limits: ModelLimits | None = None
 ) -> SchedulerConfig:
-    """What the core is told of a worker. Raises ValueError for a worker that it cannot schedule.
+    """The core's settings for a worker. Raises ValueError for a worker that it cannot schedule.
 
-    limits: by the first worker. Its steps bound those of the others, as requests are checked against them.
+    limits: the first worker's. Its step limits apply to other workers too, because requests are checked against them.
     """
     if info.max_encoder_len and max_sequence_tokens(info) < 2:
         raise ValueError(

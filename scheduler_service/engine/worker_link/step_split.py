@@ -1,15 +1,16 @@
-"""Where the time of a worker's steps goes: ten phases, added up over every step since the scheduler started.
+"""The time of a worker's steps, split into ten phases and summed over all steps since the scheduler started.
 
-schedule, encode, decode, update and publish are measured here, around the calls of those names. move, forward,
-sample and guess come with each answer. wire is the rest of the round trip.
+schedule, encode, decode, update and publish are measured here, around the calls of these names. move, forward, sample
+and guess come with each answer. wire is the rest of the round trip.
 
-A step that was sent ahead first waits for the step before it, which is not the wire's time. Its round trip therefore
-begins when it was sent or, if that is later, when the previous answer came in. Such round trips lie end to end, and
-each moment belongs to one step. So wire is exactly the time in which steps were in flight and the worker was in none of
-its four phases: protobuf, gRPC and the network both ways, the worker's own codec and bookkeeping, and whatever kept
-this event loop from noticing an answer. Transfers that happen while the worker computes another step are not part of
-wire. The scheduler's own phases are counted in full, hidden or not, so the sum of all phases is no less than the time
-that passed.
+A step that was sent ahead first waits for the step before it, which is not the wire's time. So its round trip begins at
+its sending, or at the previous answer's arrival if that is later. Such round trips lie end to end, and each moment
+belongs to one step.
+
+So wire is exactly the time in which steps were in flight and the worker was in none of its four phases: protobuf, gRPC
+and the network both ways, the worker's own codec and bookkeeping, and delays of this event loop. Transfers while the
+worker computes another step are not part of wire. The scheduler's own phases are counted in full, overlapped or not, so
+the sum of all phases is at least the time that passed.
 
 Measuring costs 1.3 µs a step on an EPYC (Zen 5), nine readings of the clock included.
 """
@@ -22,15 +23,17 @@ from pagewire.v1 import scheduler_output_pb2 as pb
 
 @dataclass(slots=True)
 class StepSplit:
-    """One worker's phases, in nanoseconds, in the order in which a step passes through them."""
+    """One worker's phases, in nanoseconds, in the order of a step."""
 
     num_steps: int = 0
-    """Steps answered."""
+    """Number of answered steps."""
     schedule: int = 0
-    """Empty plans count too."""
+    """Time of planning, empty plans included."""
     encode: int = 0
     wire: int = 0
-    """Over few steps it may be negative: an answer that was noticed late takes its delay from the next answer."""
+    """Time of transfer. Over few steps it may be negative: the delay of a late answer is subtracted from the next
+    one.
+    """
     move: int = 0
     forward: int = 0
     sample: int = 0
@@ -41,7 +44,7 @@ class StepSplit:
 
 
 class RoundTrips:
-    """The steps in flight of one session, which adds its answers to `split`. Times are nanoseconds of one clock."""
+    """The steps in flight of one session; their times are added to `split`. Times are nanoseconds of one clock."""
 
     def __init__(self, split: StepSplit) -> None:
         self._split = split
@@ -54,15 +57,15 @@ class RoundTrips:
 
     @property
     def waiting_since(self) -> int | None:
-        """When the worker could begin with the oldest step in flight; None without one."""
+        """The time from which the worker can compute the oldest step in flight; None without one."""
         return max(self._sent_at[0], self._answered_at) if self._sent_at else None
 
     def sent(self, at: int) -> None:
-        """A step goes out."""
+        """A step is sent."""
         self._sent_at.append(at)
 
     def answered(self, at: int, timing: pb.StepTiming) -> None:
-        """The answer to the oldest step in flight came in."""
+        """The answer to the oldest step in flight has arrived."""
         began = max(self._sent_at.popleft(), self._answered_at)
         self._answered_at = at
         move, forward = 1000 * timing.move_us, 1000 * timing.forward_us

@@ -1,7 +1,7 @@
-"""Looks after a worker while a session with it is open: whether it still answers, and whether it is leaving.
+"""Watches a worker during a session: whether it still answers, and whether it is leaving.
 
-A worker that answers steps is alive, and is not asked. A worker that answers none, because it has none or is stuck in
-one, is asked for its health, and answers that within milliseconds even in the middle of a step.
+A worker that answers steps is alive, and is not asked. A worker that answers none, because it has none or is stuck, is
+asked for its health. It reports its health within milliseconds even in the middle of a step.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ MAX_FAILED_CHECKS = 3
 
 
 async def watch_health(client: WorkerClient, num_steps: Callable[[], int], interval: float) -> Never:
-    """Raises WorkerError when the worker neither answers steps, which `num_steps` counts, nor reports its health.
+    """Raises WorkerError if the worker neither answers steps, which `num_steps` counts, nor reports its health.
 
-    `interval` is in seconds, between checks and for each of them.
+    `interval` is the seconds between checks, and the time limit of each check.
     """
     while True:
         num_before = num_steps()
@@ -34,16 +34,15 @@ async def _answers(client: WorkerClient, timeout: float) -> bool:
     try:
         await client.is_serving(timeout)
     except UnreachableError:
-        await asyncio.sleep(began + timeout - perf_counter())  # however quickly it failed
+        await asyncio.sleep(began + timeout - perf_counter())  # even if it failed sooner
         return False
     return True
 
 
 async def watch_steps(session: Session, timeout: float) -> Never:
-    """Raises WorkerError when a step takes more than `timeout` seconds, and at most a quarter of that later.
+    """Raises WorkerError when a step takes more than `timeout` seconds, at most a quarter later.
 
-    The time counts from the moment at which the worker could begin with the step: it had been sent, and the step before
-    it was answered.
+    The time counts from when the worker could begin the step: the step was sent, and the step before it answered.
     """
     while True:
         since = session.waiting_since

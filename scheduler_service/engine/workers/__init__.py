@@ -1,1 +1,1 @@
-"""The state of the workers: status and counts of each, and for how long none has taken requests."""
+"""The workers' state: status and counts of each, and how long none has taken requests."""

@@ -1,4 +1,4 @@
-"""Counts of a worker's guesses at how its sequences go on, and of those that were right."""
+"""Counts of a worker's draft tokens, and of the accepted ones."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -19,20 +19,20 @@ class Drafts:
         self.right = Lengths()
 
     def take(self, answer: ModelOutput) -> None:
-        """An answer has been taken in."""
+        """Add an answer's counts."""
         if any(answer.num_draft_tokens):
             self.verified.count(filter(None, answer.num_draft_tokens))
-            self.right.count(number - 1 for number in answer.num_tokens if number > 1)  # 0 of one that is late
+            self.right.count(number - 1 for number in answer.num_tokens if number > 1)  # a late sequence has 0
 
 
 def proposer_of(features: Iterable[str]) -> str:
-    """The proposer that a worker with these features guesses with; empty if it does not guess."""
+    """The proposer in a worker's features; empty if it does not draft."""
     named = (feature.removeprefix(_FEATURE) for feature in features if feature.startswith(_FEATURE))
     return next((name[:MAX_NAME] for name in named if name.replace("_", "").isalnum()), "")
 
 
 class Lengths:
-    """How many guesses in a row there were, for a sequence and step."""
+    """Numbers of consecutive drafts, by sequence and step."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -45,6 +45,6 @@ class Lengths:
         return sum(length * count for length, count in self._counts.items())
 
     def by_position(self) -> list[int]:
-        """How many there were in the first place of a row, in the second, and so on."""
+        """Counts of drafts at the first position, at the second, and so on."""
         longest = max(self._counts, default=0)
         return [sum(n for length, n in self._counts.items() if length > place) for place in range(longest)]

@@ -1,4 +1,4 @@
-"""Adapters that a worker was brought, their bytes, and the seconds that it took."""
+"""Number, bytes and seconds of the adapters sent to a worker."""
 
 from dataclasses import dataclass
 

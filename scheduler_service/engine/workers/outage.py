@@ -1,8 +1,8 @@
-"""Whether any worker takes requests, and for how long none has.
+"""Whether any worker takes requests, and how long none has.
 
-Requests wait through an outage for a limited time, and for as long health stays SERVING: while a worker may be back in
-a moment, new requests are worth accepting, and a server that left its load balancer at once would turn pauses into
-errors. When waiting requests begin to end UNAVAILABLE, clients had better go elsewhere.
+In an outage requests wait for a limited time, and health stays SERVING as long. A worker may be back in a moment, so
+new requests are worth accepting. A server that left its load balancer at once would turn pauses into errors. When
+waiting requests begin to end with UNAVAILABLE, health changes, and clients should go elsewhere.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 
 class Outage:
-    """Begins and ends with `set`. It is on until the first worker takes requests."""
+    """An outage, which `set` begins and ends. It lasts until the first worker takes requests."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -29,7 +29,7 @@ class Outage:
         ends.clear()
 
     async def watch_health(self) -> AsyncIterator[bool]:
-        """Whether requests are worth sending here: first once that is so, then whenever it changes, for ever."""
+        """Whether clients should send requests here: first when that is true, then whenever it changes, for ever."""
         while True:
             await self._ended.wait()
             yield True
@@ -38,12 +38,12 @@ class Outage:
             yield False
 
     async def lasts(self, seconds: float) -> None:
-        """Return when an outage has gone on for so long, from now or its beginning."""
+        """Return when an outage has lasted for `seconds`, counted from now or its beginning."""
         while await self._ends_in_time(seconds):
             pass
 
     async def _ends_in_time(self, seconds: float) -> bool:
-        """Wait through the next outage; returns False when it lasts longer."""
+        """Wait through the next outage; returns False if it lasts longer than `seconds`."""
         await self._began.wait()
         try:
             await asyncio.wait_for(self._ended.wait(), seconds)

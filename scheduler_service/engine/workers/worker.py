@@ -1,4 +1,4 @@
-"""The state of one worker, over all sessions with it, and its scheduler while one is open."""
+"""The state of one worker, over all its sessions, and its scheduler during a session."""
 
 import asyncio
 import enum
@@ -16,50 +16,50 @@ class WorkerStatus(enum.StrEnum):
     """The status of a worker."""
 
     CONNECTING = enum.auto()
-    """No session is open, and the loop tries again and again to open one; `last_error` says why there is none."""
+    """No session is open, and the loop keeps trying; `last_error` has the reason."""
     SERVING = enum.auto()
     DRAINING = enum.auto()
-    """The worker finishes its requests and is given no more."""
+    """The worker finishes its requests and gets no new ones."""
     DRAINED = enum.auto()
-    """An operator drained it, and it has nothing left; no session is open."""
+    """An operator drained the worker, it has no requests left, and no session is open."""
     SUPERSEDED = enum.auto()
-    """Another scheduler has a session with the worker; this scheduler waits until that session has ended."""
+    """Another scheduler has a session with the worker; this scheduler waits for its end."""
 
 
 class Worker:
-    """One worker, at most `most_in_flight` of whose steps are sent ahead of their answers."""
+    """One worker; at most `most_in_flight` steps are sent ahead of their answers."""
 
     def __init__(self, client: WorkerClient, most_in_flight: int) -> None:
         self.client = client
         self.scheduler: Scheduler | None = None
         self.epoch = 0
         self.num_steps = 0
-        self.split = StepSplit()  # of all sessions
-        self.step_tokens = Histogram(STEP_BOUNDS)  # of all sessions
-        self.num_preemptions = 0  # of earlier sessions
-        self.num_losses = 0  # sessions that ended otherwise than by being drained
-        self.fetch_counts = FetchCounts()  # of all sessions
-        self.drafts = Drafts()  # of all sessions
+        self.split = StepSplit()  # over all sessions
+        self.step_tokens = Histogram(STEP_BOUNDS)  # over all sessions
+        self.num_preemptions = 0  # in earlier sessions
+        self.num_losses = 0  # sessions that ended in any way but a drain
+        self.fetch_counts = FetchCounts()  # over all sessions
+        self.drafts = Drafts()  # over all sessions
         self.is_wanted = True
-        """Whether to connect again when the session is over."""
+        """Whether to connect again after the session."""
         self.last_error = "not connected yet"
         self.instance_id = ""
         self.in_flight: deque[SchedulerOutput] = deque()
         """Steps that were sent and not answered."""
         self.woken = asyncio.Event()
-        """Set when there may be something to send."""
+        """Set when there may be a step to send."""
         self.is_leaving = False
-        """Whether the worker said that it shuts down."""
+        """Whether the worker has reported that it shuts down."""
         self.is_superseded = False
         self.undrained = asyncio.Event()
         self.undrained.set()
         self.drained_by = float("inf")
-        """When requests that are left after an operator's drain move elsewhere."""
+        """Time at which requests that remain after an operator's drain move elsewhere."""
         self._most_in_flight = most_in_flight
 
     @property
     def draining(self) -> bool:
-        """Whether it is given no more requests, because it shuts down or an operator has drained it."""
+        """Whether it gets no new requests, because it shuts down or an operator has drained it."""
         return self.is_leaving or not self.undrained.is_set()
 
     @property
@@ -81,6 +81,6 @@ class Worker:
         return len(self.in_flight) < self._most_in_flight
 
     def wake(self) -> None:
-        """Look again whether there is something to send. Nothing happens while no further step may be in flight."""
+        """Check again whether there is a step to send. No effect while no further step may be in flight."""
         if self.may_send:
             self.woken.set()

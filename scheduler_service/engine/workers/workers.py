@@ -1,4 +1,4 @@
-"""All workers that are known at the moment, connected or not."""
+"""All currently known workers, connected or not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from scheduler_service.engine.workers.worker import Worker
 log = structlog.get_logger()
 
 MAX_WORKERS = 3
-"""Whose reasons an error has."""
+"""Workers whose reasons an error lists."""
 UNSERVED_SECONDS = 2.5
 """Seconds without a worker after which a shutdown waits no longer: attempts to connect are at most 2 s apart."""
 
 
 @dataclass(slots=True)
 class Departed:
-    """Sums over the workers that have left. Without them, counts over all workers would fall when a worker leaves."""
+    """Sums over workers that have left, without which the totals would fall."""
 
     num_losses: int = 0
     num_preemptions: int = 0
@@ -34,18 +34,20 @@ class Departed:
 
 
 class Workers:
-    """Knows workers by address. `targets` is where they are looked for; requests wait `patience` seconds for one."""
+    """Workers by address. `targets` are the configured names and addresses; requests wait `patience` seconds for a
+    worker.
+    """
 
     def __init__(self, targets: Sequence[str], patience: float) -> None:
         self._targets = targets
         self._by_address: dict[str, Worker] = {}
         self.serving: dict[WorkerScheduler, Worker] = {}
-        """Workers with an open session, by its scheduler."""
+        """Workers with an open session, by scheduler."""
         self.departed = Departed()
         self.outage = Outage(patience)
-        """On while no worker takes requests."""
+        """Lasts while no worker takes requests."""
         self.absence = Outage(UNSERVED_SECONDS)
-        """On while no worker has a session."""
+        """Lasts while no worker has a session."""
 
     @property
     def all(self) -> list[Worker]:
@@ -58,7 +60,7 @@ class Workers:
         del self._by_address[worker.client.address]
 
     def find(self, address: str) -> Worker:
-        """Raises NOT_FOUND for an unknown address."""
+        """The worker at an address. Raises NOT_FOUND for an unknown address."""
         if (worker := self._by_address.get(address)) is None:
             known = ", ".join(sorted(self._by_address)) or "none"
             raise RequestError(grpc.StatusCode.NOT_FOUND, f"there is no worker {address!r}; known: {known}")
@@ -75,7 +77,7 @@ class Workers:
         self.absence.set(not self.serving)
 
     def why_unserved(self) -> str:
-        """Why no worker takes requests, for the client of one that waited."""
+        """Why no worker takes requests, for the client of a request that waited."""
         if not self._by_address:
             return f"none is found at {', '.join(self._targets)}"
         workers = self.all
@@ -94,22 +96,22 @@ class Workers:
         return [worker.scheduler for worker in self._by_address.values() if worker.scheduler is not None]
 
     def wake(self) -> None:
-        """Have every worker's loop look whether there is something to send."""
+        """Have every worker's loop check whether there is a step to send."""
         for worker in self._by_address.values():
             worker.wake()
 
     def wake_for(self, output: SchedulerOutput) -> None:
-        """Wake the workers that a step has left groups to."""
+        """Wake the workers to which a step has left groups."""
         for placement in (*output.moved, *output.placements):
             if placement.to is not None:
                 self.serving[placement.to].wake()
 
     def finish(self, request_id: str, status: SequenceStatus) -> bool:
-        """End a request where it is computed or waits. Returns whether a session is open that knew of it."""
+        """End a request where it is computed or waits. Returns whether a session knew the request."""
         return any(scheduler.finish_requests([request_id], status) for scheduler in self.schedulers)
 
     def reset_prefix_cache(self) -> int:
-        """Have no request find what was computed so far; those in flight go on. Returns the blocks that were found."""
+        """Clear the prefix cache; requests in flight continue. Returns the number of blocks that were cached."""
         num_blocks = sum(scheduler.reset_prefix_cache() for scheduler in self.schedulers)
         log.info("prefix cache emptied by an operator", blocks=num_blocks)
         return num_blocks

@@ -1,4 +1,4 @@
-"""How a call ended, for the one line that the log has of it, and for its span."""
+"""How a call ended, for its log line and its span."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ Request = pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest | pb.Transcribe
 
 @dataclass
 class CallEnd:
-    """`status` is a status's name, `sentence` what the client was told."""
+    """`status` is a status's name, `sentence` the message to the client."""
 
     status: str = "OK"
     sentence: str = ""
@@ -33,12 +33,12 @@ class CallEnd:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the call began."""
         return time.monotonic() - self._began
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Note how what is done in the block ends."""
+        """Record how the `with` block ends."""
         try:
             yield
         except RequestError as error:
@@ -61,9 +61,9 @@ def recorded(
     tracer: Tracer | None,
     figures: Callable[[], Mapping[str, Any]],
 ) -> Iterator[CallTrace | None]:
-    """Log one line of a call, however it ends, as an `event`; and have a span of it where there is a tracer.
+    """Log one line of a call, however it ends, as an `event`, and record a span if there is a tracer.
 
-    `figures` are asked for in the end, for both; they have nothing of what was asked or answered.
+    `figures` is called at the end, for both. The figures have nothing of the request's or the answer's content.
     """
     leave_own_line()
     metadata = context.invocation_metadata() or ()
@@ -84,7 +84,7 @@ def recorded(
 
 
 def names_of(tenant: str, lora_name: str) -> dict[str, Any]:
-    """Whose a call is, and which adapter it names, for its line in the log."""
+    """A call's tenant and adapter, for its log line."""
     key = caller.get()
     names = {"tenant": (tenant if key is None else key.tenant)[:MAX_STRING]}
     if key is not None:

@@ -21,8 +21,9 @@ from scheduler_service.frontend.output.streams import MAX_VECTOR_BYTES, OutputDe
 from scheduler_service.wire.fields import decode_enum
 
 MAX_STEP_BYTES = 16 << 20
-"""Bytes of the vectors that one step may bring, if all that it computes is of one kind: 5 ms to parse, decode and
-check."""
+"""Bytes of the vectors that one step may bring, if all its sequences have the same pooling: 5 ms to parse, decode
+and check.
+"""
 
 
 async def embed(link: EngineLink, request: pb.EmbedRequest, context: Context) -> None:
@@ -47,7 +48,7 @@ async def embed(link: EngineLink, request: pb.EmbedRequest, context: Context) ->
 
 
 async def embed_one(link: EngineLink, request: pb.EmbedRequest, context: Context) -> tuple[bytes, int]:
-    """The vector of a call of one text, and how many tokens that has. Raises RequestError."""
+    """The vector of a call with one text, and its number of tokens. Raises RequestError."""
     parts: list[bytes] = []
 
     async def take(_: int, state: RequestState) -> None:
@@ -60,7 +61,7 @@ async def embed_one(link: EngineLink, request: pb.EmbedRequest, context: Context
 
 
 def read_pooling(request: pb.EmbedRequest, model: ServedModel) -> PoolingParams:
-    """How the vectors of a call are made. Raises RequestError."""
+    """The pooling parameters of a call. Raises RequestError."""
     if not model.embedding_size:
         raise RequestError(grpc.StatusCode.UNIMPLEMENTED, "this model makes no vectors; see GetModel's tasks")
     if request.dimensions > model.embedding_size:

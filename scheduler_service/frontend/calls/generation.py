@@ -1,4 +1,4 @@
-"""A Generate call, in whatever protocol it came: a place, checks, the engine, and its outputs in that protocol."""
+"""A Generate call, in either protocol: a place, checks, the engine, and its outputs in that protocol."""
 
 import contextlib
 import time
@@ -47,11 +47,11 @@ REASONS = {
 }
 
 _CLIENTS_OWN = (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
-"""Statuses of streams that the client left, or went on with in another call."""
+"""Statuses of streams that the client left, or resumed in another call."""
 
 
 class Answers(Protocol):
-    """Makes a protocol's messages of what the outputs of one request gain."""
+    """Encodes the outputs of one request as a protocol's messages."""
 
     def encode(self, delta: OutputDelta) -> Iterable[Any]:
         """The messages that this delta completes, in order; may raise RequestError."""
@@ -69,8 +69,8 @@ async def generate(
 ) -> None:
     """Serve a request to its end, or raise RequestError.
 
-    With `is_whole` the client is sent each output once it has ended. `num_bytes`: memory of the call besides `request`.
-    `operation`: what traces call it, CHAT or TEXT_COMPLETION.
+    With `is_whole`, each output is sent once it has ended. `num_bytes`: memory of the call besides `request`.
+    `operation`: the call's name in traces, CHAT or TEXT_COMPLETION.
     """
     record = _Record()
     with (
@@ -110,7 +110,7 @@ async def generate(
 
 
 def _described(trace: CallTrace | None, request: GenerationRequest, model: ServedModel) -> RequestTrace | None:
-    """For the spans of the request, if it is to have any."""
+    """A description for the request's spans, if it is traced."""
     if trace is None:
         return None
     trace.describe(model.name, request.tenant, request.priority)
@@ -119,7 +119,7 @@ def _described(trace: CallTrace | None, request: GenerationRequest, model: Serve
 
 
 async def allowed_model(link: EngineLink) -> ServedModel:
-    """The served model. Raises PERMISSION_DENIED when the call's API key may not use it, and UNAVAILABLE."""
+    """The served model. Raises PERMISSION_DENIED if the call's API key may not use it, and UNAVAILABLE."""
     model = await link.model()
     if (key := caller.get()) is not None:
         key.check_model(model.name)
@@ -127,7 +127,7 @@ async def allowed_model(link: EngineLink) -> ServedModel:
 
 
 async def _write(state: RequestState, answers: Answers, ended: list[str], writer: PatientWriter) -> None:
-    """Write the outputs to their ends, and why each ended into `ended`."""
+    """Write the outputs to their ends, and append each one's finish reason to `ended`."""
     state.stream.when_cut = writer.give_up
     try:
         async for delta in state.stream:
@@ -141,7 +141,7 @@ async def _write(state: RequestState, answers: Answers, ended: list[str], writer
 
 @contextlib.contextmanager
 def _counting(state: RequestState, ended: list[str]) -> Iterator[None]:
-    """Counts the reasons why outputs ended; an output that its call cut off counts as an error or an abort."""
+    """Count the finish reasons; an output that its call cut off counts as an error or an abort."""
     counts, num_outputs = state.counts, state.stream.num_open
     try:
         yield
@@ -156,7 +156,7 @@ def _counting(state: RequestState, ended: list[str]) -> Iterator[None]:
 
 
 def _count_ended(state: RequestState, counts: RequestCounts) -> None:
-    """A request has ended by itself."""
+    """Count a request that has ended by itself."""
     request, figures = state.request, state.metrics(time.monotonic())
     counts.request_seconds.observe(figures.total_seconds)
     counts.prompt_tokens.observe(request.num_prompt_tokens)
@@ -175,7 +175,7 @@ def _count_ended(state: RequestState, counts: RequestCounts) -> None:
 
 
 class _Record:
-    """The fate of a request: why its outputs `ended`, and its `state` from its submission on."""
+    """The fate of a request: its outputs' finish reasons `ended`, and its `state` after submission."""
 
     def __init__(self) -> None:
         self.state: RequestState | None = None
@@ -183,7 +183,7 @@ class _Record:
         self._metrics: RequestMetrics | None = None
 
     def finished(self) -> FinishedRequest:
-        """For operators, at the end of its stream."""
+        """The request's entry in the operators' list of ended requests."""
         state = self.state
         assert state is not None
         self._metrics = state.metrics(time.monotonic())
@@ -197,7 +197,7 @@ class _Record:
         )
 
     def figures(self) -> dict[str, Any]:
-        """For the log; nothing of what was asked or answered."""
+        """Figures for the log, without any content of the request or the answer."""
         if self.state is None or self._metrics is None:
             return {}
         return {

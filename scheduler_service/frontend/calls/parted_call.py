@@ -1,7 +1,7 @@
-"""A call whose work is cut into parts, each of which goes through the engine as a request of its own.
+"""A call that is split into parts, each of which goes through the engine as its own request.
 
-The call is admitted as one request: the place, the quota, the API key and the adapter are its own, and so is the memory
-that its parts take.
+The call is admitted as one request: it has the place, the quota, the API key and the adapter, and holds its parts'
+memory.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ Request = pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest
 
 
 class PartedCall:
-    """One call, from its admission to its end, as an `async with` block, which raises RequestError where it is refused.
+    """One call, from its admission to its end, as an `async with` block. A refusal raises RequestError.
 
-    `model` is the one that is served; `num_tokens` and `num_cached_tokens` are of the prompts of parts that are done.
+    `model` is the served model; `num_tokens` and `num_cached_tokens` count the prompts of finished parts.
     """
 
     model: ServedModel
@@ -39,7 +39,7 @@ class PartedCall:
     """The call's name in traces."""
 
     def __init__(self, link: EngineLink, request: Request, context: Context, num_bytes: int) -> None:
-        """num_bytes: memory that it takes without its parts."""
+        """num_bytes: the call's memory without its parts."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
@@ -77,7 +77,7 @@ class PartedCall:
         self._open.__exit__(*error)
 
     def _check(self) -> None:
-        """Refuse what costs little to see, before there is a model. Raises RequestError."""
+        """Make the cheap checks, before there is a model. Raises RequestError."""
 
     @contextlib.asynccontextmanager
     async def part(
@@ -87,7 +87,7 @@ class PartedCall:
         sampling: RequestSampling,
         encoder_input: EncoderInput | None = None,
     ) -> AsyncIterator[RequestState]:
-        """Have a part computed; its stream is to be read within the block. Raises RequestError."""
+        """Have a part computed; read its stream within the `with` block. Raises RequestError."""
         request = self._request
         checked = GenerationRequest(
             request_id=f"{self._id}-{number}",
@@ -113,9 +113,9 @@ class PartedCall:
         state.counts.finished(num_tokens, num_output_tokens)
 
     def _known(self) -> dict[str, Any]:
-        """For the line in the log."""
+        """Names for the log line."""
         return {"request_id": self._id, "prompt_tokens": self.num_tokens, **self._figures()}
 
     def _figures(self) -> dict[str, Any]:
-        """Figures of its parts for that line."""
+        """Figures of the call's parts, for the log line."""
         return {}

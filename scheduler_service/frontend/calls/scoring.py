@@ -59,7 +59,7 @@ async def _scores_of_pairs(call: TextCall, request: pb.ScoreRequest) -> list[flo
 
 
 def _longest(request: pb.ScoreRequest, num_characters: int) -> int:
-    """The tokens at most of a document with so many characters around it."""
+    """The most tokens that a document with `num_characters` around it can have."""
     return most_tokens(max(map(len, request.documents)) + num_characters)
 
 
@@ -69,13 +69,15 @@ def _pairs(request: pb.ScoreRequest) -> Iterator[Text]:
         return ((query, document) for document in request.documents)
     if pattern.count(QUERY) != 1 or pattern.count(DOCUMENT) != 1:
         invalid(f"pair_format must have {QUERY} and {DOCUMENT} once each")
-    before, _, after = pattern.partition(DOCUMENT)  # first, so that these words in a query or a document stay
+    before, _, after = pattern.partition(DOCUMENT)  # split first, so that these words in a query or a document stay
     before, after = before.replace(QUERY, query), after.replace(QUERY, query)
     return (f"{before}{document}{after}" for document in request.documents)
 
 
 def _score(outputs: Sequence[float], *, plain: bool) -> float:
-    """One class: the logistic function, or with `plain` the output. Two classes: the second's share of the softmax."""
+    """One class: the logistic function, or with `plain` the raw output. Two classes: the second's share of the
+    softmax.
+    """
     if plain and len(outputs) == 1:
         return outputs[0]
     margin = outputs[0] if len(outputs) == 1 else outputs[1] - outputs[0]
@@ -86,12 +88,12 @@ def _score(outputs: Sequence[float], *, plain: bool) -> float:
 
 
 _SIMILARITIES: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] = {
-    "cosine": lambda query, document: sum(map(mul, query, document)),  # of vectors that are 1 long
+    "cosine": lambda query, document: sum(map(mul, query, document)),  # vectors have length 1
     "dot": lambda query, document: sum(map(mul, query, document)),
     "euclidean": lambda query, document: -math.dist(query, document),
     "manhattan": lambda query, document: -sum(map(abs, map(sub, query, document))),
 }
-"""Similarities by the names of sentence-transformers. Distances are negated: a higher score is more similar."""
+"""Similarities by sentence-transformers' names. Distances are negated: a higher score is more similar."""
 
 
 async def _similarities(call: TextCall, request: pb.ScoreRequest) -> list[float]:

@@ -1,8 +1,8 @@
-"""Calls of many texts, each of which goes through the engine as a request of its own.
+"""Calls of many texts, each of which goes through the engine as its own request.
 
-Once admitted, a call holds memory for some of its texts, as much as there is; so no text is refused for others of its
-call. What comes of them is taken in their order: memory depends on what is in flight, and a
-client that reads slowly slows its own call alone.
+Once admitted, a call reserves memory for some of its texts, as much as available; so no text is refused because of
+others in its call. Results are sent in the order of the texts: memory depends on the texts in flight, and a client that
+reads slowly slows only its own call.
 """
 
 import asyncio
@@ -28,18 +28,18 @@ from scheduler_service.wire.sampling import RequestSampling
 
 MAX_TEXTS = 2048
 IN_FLIGHT = 256
-"""Texts of one call that are with the engine at a time: two steps of 2,048 tokens with texts of 16, so that those of
-the next step are there while one is computed. With 128 MiniLM gave 176 of them a second on two cores, with 256 225.
+"""Texts of one call in the engine at a time: two steps of 2,048 tokens with texts of 16, so that the next step's
+texts are there while one is computed. MiniLM on two cores: 176 texts a second with 128, 225 with 256.
 """
 IN_FLIGHT_BYTES = 32 << 20
 """Bytes of memory for several texts in flight of one call. One text with a vector for each token may take more."""
 
 Take = Callable[[int, RequestState], Awaitable[None]]
-"""Takes what comes of the text of this number."""
+"""Handles the result of the text with this number."""
 
 
 class TextCall(PartedCall):
-    """Its texts are its parts."""
+    """A call whose parts are its texts."""
 
     event = "texts closed"
 
@@ -60,9 +60,9 @@ class TextCall(PartedCall):
         return {"num_texts": self._num_parts}
 
     async def run(self, items: AsyncIterator[TextItem], pooling: PoolingParams, take: Take, longest: int) -> None:
-        """Have every text computed, and what came of each taken, in their order. Raises RequestError.
+        """Compute every text, and pass the results to `take` in order. Raises RequestError.
 
-        longest: the tokens of the longest one at most.
+        longest: an upper bound of the longest text's tokens.
         """
         room = _Room(self._call, _bytes_of(min(longest, self.model.context_length), pooling))
         number, before = 0, asyncio.Event()
@@ -88,7 +88,7 @@ class TextCall(PartedCall):
         before: asyncio.Event,
         after: asyncio.Event,
     ) -> None:
-        """before: set when the texts before this one were taken; after: to be set when this one was."""
+        """before: set once the earlier texts' results are taken; after: set once this text's result is."""
         pooled = replace(pooling, num_first_tokens=item.num_first_tokens)
         async with self.part(number, item.token_ids, RequestSampling(max_tokens=1, pooling=pooled)) as state:
             await before.wait()
@@ -103,9 +103,9 @@ def _bytes_of(num_tokens: int, pooling: PoolingParams) -> int:
 
 
 class _Room:
-    """For texts that are with the engine: by number, and by the memory that their call holds.
+    """Room for texts in the engine: limits their number and the memory that their call holds.
 
-    That is `least` or more from the beginning, so that the longest text needs no more when its turn comes.
+    The call holds at least `least` from the beginning, so that the longest text needs no more when its turn comes.
     """
 
     def __init__(self, call: EngineCall, least: int) -> None:
@@ -117,7 +117,7 @@ class _Room:
         self._left = asyncio.Event()
 
     async def enter(self, num_bytes: int) -> None:
-        """Wait for room. Raises RequestError where there is no memory even for a single text."""
+        """Wait for room. Raises RequestError if there is no memory even for a single text."""
         while self._num_texts >= IN_FLIGHT or self._num_bytes + num_bytes > self._held:
             if self._num_texts >= IN_FLIGHT or not await self._grow(self._num_bytes + num_bytes - self._held):
                 self._left.clear()
@@ -126,7 +126,7 @@ class _Room:
         self._num_bytes += num_bytes
 
     async def _grow(self, missing: int) -> bool:
-        """Hold more memory, to twice as much if there are texts to wait for otherwise; returns whether there is any."""
+        """Hold more memory, up to twice as much if texts would otherwise wait; returns whether there was any."""
         more, allowed = max(missing, self._least - self._held), IN_FLIGHT_BYTES - self._held
         if self._num_texts:
             if missing > allowed:

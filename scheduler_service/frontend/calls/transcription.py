@@ -1,6 +1,6 @@
-"""Transcribe: what is said in a sound, window by window of 30 seconds.
+"""Transcribe: the text of a sound, in windows of 30 seconds.
 
-Each window is a request of its own; which part of the sound it has follows from what was understood in the one before.
+Each window is its own request. Its start in the sound follows from the text of the previous window.
 """
 
 import math
@@ -35,16 +35,18 @@ from scheduler_service.frontend.speech.words import Word, timed_words
 from scheduler_service.wire.sampling import RequestSampling
 
 MIN_STEP = SAMPLE_RATE
-"""Samples from one window to the next: a text that ends sooner, before another that does not end, has been made up."""
+"""Samples between the starts of windows, at least: a text that ends sooner, before another that does not end, is
+invented.
+"""
 SAMPLES_PER_TOKEN = round(SAMPLE_RATE * SECONDS_PER_TIMESTAMP)
 """Samples for each token of the encoder's output."""
 MAX_SECONDS = 3600.0
-"""Seconds of a sound."""
+"""Seconds of a sound, at most."""
 MAX_PROMPT_CHARACTERS = 1 << 16
 PREVIOUS = "<|startofprev|>"
-"""The token in front of the text of earlier windows."""
+"""The token before the text of earlier windows."""
 NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
-"""The token for a window in which nothing is said, by its names in newer and in older models."""
+"""The token for a window without speech, by its names in newer and in older models."""
 
 
 async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: Context) -> None:
@@ -60,7 +62,7 @@ async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: C
 
 
 class _SpeechCall(PartedCall):
-    """Its windows are its parts."""
+    """A call whose parts are its windows."""
 
     event, operation = "transcription closed", TRANSCRIPTION
 
@@ -113,7 +115,7 @@ class _SpeechCall(PartedCall):
                 logprobs=0 if request.scores else None,
                 transcript=tokens.transcript,
             )
-            kept: list[Segment] = []  # where words are timed, which is done of all together
+            kept: list[Segment] = []  # with word times, which are found for all segments together
             async with self.part(self._num_parts, prompt, sampling, features) as state:
                 state.stream.when_cut = writer.give_up
                 async for delta in state.stream:
@@ -173,7 +175,7 @@ class _SpeechCall(PartedCall):
         return (previous, *token_ids[1 - self.model.context_length // 2 :])
 
     async def _find_language(self, features: EncoderInput, tokens: SpeechTokens) -> str:
-        """The likeliest one. What the encoder reads for it is found in the cache when the text is asked for."""
+        """The likeliest language. The encoder's result is cached for the text's request."""
         codes = {token_id: code for code, token_id in tokens.languages.items()}
         sampling = RequestSampling(max_tokens=1, allowed_token_ids=sorted(codes))
         found = next(iter(codes))
@@ -183,9 +185,9 @@ class _SpeechCall(PartedCall):
         return codes[found]
 
     async def _find_silence(self, prompt: Sequence[int], features: EncoderInput) -> float | None:
-        """The probability that nothing is said: that of its token behind the one that outputs begin with.
+        """The probability of silence: of the silence token after the outputs' start token.
 
-        The only token that may be chosen is that one, and its log-probability is the model's own.
+        Only this token is allowed, and its log-probability is the model's own.
         """
         tokenizer = self.model.tokenizer
         found = (tokenizer.token_id(name) for name in NO_SPEECH) if tokenizer is not None else iter(())
@@ -209,7 +211,8 @@ class _SpeechCall(PartedCall):
     ) -> Sequence[float]:
         """When each token of these segments begins, and the last one ends, in seconds of the window.
 
-        The model is asked for a transcript without times, which is what its heads that follow the sound are known for.
+        The request is for a transcript without times: for such transcripts it is known which attention heads follow the
+        sound.
         """
         prompt = [*plain, *(token_id for segment in segments for token_id in segment.token_ids)]
         check_context("a window's text, whose words are to be timed,", len(prompt), self.model)
@@ -228,7 +231,7 @@ class _SpeechCall(PartedCall):
         return times
 
     async def _prefixes(self, segment: Segment) -> Sequence[str]:
-        assert self.model.tokenizer is not None  # or the call was refused
+        assert self.model.tokenizer is not None  # otherwise the call was refused
         return await self.model.tokenizer.decode_prefixes(segment.token_ids)
 
     async def _encode(

@@ -1,1 +1,1 @@
-"""Checks of a request before the engine sees it: prompts, sampling parameters, resumptions, inputs of encoders."""
+"""Checks of a request before it reaches the engine: prompts, sampling parameters, resumptions, encoder inputs."""

@@ -25,7 +25,7 @@ def check_length(name: str, length: int, most: int) -> None:
 
 
 def check_token_ids(field: str, token_ids: Collection[int], model: ServedModel) -> None:
-    """Raises RequestError for an id that the model has no embedding for; the worker would refuse the whole step."""
+    """Raises RequestError for an id without an embedding in the model; the worker would refuse the whole step."""
     largest = max(token_ids, default=0)
     if largest >= model.vocabulary_size:
         invalid(f"{field} contains {largest}; the vocabulary has {model.vocabulary_size} tokens")
@@ -40,14 +40,14 @@ def check_context(field: str, num_tokens: int, model: ServedModel) -> None:
 
 
 def require_tokenizer(field: str, model: ServedModel) -> Tokenizer:
-    """Raises RequestError for a field that is about text, where the model has no tokenizer."""
+    """The tokenizer. Raises RequestError, for a field with text, if the model has none."""
     if model.tokenizer is None:
         invalid(f"{field} is not possible with this model: it has no tokenizer; use token ids")
     return model.tokenizer
 
 
 async def take_token_ids(token_ids: Sequence[int]) -> "array[int]":
-    """Token ids of a message or a text. At 50 to 90 ns each that takes too long for one turn of the event loop."""
+    """Token ids of a message or a text. At 50 to 90 ns an id, that takes too long for one turn of the event loop."""
     taken = array("I")
     for start in range(0, len(token_ids), IDS_AT_ONCE):
         if start:

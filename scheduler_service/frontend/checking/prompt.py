@@ -1,4 +1,4 @@
-"""From text, chat or token ids to the token ids of a prompt, and from tokens back to text."""
+"""From text, chat or token ids to the token ids of a prompt, and from tokens to text."""
 
 import asyncio
 from array import array
@@ -17,11 +17,11 @@ from scheduler_service.frontend.text.encoding_errors import TemplateError, TooMa
 from scheduler_service.frontend.text.tokenization import Tokenizer
 
 MAX_TOKENIZE = 1 << 17
-"""Or as many as the context has."""
+"""Tokens of a Tokenize call, or the context length if that is larger."""
 MAX_DETOKENIZE = 1 << 17
 MAX_SEPARATE = 1 << 12
 MAX_DETOKENIZED_CHARACTERS = 1_000_000
-"""At most 4 bytes each: a message that any client reads."""
+"""Characters of a Detokenize answer: at most 4 bytes each, so any client accepts the message."""
 MAX_MESSAGES = 4096
 MESSAGES_AT_ONCE = 512
 """Messages that are read in one turn of the event loop."""
@@ -110,7 +110,7 @@ async def _encode_chat(chat: pb.Chat, model: ServedModel, most: int, *, aside: b
 
 
 def _check_characters(field: str, count: int, model: ServedModel, tokenizer: Tokenizer) -> None:
-    """Refuse what cannot fit before spending time on tokenizing it: no token is longer than the longest one."""
+    """Refuse a text that cannot fit, without tokenizing it: it has at least its length over the longest token's."""
     most = model.context_length * tokenizer.longest_token
     if count > most:
         invalid(f"{field} has {count} characters; the context of {model.context_length} tokens holds fewer than {most}")

@@ -1,4 +1,4 @@
-"""Checks what a client already holds of a request whose stream broke, and makes it a part of the request."""
+"""Checks the output that a client already has of a broken stream, and adds it to the request."""
 
 import asyncio
 from array import array
@@ -16,14 +16,14 @@ from scheduler_service.frontend.text.output_text import OutputText
 
 
 def served_fingerprint(model: ServedModel, adapter: str) -> str:
-    """What tells the tokens of a model with this adapter from those of others."""
+    """Identifies the tokens of a model with this adapter."""
     return f"{model.fingerprint}+{adapter}" if adapter else model.fingerprint
 
 
 async def check_resumption(
     message: pb.GenerateRequest, request: GenerationRequest, model: ServedModel
 ) -> GenerationRequest:
-    """The checked request, with its `resume` taken into account if it has one. Raises RequestError."""
+    """The checked request, with its `resume` applied if present. Raises RequestError."""
     if not message.HasField("resume"):
         return request
     resume = message.resume
@@ -86,7 +86,7 @@ def _check_number(field: str, num_tokens: int, request: GenerationRequest) -> No
 
 
 def _check_tokens(field: str, token_ids: Sequence[int], request: GenerationRequest, model: ServedModel) -> None:
-    """Refuse tokens of an output that should have ended before or with them: there is nothing left to generate."""
+    """Refuse output that should have ended at or before its last token: nothing is left to generate."""
     sampling = request.sampling
     check_token_ids(field, token_ids, model)
     for position in range(sampling.min_tokens, len(token_ids)):
@@ -102,7 +102,7 @@ def _check_prompt_logprobs(count: int, request: GenerationRequest) -> None:
 
 
 def _seed(message: pb.GenerateRequest, request: GenerationRequest, *, is_needed: bool) -> int:
-    """The seed that the broken stream had."""
+    """The broken stream's seed."""
     resume, sampling = message.resume, message.sampling
     if not resume.HasField("seed"):
         if is_needed and not sampling.HasField("seed"):

@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen: checked against the model's limits, with every default filled in."""
+"""A request's sampling parameters: checked against the model's limits, with defaults filled in."""
 
 import asyncio
 import math
@@ -36,12 +36,12 @@ from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.output_failure import NOTHING_ALLOWED
 from scheduler_service.wire.sampling import RequestSampling
 
-# Lower positive temperatures count as this one: dividing logits by less overflows without changing the choice.
+# Lower positive temperatures are raised to this one: dividing logits by less overflows without changing the choice.
 MIN_TEMPERATURE = 0.01
 
 
 async def read_sampling(sampling: pb.SamplingParams, prompt: Sequence[int], model: ServedModel) -> RequestSampling:
-    """What is asked for after this prompt, where `check_sampling` has found nothing. Raises RequestError."""
+    """The checked parameters for this prompt, after `check_sampling`. Raises RequestError."""
     max_tokens = _max_tokens(sampling, len(prompt), model)
     if sampling.stop:
         require_tokenizer("sampling.stop", model)
@@ -104,7 +104,7 @@ def _check_beams(sampling: pb.SamplingParams, most_sequences: int, model: Served
             if sampling.HasField(name):
                 invalid(f"sampling.{name} is for beam search; it needs sampling.beam_width")
         return
-    num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})  # each beam needs tokens that are no end
+    num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})  # each beam needs tokens other than end tokens
     _check_number("beam_width", sampling, sampling.n or 1, min(most_sequences, model.vocabulary_size - num_ends))
     _check_bounds("length_penalty", sampling, LENGTH_PENALTY)
     given = [field.name for field, value in sampling.ListFields() if value and not PARAMETERS[field.name].with_beams]
@@ -133,7 +133,7 @@ def _check_strings(name: str, strings: Sequence[str], most: int) -> None:
 
 
 async def _read_form(sampling: pb.SamplingParams, model: ServedModel) -> str:
-    """The grammar of the form that is asked for, "" for none. Raises RequestError."""
+    """The grammar of the requested form, or "". Raises RequestError."""
     try:
         return await model.forms.read(sampling, undeclared_keys=model.undeclared_keys)
     except FormError as error:
@@ -141,7 +141,7 @@ async def _read_form(sampling: pb.SamplingParams, model: ServedModel) -> str:
 
 
 async def _distinct(token_ids: "array[int]", model: ServedModel) -> "array[int]":
-    """Token ids that have been checked, in order and once each; sorting many would keep the event loop waiting."""
+    """Checked token ids, sorted and without repeats; sorting many would block the event loop."""
     if len(token_ids) <= IDS_AT_ONCE:
         return array("I", sorted(set(token_ids)))
     is_there = bytearray(model.vocabulary_size)
@@ -160,8 +160,9 @@ def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: Serv
     room = model.context_length - num_prompt_tokens
     name = max(("n", "best_of", "beam_width"), key=lambda name: getattr(sampling, name))
     if (n := getattr(sampling, name)) > 1:
-        # Full blocks of the prompt are shared, what follows is not; nor is what ends with the prompt, except by beams:
-        # every other output computes the last prompt token itself. The last token of an output is never stored.
+        # Outputs share the prompt's full blocks, and nothing after them. Except for beams, a block that ends with the
+        # prompt is not shared either: every other output computes the last prompt token itself. The last token of
+        # an output is never stored.
         shared = (num_prompt_tokens - (not sampling.beam_width)) // model.block_size
         blocks_each = (model.pool_tokens // model.block_size - shared) // n
         in_pool = (shared + blocks_each) * model.block_size - model.num_lookahead_slots + 1 - num_prompt_tokens
@@ -193,7 +194,7 @@ def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: Serv
 
 
 def _ends(sampling: pb.SamplingParams, model: ServedModel, num_prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
-    """What ends outputs. The model's own least length is no reason to refuse a shorter output."""
+    """The ends of outputs. The model's own least length is no reason to refuse a shorter output."""
     least = sampling.min_tokens
     if not sampling.HasField("min_tokens"):
         least = min(model.defaults.min_tokens(num_prompt_tokens), max_tokens)
@@ -244,7 +245,7 @@ def _sampling_params(
 
 
 def _bans(defaults: GenerationDefaults) -> TranscriptParams | None:
-    """The model's bans of single tokens, as those of a transcript that marks no times."""
+    """The model's bans of single tokens, as bans of a transcript without times."""
     if not (defaults.suppressed or defaults.begin_suppressed):
         return None
     return TranscriptParams(suppressed=defaults.suppressed, begin_suppressed=defaults.begin_suppressed)

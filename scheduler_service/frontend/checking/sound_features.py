@@ -1,4 +1,4 @@
-"""From a sound in a request to what an encoder reads of it, on threads. Errors are the client's to read."""
+"""From a request's sound to the encoder's features, on threads. Errors are for the client."""
 
 import asyncio
 import hashlib
@@ -12,7 +12,7 @@ from scheduler_service.frontend.speech.sound import SAMPLE_RATE, Samples, Sound
 from scheduler_service.frontend.speech.sound_error import SoundError
 
 BAND_BYTES = 4 * NUM_FRAMES
-"""Of one band of a window."""
+"""Bytes of one band of a window."""
 TOO_SHORT = "sound: data is shorter than 10 ms, of which nothing can be heard"
 
 
@@ -22,12 +22,12 @@ async def read_sound(sound: pb.Sound, model: ServedModel) -> EncoderInput:
     samples = await read_window(opened, 0)
     if len(samples) < HOP:
         invalid(TOO_SHORT)
-    await read_window(opened, WINDOW)  # one that goes on is refused, also where its head did not say so
+    await read_window(opened, WINDOW)  # refuses a longer sound, even if its header states another length
     return await read_features(samples, model)
 
 
 async def open_sound(sound: pb.Sound, max_seconds: float) -> Sound:
-    """Raises RequestError."""
+    """Open and check a sound. Raises RequestError."""
     try:
         return await asyncio.to_thread(lambda: Sound(sound.data, max_seconds))
     except SoundError as error:

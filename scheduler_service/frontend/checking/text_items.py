@@ -14,18 +14,18 @@ T = TypeVar("T")
 TEXTS_AT_ONCE = 16
 TOKENS_OF_CHARACTER = 4
 TOKENS_AROUND = 8
-"""That the model expects besides a text's own."""
+"""Tokens that the model adds to a text's own, at most."""
 CHARACTERS_AT_ONCE = 1 << 16
-"""Of several texts that are encoded at once."""
+"""Characters of the texts that are encoded together."""
 
 
 def longest_input(request: pb.EmbedRequest) -> int:
-    """The tokens of the longest input at most."""
+    """An upper bound of the longest input's tokens."""
     return max(len(item.token_ids.ids) or most_tokens(len(item.text)) for item in request.inputs)
 
 
 def most_tokens(num_characters: int) -> int:
-    """Tokens that a text of so many characters has at most, but where a tokenizer makes more characters of one."""
+    """An upper bound of a text's tokens, unless a tokenizer expands a character into several."""
     return TOKENS_OF_CHARACTER * num_characters + TOKENS_AROUND
 
 
@@ -54,7 +54,7 @@ async def encode_texts(
 
 
 def _batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """As many items as are encoded at once; `size` tells an item's characters."""
+    """Groups of items that are encoded together; `size` tells an item's characters."""
     batch: list[T] = []
     num_characters = 0
     for item in items:
@@ -78,7 +78,7 @@ async def _encode(texts: Sequence[Text], names: Sequence[str], model: ServedMode
     try:
         encoded = await tokenizer.encode_texts(texts, most=most, truncate=truncate)
     except TooManyTokensError as error:
-        # Of a pair the second text alone is cut.
+        # Of a pair, only the second text is cut.
         advice = "the query fills them, and is not cut: shorten it" if truncate else "set truncate to cut it"
         invalid(f"{names[error.args[0]]} has more tokens than the {most} that this model reads; {advice}")
     for name, item in zip(names, encoded, strict=True):

@@ -17,7 +17,7 @@ MAX_PRIORITY = 1000
 
 
 def check_names(message: pb.GenerateRequest | pb.AbortRequest) -> None:
-    """Raises RequestError for a request_id or tenant that is too long to be carried through every log line."""
+    """Raises RequestError for a request_id or tenant that is too long for log lines."""
     check_characters("request_id", message.request_id, MAX_REQUEST_ID)
     check_characters("tenant", message.tenant)
 
@@ -46,7 +46,7 @@ def check_sizes(message: pb.GenerateRequest) -> None:
 def check_place(
     message: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest, model: ServedModel
 ) -> None:
-    """Raises RequestError for what says wrongly where a request belongs in queue and cache."""
+    """Raises RequestError for invalid fields about a request's place in queue and cache."""
     check_characters("cache_salt", message.cache_salt)
     if message.priority and not model.has_priorities:
         invalid(f"priority is {message.priority}; this server does not run with --scheduling-policy priority")

@@ -1,4 +1,4 @@
-"""Compiles forms outside of the front end, which starts it: `compile_form` says what that is.
+"""Compiles forms outside of the front end, which starts this process; see `compile_form`.
 
 A form can be made to take hours and all memory, and the library cannot be told to stop, so limited_work.py limits it.
 """
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_KEPT = 32 << 20
-"""Bytes of memory that a process may go on with, of which it has 20 MiB at its start."""
+"""Bytes of memory with which a process may continue; it starts with 20 MiB."""
 MAX_GRAMMAR = 256 << 10
-"""Characters of a schema as llguidance gets it: closed, it may be larger than what the client has sent."""
+"""Characters of a schema as passed to llguidance: closed objects may make it larger than the client's schema."""
 
 _JSON_OPTIONS: "JsonCompileOptions" = {
-    # Without a bound, small models go on with spaces until the output is full.
+    # Without a limit, small models generate spaces until the output is full.
     "whitespace_pattern": r"[ \n\r\t]{1,32}",
-    # A schema may set these otherwise, and its outputs would not always be valid then.
+    # A schema may set these options, and its outputs would then not always be valid.
     "lenient": False,
     "coerce_one_of": False,
 }
 _TOKENIZER = LLTokenizer("byte")
-"""A tokenizer of bytes: the model's own takes seconds to read, and most of the process's memory."""
+"""A tokenizer of bytes: the model's own takes seconds to load, and most of the process's memory."""
 _ONE_OF = (
     'its "oneOf" has alternatives that are not visibly different; they are if their types differ, or if each demands a '
     'key with a "const" of its own. Or say "anyOf"'
@@ -48,10 +48,10 @@ _OF_THE_MODEL = re.compile(r"special token|token range|token id", re.IGNORECASE)
 
 
 def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = False) -> tuple[str, str]:
-    """The grammar of a form, and what is wrong with it, "" for nothing. With `closes_objects`, an object whose JSON
-    schema names keys has no other keys, unless the schema says otherwise.
+    """The grammar of a form, and an error message, or "".
 
-    The grammar is tried as a worker tries it: a form that exceeds llguidance's limits before the first token is found.
+    With `closes_objects`, an object whose JSON schema names keys has no other keys, unless the schema allows them. The
+    grammar is tested like in a worker, so a form that exceeds llguidance's limits is found before the first token.
     Raises MemoryError, RecursionError.
     """
     try:
@@ -64,16 +64,16 @@ def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = Fals
             error = "" if error.startswith("WARNING") else error
     except (MemoryError, RecursionError):
         raise
-    except (AttributeError, KeyError, TypeError):  # of the code that reads a schema
+    except (AttributeError, KeyError, TypeError):  # raised by the code that reads a schema
         return "", "a keyword in it has a value of another kind than it must have"
-    except BaseException as failure:  # of the library's own kinds; a panic of Rust is no `Exception`
+    except BaseException as failure:  # the library's own kinds; a Rust panic is no `Exception`
         grammar, error = "", str(failure) or type(failure).__name__
     return grammar, _ONE_OF if "coerce_one_of" in error else error
 
 
 def _schema_grammar(text: str, closes_objects: bool) -> str:
     schema = read_schema(text)
-    if isinstance(schema, bool):  # llguidance takes options with objects only
+    if isinstance(schema, bool):  # llguidance takes options only with objects
         schema = {} if schema else {"not": {}}
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise SchemaError("x-guidance is not obeyed here; leave it out")

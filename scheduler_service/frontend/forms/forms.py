@@ -1,9 +1,8 @@
-"""The form that a request's output must have: read, and checked as the worker will read it, before a worker is asked.
+"""The form of a request's output: compiled and tested with the worker's limits, before any worker gets it.
 
-llguidance compiles forms to grammars, in processes that are ended when they take too long: form_compiler.py. There are
-two, so that a form waits for the one that is compiled before it only if there is another one. Each text is compiled
-once, also where several requests bring it at the same time. The worker, which knows the tokens, follows the grammar:
-worker_service/execution/sampling/forms.py.
+llguidance compiles forms to grammars, in processes that are killed if they take too long: form_compiler.py. There are
+two processes, so one slow form does not delay all others. Each text is compiled once, even if several requests bring it
+at the same time. The worker, which knows the tokens, follows the grammar: worker_service/execution/sampling/forms.py.
 """
 
 import asyncio
@@ -23,24 +22,25 @@ MAX_CHOICES = 1024
 MAX_KEPT_BYTES = 4 << 20
 """Bytes of kept grammars and of kept reasons for refusals."""
 REFUSAL_SECONDS = 60.0
-"""A form is compiled again after so long since it was refused: whether it took too long depends on the machine, too."""
+"""Seconds after a refusal before a form is compiled again: whether it takes too long also depends on the machine."""
 MAX_REASON = 500
-"""Characters of what is wrong with a form."""
+"""Characters of an error message about a form."""
 NUM_COMPILERS = 2
 MAX_MEMORY = 256 << 20
-"""Bytes of data of a process that compiles, of which it has 13 MiB at its start. A schema of 50 KB with 1,800
-properties takes it to 34 MiB, and nothing was found that takes more than 90 within `MAX_SECONDS`."""
+"""Bytes of data of a compiling process, which has 13 MiB at its start. A schema of 50 KB with 1,800 properties takes
+34 MiB; no form was found that takes more than 90 MiB within `MAX_SECONDS`.
+"""
 
 
 class FormError(ValueError):
-    """The form cannot be followed; names the field and what is wrong with it, and where."""
+    """The form is invalid; the message names the field, the error and its place."""
 
 
 class Forms:
-    """Grammars of forms, those that were asked for lately at once."""
+    """Grammars of forms; recently used grammars are kept."""
 
     def __init__(self) -> None:
-        # Each with what is wrong with it and when that was found, by digests; the one that was used last is last.
+        # (grammar, error, time of the error) by digest, least recently used first.
         self._grammars: OrderedDict[bytes, tuple[str, str, float]] = OrderedDict()
         self._num_bytes = 0
         self._turns: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
@@ -49,7 +49,7 @@ class Forms:
         )
 
     async def read(self, sampling: pb.SamplingParams, *, undeclared_keys: bool = True) -> str:
-        """The grammar of a request's form, "" if it has none. Raises FormError, RequestError.
+        """The grammar of a request's form, or "". Raises FormError, RequestError.
 
         Unless the form is strict, `undeclared_keys` says whether JSON may have keys that its schema does not name.
         """
@@ -60,7 +60,7 @@ class Forms:
         form = json.dumps([kind, closes_objects, *_texts(kind, sampling)]).encode()
         digest = hashlib.sha256(form).digest()
         turn = self._turns.setdefault(digest, asyncio.Lock())
-        async with turn:  # requests with the same form find its grammar, or compile it if the client before has left
+        async with turn:  # requests with the same form find its grammar, or compile it if the first client has left
             grammar, error, found_at = self._grammars.get(digest, ("", "", 0.0))
             if grammar or (error and time.monotonic() - found_at < REFUSAL_SECONDS):
                 self._grammars.move_to_end(digest)
@@ -72,7 +72,7 @@ class Forms:
         return grammar
 
     def _keep(self, digest: bytes, grammar: str, error: str) -> None:
-        _, old, _ = self._grammars.pop(digest, ("", "", 0.0))  # it was refused
+        _, old, _ = self._grammars.pop(digest, ("", "", 0.0))  # an expired refusal
         self._grammars[digest] = grammar, error, time.monotonic()
         self._num_bytes += len(grammar) + len(error) - len(old)
         while self._num_bytes > MAX_KEPT_BYTES:

@@ -1,8 +1,8 @@
-"""Expressions for the integers of a range, over their digits, of any size."""
+"""Regular expressions for ranges of integers of any size, digit by digit."""
 
 
 def integers_between(first: int | None, last: int | None) -> str:
-    """An expression for the integers from the first to the last, both included, as JSON has them, without -0."""
+    """An expression for the integers from `first` to `last`, inclusive, as JSON writes them, without -0."""
     parts = []
     if first is None or first < 0:
         parts.append(f"-{_between(1 if last is None or last >= 0 else -last, None if first is None else -first)}")
@@ -12,7 +12,7 @@ def integers_between(first: int | None, last: int | None) -> str:
 
 
 def _between(first: int, last: int | None) -> str:
-    """An expression for integers from `first`, which is 0 or more, to `last`."""
+    """An expression for integers from `first`, which is at least 0, to `last`."""
     low = str(first)
     if last is None:
         return _any([*_from(low), f"[1-9][0-9]{{{len(low)},}}"])
@@ -26,8 +26,10 @@ def _between(first: int, last: int | None) -> str:
 
 
 def _of_length(low: str, high: str) -> str:
-    """An expression for digits between two bounds of equal length: their common prefix, then the values between the
-    first digits that differ, then the rest of either bound."""
+    """An expression for numbers between two bounds of equal length.
+
+    It has their common prefix, then the values between the first digits that differ, then the rest of either bound.
+    """
     if low == high:
         return low
     place = next(place for place, (one, other) in enumerate(zip(low, high, strict=True)) if one != other)
@@ -40,16 +42,18 @@ def _of_length(low: str, high: str) -> str:
 
 
 def _from(low: str, *, is_head: bool = True) -> list[str]:
-    """Expressions for numbers of as many digits, from `low` on; unless it `is_head`, with its first digit.
+    """Expressions for numbers of the same length from `low` on; unless `is_head`, only those with its first digit.
 
-    They stand side by side: nested expressions of a hundred digits would be too deep for llguidance."""
+    They are alternatives: nested expressions of a hundred digits would be too deep for llguidance.
+    """
     places = [place for place in range(not is_head, len(low)) if low[place] != "9"]
     return [low, *(f"{low[:at]}[{int(low[at]) + 1}-9]{_any_digits(len(low) - at - 1)}" for at in places)]
 
 
 def _up_to(high: str, *, is_head: bool = True) -> list[str]:
-    """Expressions for numbers of as many digits, up to `high`, without leading 0; unless it `is_head`, with its first
-    digit."""
+    """Expressions for numbers of the same length up to `high`, without leading 0; unless `is_head`, only those with
+    its first digit.
+    """
     least = [int(is_head and not place) for place in range(len(high))]
     places = [place for place in range(not is_head, len(high)) if int(high[place]) > least[place]]
     return [

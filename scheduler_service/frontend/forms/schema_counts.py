@@ -6,13 +6,13 @@ from typing import Any
 from scheduler_service.frontend.forms.schema_text import SchemaError, path_to, schemas_in
 
 MAX = (1 << 31) - 1
-"""No output has so many characters, items or keys."""
+"""Characters, items or keys that no output can exceed."""
 _MIN = ("minLength", "minItems", "minProperties", "minContains")
 _MAX = ("maxLength", "maxItems", "maxProperties", "maxContains")
 
 
 def rewrite_counts(schema: Any) -> None:
-    """Changes the schema. Raises SchemaError for what is no count, or one that no output reaches."""
+    """Rewrite counts in place. Raises SchemaError for an invalid count, or a minimum that no output reaches."""
     for part, path in schemas_in(schema):
         for keyword in (*_MIN, *_MAX):
             if keyword not in part:

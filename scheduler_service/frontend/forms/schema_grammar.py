@@ -1,8 +1,8 @@
 """A grammar in Lark's syntax for a JSON schema with numbers that llguidance cannot read in a schema.
 
-Integers that no double holds, as ids have them, are spelled here: values as they are, and ranges as expressions over
-their digits. So is what stands around such a number: objects, arrays, alternatives and references. Everything else is
-left to llguidance, as a schema within the grammar.
+Such numbers are integers that no double holds exactly, for example ids. Values are written out here, and ranges become
+expressions over their digits. The objects, arrays, alternatives and references around such a number are written out
+too. Everything else is left to llguidance, as a schema within the grammar.
 """
 
 import json
@@ -32,7 +32,9 @@ MAX_RULES = 20_000
 
 
 def schema_grammar(schema: Any, options: "JsonCompileOptions") -> str:
-    """Within the options of JSON. Raises SchemaError, naming what stands around a number and is not spelled here."""
+    """The grammar, within JSON's options. Raises SchemaError, with the name of an unsupported keyword around a
+    number.
+    """
     return _Writer(schema, options).grammar()
 
 
@@ -58,7 +60,7 @@ class _Writer:
         return name
 
     def _json(self, schema: Any) -> str:
-        """A rule for what llguidance reads by itself."""
+        """A rule for a schema that llguidance reads itself."""
         schema = rewrite_numbers(schema)
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
@@ -149,7 +151,7 @@ class _Writer:
         return self._rule(f'"[" {items} "]"' if least else f'"[" ({items})? "]"')
 
     def _object(self, node: dict[str, Any], path: str) -> str:
-        """Its named keys in their order, then others."""
+        """A rule for an object: its named keys in order, then others."""
         others = node.get("additionalProperties", True)
         required = node.get("required", [])
         properties = dict(node.get("properties", {}))

@@ -1,10 +1,12 @@
 """Keys of objects in a JSON schema, where llguidance is not exact.
 
-If a pattern (`patternProperties`) matches only keys that an object names, no other key is left, and an output could
-not go on behind a comma. So such a pattern is replaced by its keys: `{"patternProperties": {"^score$": …}}` says the
-same as `{"properties": {"score": …}}`. An output may repeat a key that the schema does not name, so a schema can demand
-at most one such key. An output may also spell such a key with \\u, and \\u0061 reads as the key "a", which may be a
-name. So where such keys may come, texts have no \\u escapes.
+If a pattern (`patternProperties`) matches only keys that an object names, no other key is left, and an output could not
+continue after a comma. So such a pattern is replaced by its keys: `{"patternProperties": {"^score$": …}}` means the
+same as `{"properties": {"score": …}}`.
+
+An output may repeat a key that the schema does not name, so a schema can demand at most one such key. An output may
+also spell such a key with \\u, and \\u0061 reads as the key "a", which may be a name. So if such keys are allowed,
+texts have no \\u escapes.
 """
 
 import json
@@ -18,11 +20,11 @@ from pagewire_common.forms import parser_limits
 from scheduler_service.frontend.forms.schema_text import SCHEMAS_BY_NAME, VALUES, SchemaError, path_to, schemas_in
 
 ESCAPES = 'nrbtf\\"'
-"""Letters that may follow a backslash in a text of JSON, but for u."""
+"""Letters that may follow a backslash in a JSON text, except u."""
 _CONTROL = re.compile(r"\\u00[01]|\x7f")
 """Matches control characters in JSON text that have no shorter escape."""
 _MAY_BE_CONTROL = re.compile(rf"{_CONTROL.pattern}|\\\\[xuUcav0-9pP]")
-"""The same in an expression, which has many ways to say them."""
+"""Matches patterns that may match such a control character; expressions have many notations for them."""
 _NAMING = ("properties", "patternProperties", "required")
 
 Trie = dict[int, "Trie"]
@@ -36,7 +38,7 @@ class KeyPatterns:
         self._tokenizer = tokenizer
 
     def list_keys(self, schema: Any) -> Any:
-        """The schema without patterns all of whose keys are names somewhere in it. Raises SchemaError."""
+        """The schema without patterns that match only names in it. Raises SchemaError."""
         _check_counts(schema)
         parts = [part for part, _ in schemas_in(schema)]
         if not any("patternProperties" in part for part in parts):
@@ -69,7 +71,7 @@ class KeyPatterns:
         return found
 
     def _keys(self, pattern: str, names: Collection[str]) -> list[str]:
-        """All that match it, in order; none if others do than these names."""
+        """All keys that match the pattern, in order; empty if keys other than these names match."""
         grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         trie: Trie = {}
@@ -82,7 +84,7 @@ class KeyPatterns:
         prefix = bytearray()
 
         def follow(matcher: LLMatcher, node: Trie) -> bool:
-            """Whether nothing may follow but what the names have."""
+            """Whether only the names can follow."""
             if matcher.is_stopped():
                 keys.append(json.loads(prefix))
                 return _END in node and not matcher.is_error()
@@ -103,7 +105,7 @@ class KeyPatterns:
 
 
 def _check_counts(schema: Any) -> None:
-    """Raises SchemaError for an object that must have several keys beside those that it must have."""
+    """Raises SchemaError for an object that must have several keys beyond its required ones."""
     for part, path in schemas_in(schema):
         least, required = part.get("minProperties", 0), part.get("required", [])
         if isinstance(least, int) and isinstance(required, list) and least > len(required) + 1:
@@ -114,9 +116,9 @@ def _check_counts(schema: Any) -> None:
 
 
 def json_escapes(schema: Any) -> str:
-    """The escapes of texts in JSON of this schema. Raises SchemaError if they are not enough for it.
+    """The allowed escapes in JSON of this schema. Raises SchemaError if they are not enough for it.
 
-    Without \\u, llguidance leaves out what only \\u can say of a text that the schema spells.
+    Without \\u, llguidance omits texts of the schema that only \\u can spell.
     """
     parts = [part for part, _ in schemas_in(schema)]
     if not any(key in part for part in parts for key in _NAMING if part.get("additionalProperties") is not False):

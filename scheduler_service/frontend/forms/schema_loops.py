@@ -1,7 +1,7 @@
-"""Finds what a JSON schema demands within itself for ever, so that no text of it ends.
+"""Finds endless recursion in a JSON schema, with which no text could end.
 
-A part of a schema may end if all that it demands may: what `$ref` and `allOf` name, one of `anyOf` or `oneOf`, and the
-keys and items that must be there. Whether these contradict each other is not asked here.
+A part of a schema can end if all parts that it demands can: the targets of `$ref` and `allOf`, one of `anyOf` or
+`oneOf`, and the required keys and items. Contradictions between these parts are not checked here.
 """
 
 from typing import Any
@@ -10,11 +10,11 @@ from scheduler_service.frontend.forms.schema_text import SchemaError, path_to, s
 
 
 def check_ends(schema: Any) -> None:
-    """Raises SchemaError for a `$ref` that leads back to itself on every way."""
+    """Raises SchemaError for a `$ref` that leads back to itself on every path."""
     parts = [*schemas_in(schema)]
     if not any("$ref" in part for part, _ in parts):
         return
-    left, ending = parts[::-1], set[int]()  # what stands within a part comes before it
+    left, ending = parts[::-1], set[int]()  # parts within a part come before it
     while True:
         still = []
         for part, path in left:

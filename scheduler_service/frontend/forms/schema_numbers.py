@@ -1,10 +1,12 @@
-"""Rewrites the numbers of a JSON schema so that what llguidance 1.9 makes of them is valid.
+"""Rewrites a JSON schema's numbers so that every output that llguidance 1.9 allows is valid.
 
 llguidance has three limits. It reads numbers as doubles. It reads no more than 64 bits. It writes an excluded integer
 bound if the other bound is less than 1 away (0 for above 0, at most 0.01). So bounds are rounded inward to numbers that
-llguidance handles correctly. What cannot be rounded raises `NumberError`: a value without a double of its own, or a
-range of integers that would lose too many. schema_grammar.py writes a grammar for these. Each schema object is
-rewritten by itself. Bounds that llguidance merges stay correct: the intersection of two correct ranges is correct.
+llguidance handles correctly.
+
+Some numbers cannot be rounded, and raise `NumberError`: a value that is not exactly a double, or a range of integers
+that would lose too many. schema_grammar.py writes a grammar for these. Each schema object is rewritten by itself.
+Bounds that llguidance merges stay correct: the intersection of two correct ranges is correct.
 """
 
 import math
@@ -17,13 +19,13 @@ from scheduler_service.frontend.forms.schema_text import ANNOTATIONS, SCHEMAS_BY
 MAX_INTEGER = (1 << 63) - 1024
 """The largest double below 2^63."""
 DIGITS, DECIMALS = 15, 18
-"""Significant digits that every double holds, and decimals that llguidance reads of a bound."""
+"""Significant digits that every double holds, and decimals of a bound that llguidance reads."""
 MAX_NUMBER = Decimal("9.2e18")
-"""The largest bound of numbers: llguidance reads digits before the point as 64 bits."""
+"""The largest bound of numbers: llguidance reads the digits before the point as 64 bits."""
 FULL = 10**18
 """The least number that may have more digits than 64 bits hold."""
 MAX_LOST = 1 << 10
-"""One of so many integers, at most, may be lost where bounds are rounded to doubles."""
+"""Rounding bounds to doubles may lose at most one of this many integers."""
 MAX_MULTIPLE = 1 << 32
 
 _MERGING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
@@ -31,7 +33,7 @@ _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 
 class NumberError(SchemaError):
-    """A number cannot be said to llguidance in a schema."""
+    """A number that a schema for llguidance cannot express."""
 
 
 _N = TypeVar("_N", int, Decimal)
@@ -45,7 +47,7 @@ class _Bound(NamedTuple):
 
 
 def rewrite_numbers(schema: Any) -> Any:
-    """The schema with other bounds, and without annotations. Raises SchemaError."""
+    """The schema with rounded bounds, and without annotations. Raises SchemaError."""
     found = _rewritten(schema, "#")
     _check_multiples(schema)
     return found
@@ -81,9 +83,9 @@ def _is_integer(types: Any) -> bool:
 
 
 def _bound(node: dict[str, Any], plain: str, excluding: str, sign: int, path: str) -> _Bound | None:
-    """The tighter of a bound and an excluded one; those from above, of sign -1, are negated."""
+    """The tighter of an inclusive and an exclusive bound; upper bounds (sign -1) are negated."""
     value, excluded = node.get(plain), node.get(excluding)
-    if isinstance(excluded, bool):  # as draft 4 has it
+    if isinstance(excluded, bool):  # draft 4's form
         value, excluded = (None, value) if excluded else (value, None)
     bounds = []
     for keyword, number in ((plain, value), (excluding, excluded)):
@@ -95,7 +97,7 @@ def _bound(node: dict[str, Any], plain: str, excluding: str, sign: int, path: st
 
 
 def _negative(value: int | Decimal) -> int | Decimal:
-    return value.copy_negate() if isinstance(value, Decimal) else -value  # a minus of Decimal would round
+    return value.copy_negate() if isinstance(value, Decimal) else -value  # unary minus would round a Decimal
 
 
 def _is_number(value: Any) -> TypeGuard[int | Decimal]:
@@ -103,7 +105,7 @@ def _is_number(value: Any) -> TypeGuard[int | Decimal]:
 
 
 def _integers(low: _Bound | None, high: _Bound | None, path: str) -> tuple[int | None, int | None]:
-    """The first and the last integer within the bounds, of those that are doubles."""
+    """The first and the last integer within the bounds that are doubles."""
     wanted = [None if end is None else _first_integer(end) for end in (low, high)]
     ends = [None if end is None else _next_double(max(end, -MAX_INTEGER)) for end in wanted]
     _close(ends, MAX_INTEGER, path)
@@ -123,13 +125,13 @@ def _first_integer(bound: _Bound) -> int:
 
 
 def _next_double(value: int) -> int:
-    """The least integer from here on that is a double."""
+    """The least double that is an integer and at least `value`."""
     unit = 1 << max(abs(value).bit_length() - 53, 0)
     return -(-value // unit) * unit
 
 
 def _numbers(low: _Bound | None, high: _Bound | None, path: str) -> tuple[Decimal | None, Decimal | None]:
-    """Bounds that are not excluded, of so many digits that llguidance reads them as they are."""
+    """Inclusive bounds, with few enough digits that llguidance reads them exactly."""
     ends = [None if end is None else _first_number(end) for end in (low, high)]
     _close(ends, MAX_NUMBER, path)
     first, last = ends
@@ -147,7 +149,7 @@ def _first_number(bound: _Bound) -> Decimal:
 
 
 def _close(ends: "list[_N | None]", most: "_N", path: str) -> None:
-    """Where one end has as many digits as 64 bits, llguidance needs both."""
+    """Add the missing bound if the other has as many digits as 64 bits: llguidance then needs both."""
     for number, end in enumerate(ends):
         if end is not None and end > most:
             raise NumberError(f"{path} has a bound beyond {most:.4g}, behind which no number can be written")
@@ -156,8 +158,10 @@ def _close(ends: "list[_N | None]", most: "_N", path: str) -> None:
 
 
 def _check_values(value: Any, path: str) -> None:
-    """Check numbers of `const` and `enum`: llguidance writes integers as 64 bits, others with the shortest digits of
-    their double."""
+    """Check numbers of `const` and `enum`.
+
+    llguidance writes integers as 64 bits, and other numbers with the shortest digits of their double.
+    """
     for number, where in _numbers_in(value, path):
         if number != int(number):
             is_exact = Decimal(repr(float(number))) == number
@@ -176,7 +180,9 @@ def _numbers_in(value: Any, path: str) -> Iterator[tuple[int | Decimal, str]]:
 
 
 def _check_multiple(value: Any, path: str) -> None:
-    """As llguidance reads it: a double is multiplied by 10 until it is whole, and must have 32 bits then."""
+    """Check a multiple as llguidance reads it: a double is multiplied by 10 until it is whole, and must then fit 32
+    bits.
+    """
     if not _is_number(value) or value <= 0:
         raise SchemaError(f"{path} is not a number above 0")
     if _multiple(value) is None:
@@ -184,7 +190,7 @@ def _check_multiple(value: Any, path: str) -> None:
 
 
 def _multiple(value: int | Decimal) -> tuple[int, int] | None:
-    """The integer and the power of 10 that it is divided by, as llguidance has them; None if they are not the value."""
+    """llguidance's integer and power of 10 for a value; None if they do not equal the value."""
     if value >= MAX_MULTIPLE:
         return None
     read, exponent = float(value), 0
@@ -196,7 +202,7 @@ def _multiple(value: int | Decimal) -> tuple[int, int] | None:
 
 
 def _check_multiples(schema: Any) -> None:
-    """Where llguidance merges several, their product must have 32 bits, too: it does not look."""
+    """Check that the product of multiples that llguidance merges has at most 32 bits: llguidance does not check."""
     keywords = {*_keywords_in(schema)}
     found = (_multiple(value) for keyword, value in keywords if keyword == "multipleOf" and value is not None)
     multiples = [multiple for multiple in found if multiple]
@@ -208,7 +214,7 @@ def _check_multiples(schema: Any) -> None:
 
 
 def _keywords_in(node: Any) -> Iterator[tuple[str, int | Decimal | None]]:
-    """Keys of all objects, with the numbers that they have."""
+    """The keys of all objects, with their numbers."""
     if isinstance(node, dict):
         for keyword, value in node.items():
             yield keyword, value if _is_number(value) else None

@@ -1,12 +1,12 @@
-"""Closes the objects of a JSON schema: no keys may be written but those that it names.
+"""Closes the objects of a JSON schema: no keys are allowed but the named ones.
 
-What holds for one value comes from several parts: a schema's own keywords, and through `allOf`, `anyOf`, `oneOf` and
-`$ref` those of others. If one part alone names keys, that part is closed. If several do, the value's schema is closed
-with the names of all. An object without named keys keeps any; so does one of which a part has `additionalProperties`.
-A closed schema allows less than the schema: what is valid for it is valid.
+Several parts describe one value: a schema's own keywords, and the schemas in `allOf`, `anyOf`, `oneOf` and `$ref`. If
+only one part names keys, that part is closed. If several parts do, the value's schema is closed with the names of all.
+An object without named keys stays open; so does an object with a part that has `additionalProperties`. A closed schema
+allows less than the schema: every value that it allows is valid.
 
-A definition is closed for values that it describes alone. Where it is one of several parts, the `$ref` names a copy of
-the definition, which stays open. llguidance reads a recursive `$ref` only if no other keyword is beside it, so none is
+A definition is closed for values that it describes alone. If it is one of several parts, the `$ref` names a copy of the
+definition, which stays open. llguidance reads a recursive `$ref` only if no other keyword is beside it, so none is
 added here.
 """
 
@@ -30,11 +30,11 @@ class _Closer:
     def __init__(self, schema: dict[str, Any]) -> None:
         self._root = schema
         self._has_ids = any("$id" in part for part, path in schemas_in(schema) if path != "#")
-        self._copies: dict[str, str] = {}  # names of definitions that stay open, by references to their originals
+        self._copies: dict[str, str] = {}  # names of open copies of definitions, by reference to the original
 
     def closed(self) -> dict[str, Any]:
         found = self._value(self._root)
-        if self._has_ids:  # nothing was to be closed
+        if self._has_ids:  # no object is closed
             return self._root
         definitions: dict[str, Any] = {}
         while left := [reference for reference in self._copies if self._copies[reference] not in definitions]:
@@ -59,7 +59,7 @@ class _Closer:
         found = self._part(node)
         if not naming or any(key in part for part in parts for key in _SAYS_ITSELF):
             return found
-        if self._has_ids:  # by which references in it are read
+        if self._has_ids:  # its references are resolved with its id
             raise SchemaError('its objects cannot be closed, as a part has a "$id": say "additionalProperties" in each')
         required = [name for part in parts for name in part.get("required", ()) if isinstance(name, str)]
         names = {key: {name: True for part in naming for name in part.get(key, ())} for key in _NAMES}
@@ -69,18 +69,21 @@ class _Closer:
                 if more := {name: True for name in names[key] if name not in node.get(key, {})}:
                     found[key] = found.get(key, {}) | more
             return found | {"additionalProperties": False}
-        found["allOf"] = [*found.get("allOf", []), names | {"additionalProperties": False}]  # keys come as they came
+        found["allOf"] = [
+            *found.get("allOf", []),
+            names | {"additionalProperties": False},
+        ]  # last, to keep the order of keys
         return found
 
     def _part(self, node: Any) -> Any:
-        """A schema of a value that has others beside it: open itself, while the values inside are closed."""
+        """A schema that is one part of a value's description: it stays open, while the values inside are closed."""
         return self._with_children(node, is_closed=False) if isinstance(node, dict) else node
 
     def _with_children(self, node: dict[str, Any], *, is_closed: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in node.items():
             if key == "patternProperties" and value == {}:
-                continue  # it says nothing, and not everything can stand beside it
+                continue  # it has no effect, and some keywords do not allow it beside them
             if key in VALUES:
                 found[key] = value
             elif key in SCHEMAS_BY_NAME and isinstance(value, dict):
@@ -98,7 +101,7 @@ class _Closer:
         return next(name for number in itertools.count() if (name := f"open-{number}") not in taken)
 
     def _parts(self, node: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
-        """All schemas that hold for a schema's value, each once."""
+        """All schemas that describe a schema's value, each once."""
         if not isinstance(node, dict):
             return
         yield node

@@ -1,4 +1,4 @@
-"""A JSON schema between its text and llguidance: read with exact numbers, and written for a reader of doubles."""
+"""A JSON schema's text: read with exact numbers, and written for llguidance, which reads doubles."""
 
 import json
 import math
@@ -8,18 +8,18 @@ from typing import Any
 from urllib.parse import unquote
 
 MAX_DIGITS = 400
-"""The most digits of a number. The largest double has 309 digits before the point."""
+"""Digits of a number, at most. The largest double has 309 digits before the point."""
 
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords with an object whose keys are names, and whose values are schemas."""
+"""Keywords whose value is an object that maps names to schemas."""
 ANNOTATIONS = ("default", "example", "examples")
-"""Keywords with values that no output is checked against."""
+"""Keywords with values that outputs are not checked against."""
 VALUES = ("const", "enum", *ANNOTATIONS)
 """Keywords with values, not schemas."""
 
 
 class SchemaError(ValueError):
-    """The schema cannot be followed; says which keyword is why, and where it stands."""
+    """The schema is not supported; the message has the keyword and its place."""
 
 
 def read_schema(text: str) -> Any:
@@ -39,7 +39,7 @@ def read_schema(text: str) -> Any:
 
 
 def write_schema(schema: Any) -> str:
-    """The text of a schema all of whose decimals are doubles. Raises SchemaError."""
+    """The text of a schema whose decimals are all doubles. Raises SchemaError."""
     written = json.dumps(schema, default=_double, ensure_ascii=False)
     if any("\ud800" <= character <= "\udfff" for character in written):
         raise SchemaError("it has a text with half of a surrogate pair (\\ud800 to \\udfff)")
@@ -53,12 +53,12 @@ def _double(value: Decimal) -> float:
 
 
 def path_to(path: str, *names: object) -> str:
-    """Where a part of the schema at a path stands: a JSON pointer."""
+    """The JSON pointer of a part of the schema at `path`."""
     return "/".join([path, *(str(name).replace("~", "~0").replace("/", "~1") for name in names)])
 
 
 def target_of(schema: Any, reference: str) -> Any:
-    """The part of a schema that a "$ref" of it names. Raises SchemaError."""
+    """The part of a schema that its "$ref" names. Raises SchemaError."""
     found = schema
     try:
         start, *names = unquote(reference).split("/")

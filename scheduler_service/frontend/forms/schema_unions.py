@@ -1,8 +1,8 @@
-"""Alternatives of a JSON schema that a tag tells apart, as pydantic writes a union with a discriminator.
+"""Alternatives of a JSON schema with a tag, as pydantic writes a union with a discriminator.
 
-A tag is a key of which each alternative has other values (`const`, `enum`). An object with that key is valid for one
-alternative at most. So the key is required in each, and `oneOf` becomes `anyOf`. The new schema allows less: pydantic
-does not require a tag that has a default, and llguidance then cannot tell that the alternatives differ.
+A tag is a key for which each alternative allows different values (`const`, `enum`). An object with that key is valid
+for at most one alternative. So the key becomes required in each, and `oneOf` becomes `anyOf`. The new schema allows
+less: pydantic does not require a tag with a default, and without it llguidance cannot tell the alternatives apart.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ _NOTES = ("title", "description", "discriminator", "default", "$comment")
 
 
 def tag_unions(schema: Any) -> None:
-    """Changes the schema."""
+    """Rewrite the unions in place."""
     for part, _ in schemas_in(schema):
         if not isinstance(part.get("oneOf"), list) or "anyOf" in part:
             continue
@@ -26,7 +26,7 @@ def tag_unions(schema: Any) -> None:
 
 
 def _objects(schema: Any, node: Any, seen: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The descriptions of objects that an alternative is made of; none if it may be anything else."""
+    """The object descriptions that an alternative consists of; empty if it allows other values."""
     if not isinstance(node, dict) or id(node) in seen:
         return []
     keywords = [key for key in node if key not in _NOTES]
@@ -43,7 +43,7 @@ def _objects(schema: Any, node: Any, seen: tuple[int, ...]) -> list[dict[str, An
 
 
 def _tag(alternatives: list[list[dict[str, Any]]]) -> str | None:
-    """A key of which no two alternatives share a value, if all of them limit its values."""
+    """A key for which no two alternatives share a value, if all of them limit its values."""
     if not alternatives or not all(alternatives):
         return None
     for key in alternatives[0][0]["properties"]:
@@ -55,7 +55,7 @@ def _tag(alternatives: list[list[dict[str, Any]]]) -> str | None:
 
 
 def _values(described: dict[str, Any], key: str) -> list[str]:
-    """Texts that a key may have as its value; none if it may have another value."""
+    """The texts that a key may have as its value; empty if it may have other values."""
     part = described["properties"].get(key)
     if not isinstance(part, dict):
         return []

@@ -1,4 +1,4 @@
-"""Work that may take too much, done by a process that the system ends then: the front end's half.
+"""Expensive work in a process that the system kills at its limits: the front end's half.
 
 limited_work.py is the half in the process.
 """
@@ -26,26 +26,26 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 MAX_STARTS = 2
-"""Processes that are started for one piece of work. A first kill from outside is not its fault; a second may be."""
+"""Process starts for one piece of work, at most. A first kill from outside is not the work's fault; a second may be."""
 DEAF_SECONDS = 30
 """Seconds without an answer after which a process counts as stuck. It starts in 0.1 s, and work ends by its limit."""
 
 
 class Limits(NamedTuple):
-    """Seconds of a processor for one piece of work, and bytes of data of the process that does it."""
+    """CPU seconds for one piece of work, and bytes of data of its process."""
 
     seconds: float
     num_bytes: int
 
 
 class LimitError(ValueError):
-    """The work was ended at a limit; says at which, as the beginning of a sentence that ends in what the work is."""
+    """The work was killed at a limit; the message is the beginning of a sentence, to which the work is appended."""
 
 
 class LimitedProcess:
-    """`python -m MODULE`, from the first work on, and another one when it was killed. For one thread at a time.
+    """`python -m MODULE`, started at the first work, and restarted after a kill. For one thread at a time.
 
-    `setup` is sent first, unless it is empty. What it `does` is for errors, such as "compiles forms".
+    `setup` is sent first, unless it is empty. `does` describes the work in errors, such as "compiles forms".
     """
 
     def __init__(self, module: str, does: str, setup: bytes = b"") -> None:
@@ -96,22 +96,22 @@ class LimitedProcess:
 
 
 class LimitedProcesses:
-    """Some that do the same work, and as many threads that wait for them: more work waits for its turn."""
+    """Several processes for the same work, each with a thread that waits for it; further work waits for its turn."""
 
     def __init__(self, number: int, module: str, does: str, setup: bytes = b"") -> None:
         self._threads = ThreadPoolExecutor(number, module.rpartition(".")[2])
         self._idle = [LimitedProcess(module, does, setup) for _ in range(number)]
 
     async def run(self, work: Callable[[LimitedProcess], T]) -> T:
-        """Call `work` on a thread, with a process that it may ask."""
+        """Call `work` on a thread, with an idle process."""
         waiting = [work]
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, waiting)
         finally:
-            waiting.clear()  # or the threads' queue would hold what a call that was cancelled has brought
+            waiting.clear()  # otherwise the threads' queue would keep the data of a cancelled call
 
     def _run(self, waiting: list[Callable[[LimitedProcess], T]]) -> T:
-        process = self._idle.pop()  # the one that was used last: the others may never be needed
+        process = self._idle.pop()  # the last used one: the others may never be needed
         try:
             return waiting.pop()(process)
         finally:

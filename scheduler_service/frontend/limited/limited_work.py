@@ -1,9 +1,9 @@
-"""Work that may take too much, done by a process that the system ends then: the half in the process.
+"""Expensive work in a process that the system kills at its limits: the half in the process.
 
 The front end starts `python -m MODULE` with a socket as stdin (limited_process.py is its half). That process imports
-what the work needs, and forks one that does the work, which takes milliseconds. The fork sets a timer and a memory
-limit for each piece of work. Libraries need not cooperate: a loop inside C ends by the timer's signal, too. The first
-process sees how a fork has ended, reports it, and forks another one.
+the work's modules, and forks a worker process within milliseconds. The fork sets a timer and a memory limit for each
+piece of work. Libraries need not cooperate: the timer's signal also ends a loop inside C. The first process sees how a
+fork has ended, reports it, and forks another one.
 """
 
 import os
@@ -17,11 +17,11 @@ from multiprocessing.connection import Connection
 from pagewire_common.processes.child_process import end_with_the_parent, leave_signals_to_the_parent
 
 LIMITS = struct.Struct("=dQ")
-"""Header of each piece of work: seconds of CPU time, and bytes of data, those of the idle process included."""
+"""Header of each piece of work: CPU seconds, and bytes of data, including the idle process's data."""
 
 
 class Outcome(IntEnum):
-    """The first byte of a reply; only after `DONE` there is more."""
+    """The first byte of a reply; data follows only after `DONE`."""
 
     DONE = 0
     TOO_LONG = 1
@@ -30,16 +30,16 @@ class Outcome(IntEnum):
 
 
 _END, _ANOTHER = 0, 3
-"""Exit statuses of a fork: no reply will come, and another fork should go on."""
+"""Exit statuses of a fork: end without a reply, or continue with another fork."""
 _ENDED_BY: dict[int, Outcome] = {
     signal.SIGPROF: Outcome.TOO_LONG,
-    signal.SIGABRT: Outcome.TOO_MUCH_MEMORY,  # as Rust ends a process that is given none
-    signal.SIGSEGV: Outcome.TOO_DEEP,  # as the system ends one whose stack is full
+    signal.SIGABRT: Outcome.TOO_MUCH_MEMORY,  # Rust aborts if an allocation fails
+    signal.SIGSEGV: Outcome.TOO_DEEP,  # a stack overflow
 }
 
 
 def connect_to_the_front_end() -> Connection:
-    """The connection to the front end, with which this process ends."""
+    """The connection to the front end; this process ends when it closes."""
     end_with_the_parent()
     leave_signals_to_the_parent()
     return Connection(0)
@@ -48,7 +48,7 @@ def connect_to_the_front_end() -> Connection:
 def serve(connection: Connection, answer: Callable[[bytes], bytes], most_kept: int) -> None:
     """Answer each piece of work, until the front end closes the connection or a fork was killed from outside.
 
-    A fork that has held more than `most_kept` bytes gives them back by its end.
+    A fork that has held more than `most_kept` bytes ends, which frees them.
     """
     while True:
         if not (process := os.fork()):
@@ -60,7 +60,7 @@ def serve(connection: Connection, answer: Callable[[bytes], bytes], most_kept: i
                 os._exit(status)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         outcome = _ENDED_BY.get(-status)
-        if outcome is None and status != _ANOTHER:  # the front end starts this program anew, and asks again
+        if outcome is None and status != _ANOTHER:  # the front end restarts this program, and asks again
             return
         if outcome is not None:
             try:

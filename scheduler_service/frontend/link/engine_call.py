@@ -1,4 +1,4 @@
-"""One call of a client on its way through the engine: a place, then a request, then the end."""
+"""One client call in the engine: a place, then a request, then the end."""
 
 import asyncio
 import contextlib
@@ -23,14 +23,13 @@ from scheduler_service.wire.fields import encode_fields
 from scheduler_service.wire.submission import encode_sampling, pack
 
 KEYS_AT_ONCE = 1024
-"""Keys that are hashed in one turn of the event loop, at 1 µs each. Without this limit a prompt of 131,000 tokens took
-24 ms."""
+"""Keys hashed in one turn of the event loop, at 1 µs each. Without this limit a prompt of 131,000 tokens took 24 ms."""
 
 
 class EngineCall:
-    """One call of a client, within a `with` block: its place, and its request once it is submitted.
+    """One client call, within a `with` block: its place, and its request after submission.
 
-    `finished` tells operators what became of the request.
+    `finished` describes the ended request to operators.
     """
 
     def __init__(self, link: EngineLink) -> None:
@@ -51,17 +50,18 @@ class EngineCall:
             self._link.connection.say(self.number, close=pb.CloseCall(finished=self.finished))
 
     async def close(self) -> None:
-        """Return when the place is free, so that a client that has the status may use its request id again at once.
+        """Wait until the place is free, so that a client with the status may reuse its request id at once.
 
-        A call that ends in another way is closed with the block, and nothing waits for that.
+        A call that ends in any other way is closed after the `with` block, without waiting.
         """
         self._is_closed = True
         with contextlib.suppress(RequestError):  # the engine is gone, and the place with it
             await self._link.connection.ask(self.number, close=pb.CloseCall(finished=self.finished, is_answered=True))
 
     async def admit(self, key: str, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> str:
-        """Have a place held, so that a flood is refused before any work is done. Returns the fingerprint of the adapter
-        that is named. Raises RequestError.
+        """Reserve a place, so that a flood is refused before any work is done.
+
+        Returns the fingerprint of the named adapter. Raises RequestError.
         """
         api_key = caller.get()
         admit = pb.Admit(
@@ -76,11 +76,11 @@ class EngineCall:
         return answer.adapter_id
 
     async def hold(self, num_bytes: int) -> None:
-        """Take so much more memory, for texts of this call. Raises RequestError."""
+        """Add memory for this call's texts. Raises RequestError."""
         await self._link.connection.ask(self.number, hold=pb.Hold(num_bytes=num_bytes))
 
     async def admit_side_call(self, num_bytes: int = 0) -> None:
-        """The same for a call other than Generate, which has no key; they have limits of their own."""
+        """Reserve a place for a call other than Generate; such calls have no key, and limits of their own."""
         await self.admit("", num_bytes)
 
     async def submit(
@@ -91,8 +91,9 @@ class EngineCall:
         trace: RequestTrace | None = None,
         part_of: "EngineCall | None" = None,
     ) -> RequestState:
-        """Queue the request, in place of one that it goes on with. `num_bytes` is further memory that it takes. A text
-        that is `part_of` a call needs no place of its own. Raises RequestError.
+        """Queue the request, in place of the request that it resumes, if any. Raises RequestError.
+
+        `num_bytes` is further memory for it. A text that is `part_of` a call needs no place of its own.
         """
         link, welcome = self._link, self._link.welcome.result()
         requests = link.requests
@@ -131,7 +132,7 @@ class EngineCall:
 
 
 async def _block_keys(first: bytes, request: GenerationRequest, block_size: int) -> bytes:
-    """The keys of a request's full blocks in the prefix cache, made here because the engine is one and we are many."""
+    """Prefix-cache keys of a request's full blocks, computed here because front ends are many and the engine is one."""
     token_ids = array("I", request.prompt_token_ids)
     for output in request.resumption.token_ids[:1]:
         token_ids.extend(output)

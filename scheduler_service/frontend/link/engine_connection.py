@@ -1,4 +1,4 @@
-"""The stream from a front end to the engine: what is said and asked, and what the engine tells."""
+"""The stream from a front end to the engine: messages, questions, and the engine's messages."""
 
 import asyncio
 import itertools
@@ -17,7 +17,7 @@ from scheduler_service.wire.pace import Pace
 
 log = structlog.get_logger()
 
-# What the engine has sent and we have not read is kept small, so that the engine knows when we cannot keep up.
+# Buffers are small, so that the engine notices when this front end is slow.
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -31,32 +31,32 @@ GONE = RequestError(grpc.StatusCode.UNAVAILABLE, "the engine is gone; resume the
 
 
 class EngineConnection:
-    """One stream, for as long as the front end lives. It knows nothing of requests."""
+    """One stream, for the front end's lifetime. It knows no requests."""
 
     def __init__(self, target: str) -> None:
         self._channel = open_channel(target, None, OPTIONS)
         self._numbers = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[pb.Answer]] = {}  # by the numbers of the calls that wait for them
+        self._answers: dict[int, asyncio.Future[pb.Answer]] = {}  # by the number of the waiting call
         self._events: list[pb.FrontendEvent] = []
         self._has_events = asyncio.Event()
         self.heard_at = time.monotonic()
-        """When the engine said something last; it asks for statistics every few seconds."""
+        """Time of the engine's last message; it asks for statistics every few seconds."""
         self.end: RequestError | None = None
-        """The error that calls end with, once the connection is over."""
+        """The error of all calls once the connection is over."""
 
     def new_number(self) -> int:
-        """The number of a call that begins."""
+        """A number for a new call."""
         return next(self._numbers)
 
     def say(self, call: int, **event: Any) -> None:
-        """Tell the engine something, by its name among the fields of `FrontendEvent`."""
+        """Send the engine an event, by its field name in `FrontendEvent`."""
         self._events.append(pb.FrontendEvent(call=call, **event))
         self._has_events.set()
 
     async def ask(self, call: int, **event: Any) -> pb.Answer:
-        """Tell the engine something that it answers. Raises the RequestError that it answers with.
+        """Send the engine an event and wait for the answer. Raises a RequestError if that is the answer.
 
-        When the connection is over, UNAVAILABLE is raised at once.
+        After the end of the connection, UNAVAILABLE is raised at once.
         """
         if self.end is not None:
             raise RequestError(self.end.code, str(self.end))
@@ -71,13 +71,13 @@ class EngineConnection:
         return answer
 
     def answer(self, call: int, answer: pb.Answer) -> None:
-        """The engine has answered what a call asked."""
+        """The engine has answered a call's question."""
         future = self._answers.get(call)
         if future is not None and not future.done():
             future.set_result(answer)
 
     async def messages(self) -> AsyncGenerator[pb.AttachResponse, None]:
-        """Messages of the engine, until it is gone or the reader leaves."""
+        """The engine's messages, until it is gone or the reader leaves."""
         call = EngineServiceStub(self._channel).Attach(self._said())
         try:
             async for message in call:
@@ -90,7 +90,7 @@ class EngineConnection:
             call.cancel()
 
     def finish(self) -> RequestError:
-        """The connection is over: fail what was asked and not answered. Returns what calls end with."""
+        """The connection is over: fail all waiting calls. Returns the error of later calls."""
         end = self.end = self.end or GONE
         for number in self._answers:
             self.answer(number, pb.Answer(code=end.code.value[0], message=str(end)))

@@ -1,4 +1,4 @@
-"""A front end's link to the engine: the connection, the requests that are there, the model, and settings."""
+"""A front end's link to the engine: the connection, the requests in flight, the model, and settings."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ _NO_TOKENIZER = "the model's tokenizer cannot be loaded; the server's log and Ge
 class EngineLink:
     """Create it inside the running event loop; `run` keeps it up until either side ends.
 
-    `welcome` is resolved by what the engine tells first.
+    `welcome` is resolved by the engine's first message.
     """
 
     def __init__(self, target: str, tracer: Tracer | None = None) -> None:
@@ -34,9 +34,9 @@ class EngineLink:
         self.waiting = WaitingCalls()
         self.welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
         self.tracer = tracer
-        """Makes spans of requests; None where there are none."""
+        """Makes spans of requests; None without tracing."""
         self.keyring: Keyring | None = None
-        """The API keys that calls need; None where they need none."""
+        """The API keys that calls need; None if calls need no key."""
         self.adapter_names: tuple[str, ...] = ()
         """The adapters that requests can name, in alphabetical order."""
         self.serving = False
@@ -45,7 +45,7 @@ class EngineLink:
     # ---- for servicers
 
     async def model(self) -> ServedModel:
-        """The served model; raises UNAVAILABLE when no worker tells of one in time, or it cannot be loaded."""
+        """The served model. Raises UNAVAILABLE if no worker describes it in time, or it cannot be loaded."""
         if (model := self.loading.model) is not None:
             return model
         timeout = min(self.welcome.result().no_worker_timeout, patience.get())
@@ -69,19 +69,19 @@ class EngineLink:
         return request_limits(self.loading.model)
 
     def count_waiting(self, num_bytes: int) -> contextlib.AbstractContextManager[None]:
-        """Count memory of a call that the engine has not counted yet. Raises RESOURCE_EXHAUSTED."""
+        """Count the memory of a call that the engine has not counted yet. Raises RESOURCE_EXHAUSTED."""
         return self.waiting.place(num_bytes, self.requests.unread.most, self.loading.model)
 
     async def abort(self, key: str) -> bool:
-        """End a request of any front end. Returns whether there is one."""
+        """End a request of any front end. Returns whether it exists."""
         number = self.connection.new_number()
         answer = await self.connection.ask(number, abort=pb.AbortRequestByKey(key=key))
         return answer.found
 
-    # ---- what the engine tells
+    # ---- the engine's messages
 
     async def run(self) -> bool:
-        """Take in what the engine tells, until it says goodbye or is gone; then every request that is left fails.
+        """Process the engine's messages until it says goodbye or is gone; then fail all remaining requests.
 
         Returns whether it said goodbye.
         """
@@ -97,7 +97,7 @@ class EngineLink:
         return False
 
     def take(self, message: pb.AttachResponse, now: float) -> None:
-        """Bring tokens and events to where they belong, in their order."""
+        """Deliver a message's tokens and events, in order."""
         outputs, token_ids = list(message.outputs), list(message.token_ids)
         row = 0
         for event in message.events:
@@ -114,7 +114,7 @@ class EngineLink:
         self.requests.cut_largest()
 
     def _take(self, event: pb.EngineEvent) -> None:
-        """Take in an event that is about no call."""
+        """Process an event that belongs to no call."""
         match event.WhichOneof("event"):
             case "welcome":
                 self.requests.unread.most = event.welcome.unread_bytes

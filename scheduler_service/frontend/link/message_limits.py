@@ -1,4 +1,4 @@
-"""How large a client's message may be, and what messages may take that the engine has not counted yet."""
+"""Limits on a client's message, and on the memory of calls that the engine has not counted yet."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,16 +11,17 @@ from scheduler_service.frontend.model import ServedModel
 MIN_REQUEST_BYTES = 1 << 20
 MAX_SOUND_BYTES = 16 << 20
 BYTES_PER_TOKEN = 12
-"""Bytes of a message for each token of the largest prompt. A token id takes at most 3 of them, a token of text 4 or 5,
+"""Bytes of a message for each token of the largest prompt. A token id takes at most 3 bytes, a token of text 4 or 5,
 and of code up to 10. A MiB takes 3 to 7 ms to parse.
 """
 
 WAITING_SHARE = 4
 MIN_WAITING = 16 << 20
+"""Bytes that calls waiting for admission may take, or a quarter of unread output's limit if that is more. The engine
+answers in milliseconds.
+"""
 WAITING_SOUNDS = 12
-"""Four of the largest: each is counted three times."""
-"""Calls that wait to be admitted may take a quarter of what unread output may, or so many bytes, besides: the engine
-answers in milliseconds."""
+"""Four sounds of the largest size: each is counted three times."""
 
 
 def request_limits(model: ServedModel | None) -> RequestLimits:
@@ -37,16 +38,16 @@ def max_sound_bytes(model: ServedModel | None) -> int:
 
 
 class WaitingCalls:
-    """Memory of calls that the engine has not counted yet, because it has not answered."""
+    """Memory of calls that the engine has not counted yet, because its answer is pending."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
     @contextlib.contextmanager
     def place(self, num_bytes: int, most_unread: int, model: ServedModel | None) -> Iterator[None]:
-        """Count the memory of a call while it waits. `most_unread` is what unread output may take.
+        """Count a call's memory while it waits. `most_unread` is the limit on unread output.
 
-        Raises RESOURCE_EXHAUSTED, but not for the only one, when there is no room for it: the engine is slow, or gone.
+        Raises RESOURCE_EXHAUSTED if there is no room, because the engine is slow or gone; but never for the only call.
         """
         most = max(MIN_WAITING, most_unread // WAITING_SHARE, WAITING_SOUNDS * max_sound_bytes(model))
         if self.num_bytes and self.num_bytes + num_bytes > most:

@@ -1,4 +1,4 @@
-"""The served model, made of the files that the engine sends."""
+"""Loads the served model from the files that the engine sends."""
 
 import asyncio
 import re
@@ -10,11 +10,11 @@ from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.text.tokenization import without_panic
 
 MAX_REASON = 300
-"""Characters of why the model cannot be loaded."""
+"""Characters of the reason why the model cannot be loaded, at most."""
 
 
 class ModelLoading:
-    """Loads the model beside the event loop, once its files have come. Create it inside the event loop."""
+    """Loads the model on a thread, once its files have arrived. Create it inside the event loop."""
 
     def __init__(self, connection: EngineConnection) -> None:
         self._connection = connection
@@ -24,19 +24,19 @@ class ModelLoading:
 
     @property
     def model(self) -> ServedModel | None:
-        """None until it is loaded, or where it cannot be."""
+        """The model; None until it is loaded, or if loading failed."""
         return self._model.result() if self._model.done() and self._model.exception() is None else None
 
     async def wait(self) -> ServedModel:
-        """The model, however long it takes. Raises what loading it raised."""
+        """Wait for the model, without a time limit. Raises the error of a failed load."""
         return await asyncio.shield(self._model)
 
     def add(self, part: pb.ModelFile) -> None:
-        """A part of a file has come."""
+        """A part of a file has arrived."""
         self._files.setdefault(part.name, bytearray()).extend(part.data)
 
     def begin(self, limits: pb.ModelLimits) -> None:
-        """All files have come."""
+        """All files have arrived."""
         self._loading = asyncio.create_task(self._load(limits))
 
     def cancel(self) -> None:
@@ -59,7 +59,7 @@ class ModelLoading:
 
 
 def _reason(error: Exception) -> str:
-    """The reason of an error in loading, in one line, without the folder that the files were in."""
+    """A loading error's reason, on one line, without the files' folder."""
     text = re.sub(r"[^\s'\"]*/pagewire-[^/\s'\"]*/?", "", str(error))
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split()) or type(error).__name__
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}…"

@@ -1,6 +1,6 @@
-"""How long the client of the call under way lets it wait while no worker takes requests.
+"""How long the current call's client lets it wait while no worker takes requests.
 
-The Python client first lets a request wait for two seconds, learns why it waits, and says so to its user.
+The Python client first lets a request wait for two seconds, learns why it waits, and tells its user.
 """
 
 import math
@@ -12,11 +12,11 @@ from pagewire_common.calls.errors import RequestError
 
 HEADER = "pagewire-no-worker-timeout"
 patience: ContextVar[float] = ContextVar("patience", default=math.inf)
-"""Seconds; the server's own --no-worker-timeout is the most."""
+"""Seconds; at most the server's own --no-worker-timeout."""
 
 
 def note_patience(details: grpc.HandlerCallDetails) -> None:
-    """Take it from the call's metadata, if it is there. Raises INVALID_ARGUMENT."""
+    """Read the patience from the call's metadata, if present. Raises INVALID_ARGUMENT."""
     for name, value in details.invocation_metadata or ():
         if name != HEADER:
             continue

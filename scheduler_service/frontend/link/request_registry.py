@@ -1,4 +1,4 @@
-"""The requests of a front end, and what the engine tells of them."""
+"""Delivers the engine's events to the requests of a front end."""
 
 from collections.abc import Sequence
 
@@ -18,20 +18,20 @@ log = structlog.get_logger()
 
 
 class RequestRegistry:
-    """Knows the requests that were submitted and whose calls are not over. Create it inside the event loop."""
+    """The submitted requests whose calls are not over. Create it inside the event loop."""
 
     def __init__(self, connection: EngineConnection) -> None:
         self.by_call: dict[int, RequestState] = {}
-        """Requests by the numbers of their calls."""
+        """Requests by call number."""
         self.counts = CountsByTenant()
         self.turns = Turns()
         self.unread = UnreadOutput(0)
         self._connection = connection
-        self._by_output: dict[int, RequestState] = {}  # by the numbers of their outputs
+        self._by_output: dict[int, RequestState] = {}  # by output number
         self._output_numbers = 1
 
     def register(self, call: int, state: RequestState) -> None:
-        """Have what the engine tells of this call reach its request; gives its outputs their numbers."""
+        """Deliver this call's events to its request from now on, and number the request's outputs."""
         state.call, state.first_output = call, self._output_numbers
         self._output_numbers += state.request.sampling.n
         self.by_call[call] = state
@@ -39,17 +39,17 @@ class RequestRegistry:
             self._by_output[state.first_output + index] = state
 
     def forget(self, call: int) -> None:
-        """Pass over what the engine tells of this call from now on."""
+        """Ignore this call's events from now on."""
         if (state := self.by_call.pop(call, None)) is not None:
             for index in range(state.request.sampling.n):
                 del self._by_output[state.first_output + index]
 
     def gain_tokens(self, outputs: Sequence[int], token_ids: Sequence[int], now: float) -> None:
-        """Outputs that gained a token each, and go on."""
+        """Outputs that gained a token each, and continue."""
         by_output = self._by_output
         for output, token_id in zip(outputs, token_ids, strict=True):
             state = by_output.get(output)
-            if state is None:  # closed, and the engine is being told
+            if state is None:  # it is closed, and the engine will hear of it
                 continue
             index = output - state.first_output
             try:
@@ -59,12 +59,12 @@ class RequestRegistry:
                 self._fail(state, error)
 
     def take(self, event: pb.EngineEvent, now: float) -> None:
-        """Take in what the engine tells of one request; an error costs this request alone its stream."""
+        """Process an event of one request; an error ends only this request's stream."""
         if (state := self.by_call.get(event.call)) is None:
             return
         try:
             self._take(event, state, now)
-        except Exception as error:  # one request's text must not cost the others their tokens
+        except Exception as error:  # an error in one request's text must not affect the others
             self._fail(state, error)
 
     def _take(self, event: pb.EngineEvent, state: RequestState, now: float) -> None:
@@ -86,7 +86,7 @@ class RequestRegistry:
                     state.stream.fail(error)
 
     def _stop_output(self, state: RequestState, index: int) -> None:
-        """A stop string ended an output, which the engine does not see."""
+        """A stop string ended an output, which the engine cannot see."""
         self._connection.say(state.call, stop_output=pb.StopOutput(index=index))
 
     def _fail(self, state: RequestState, error: Exception) -> None:
@@ -100,7 +100,7 @@ class RequestRegistry:
             state.stream.fail(error)
 
     def cut_largest(self) -> None:
-        """End requests for the output that their clients have not read, until the rest may stay."""
+        """End the requests with the most unread output, until the rest is within the limit."""
         if not self.unread.is_too_much:
             return
         for state in sorted(self.by_call.values(), key=lambda state: -state.stream.num_unread):

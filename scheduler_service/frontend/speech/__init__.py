@@ -1,1 +1,1 @@
-"""Sounds: what a model that hears reads of them, and what it has understood. How requests go is decided elsewhere."""
+"""Sounds: features for a model's encoder, and transcripts from its tokens. It handles no requests."""

@@ -1,7 +1,7 @@
 """The sound of an MP4 or a WebM file, decoded by FFmpeg (PyAV) a little at a time.
 
-FFmpeg knows hundreds of formats. Here it has one demuxer, chosen by the file's head, and the few decoders whose sounds
-such files have; it opens nothing besides the bytes of the file.
+FFmpeg knows hundreds of formats. Here it is limited to one demuxer, chosen by the file's head, and to the few usual
+decoders for such files. It opens nothing but the file's bytes.
 """
 
 import io
@@ -17,15 +17,17 @@ from scheduler_service.frontend.speech.sound_error import SoundError, broken, un
 CODECS = ("aac", "opus", "vorbis", "mp3float", "flac", "alac")
 _MAX_STREAMS = 16
 _MAX_FRAME_SAMPLES = 1 << 17
-"""Samples of a packet. A head may claim 16 million of 8 channels, which FFmpeg would reserve 512 MB for."""
+"""Samples of a packet, at most. A head may claim 16 million of 8 channels, for which FFmpeg would reserve 512 MB."""
 _MAX_PACKETS = 1 << 19
-"""Packets of a file: an hour of AAC at 48,000 samples a second has 168,750, and 16 MiB may have millions of empty
-ones."""
+"""Packets of a file, at most. An hour of AAC at 48,000 samples a second has 168,750, and 16 MiB may have millions of
+empty ones.
+"""
 
 
 _MIN_SAMPLE_BYTES = 8
-"""Bytes of a file for each sample of a fragment. FFmpeg reserves 36 bytes for each that a fragment's head claims: 2.4
-GB for 2^26 of them, in a file of 10 KB. A frame of AAC has a hundred bytes and more."""
+"""Bytes of a file for each sample of a fragment, at least. FFmpeg reserves 36 bytes for each that a fragment's head
+claims: 2.4 GB for 2^26 of them, in a file of 10 KB. A frame of AAC has a hundred bytes and more.
+"""
 
 
 def _check_fragments(data: bytes) -> None:
@@ -43,7 +45,7 @@ def _check_fragments(data: bytes) -> None:
 class Container:
     """An opened file that `Sound` reads from beginning to end. Raises SoundError.
 
-    `frames` is what the head says, or None where it says nothing of the sound alone.
+    `frames` is the length in the head, or None if the head has none for the sound itself.
     """
 
     def __init__(self, data: bytes, demuxer: str) -> None:
@@ -67,7 +69,7 @@ class Container:
         if len(sounds) != 1:
             raise SoundError(f"data has {len(sounds)} sounds in it; send a file with one")
         self._stream = stream = sounds[0]
-        codec = stream.codec_context  # None for one that FFmpeg does not know
+        codec = stream.codec_context  # None for a codec that FFmpeg does not know
         if codec is None or codec.name not in CODECS:
             name = "an unknown codec" if codec is None else codec.name
             raise SoundError(f"data has a sound in {name}; {', '.join(CODECS).replace('mp3float', 'mp3')} are heard")
@@ -91,7 +93,7 @@ class Container:
         return None
 
     def read(self, length: int) -> npt.NDArray[np.float32]:
-        """The next samples, a row each with a number for each channel; fewer than `length` at the end."""
+        """The next samples, [num_samples, num_channels]; fewer than `length` at the end."""
         blocks, count = [], 0
         while self._rest is not None and count < length:
             blocks.append(self._rest[: length - count])
@@ -102,7 +104,7 @@ class Container:
         return np.concatenate(blocks) if blocks else np.empty((0, self.channels), dtype=np.float32)
 
     def _decoded(self) -> Iterator[npt.NDArray[np.float32]]:
-        resampler = av.AudioResampler(format="flt")  # which only changes how numbers are stored
+        resampler = av.AudioResampler(format="flt")  # changes only the number format
         try:
             for number, packet in enumerate(self._container.demux(self._stream)):
                 if number == _MAX_PACKETS:

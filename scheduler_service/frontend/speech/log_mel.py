@@ -1,10 +1,11 @@
-"""Log-mel spectrogram, Whisper's input: the loudness of a sound in bands of frequency, a hundred times a second.
+"""Log-mel spectrogram, Whisper's input: the loudness of a sound in frequency bands, a hundred times a second.
 
-A window of 30 s becomes 3,000 frames of 80 or 128 bands: the power spectrum of 25 ms every 10 ms, summed up in bands
-that are equally wide to the ear (Slaney's mel scale), as logarithms of base 10, of which the lowest count as 8 below
-the highest (Radford et al., 2023). It is computed here, beside the client, because it takes no tensors and no model:
-8 ms of numpy a window (AMD EPYC), on a processor that a worker would rather spend on steps; and it is smaller than what
-it is made of.
+A window of 30 s becomes 3,000 frames of 80 or 128 bands. A frame is the power spectrum of 25 ms, every 10 ms. Its bands
+are equally wide to the ear (Slaney's mel scale). Values are logarithms of base 10, and the lowest are raised to 8 below
+the highest (Radford et al., 2023).
+
+It is computed in the front end, because it needs no tensors and no model, and workers should spend their CPU time on
+steps. It takes 8 ms of numpy a window (AMD EPYC), and the result is smaller than the samples.
 """
 
 from functools import cache
@@ -15,9 +16,9 @@ import numpy.typing as npt
 from scheduler_service.frontend.speech.sound import SAMPLE_RATE, Samples
 
 WINDOW = 30 * SAMPLE_RATE
-"""Samples that are heard at a time."""
+"""Samples of a window."""
 FRAME, HOP = 400, 160
-"""Samples of a frame, and from one frame to the next."""
+"""Samples of a frame, and between the starts of frames."""
 NUM_FRAMES = WINDOW // HOP
 FRAMES_AT_ONCE = 500
 """Frames whose spectrum is computed together: numpy would take 23 MB for all."""
@@ -26,10 +27,10 @@ Matrix = npt.NDArray[np.float32]
 
 
 def log_mel(samples: Samples, num_bands: int) -> Matrix:
-    """samples: at most a window, which silence fills up. Returns [num_bands, 3000] float32."""
+    """samples: at most a window; silence is appended. Returns [num_bands, 3000] float32."""
     padded = np.zeros(WINDOW + FRAME, dtype=np.float32)
     padded[FRAME // 2 : FRAME // 2 + len(samples)] = samples
-    # Both ends continue as in a mirror, so that the first frame is around the first sample.
+    # Both ends are mirrored, so that the first frame is centred on the first sample.
     padded[: FRAME // 2] = padded[FRAME : FRAME // 2 : -1]
     padded[-FRAME // 2 :] = padded[-FRAME // 2 - 2 : -FRAME - 2 : -1]
     frames = np.lib.stride_tricks.sliding_window_view(padded, FRAME)[: NUM_FRAMES * HOP : HOP]
@@ -50,7 +51,7 @@ def _hann() -> Matrix:
 
 @cache
 def _bands(num_bands: int) -> Matrix:
-    """[num_bands, FRAME / 2 + 1]: triangles of equal area, from the neighbour on one side to that on the other."""
+    """Band weights, [num_bands, FRAME / 2 + 1]: triangles of equal area, each between its neighbours' centres."""
     edges = _hertz(np.linspace(0.0, _mel(SAMPLE_RATE / 2), num_bands + 2))
     frequencies = np.linspace(0.0, SAMPLE_RATE / 2, FRAME // 2 + 1)
     low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
@@ -59,7 +60,7 @@ def _bands(num_bands: int) -> Matrix:
 
 
 _LINEAR_HERTZ, _LINEAR_MEL = 1000.0, 15.0
-"""Up to here the scale is linear, and logarithmic above: 27 bands a factor of 6.4."""
+"""The end of the linear part of the scale; it is logarithmic above: 27 bands a factor of 6.4."""
 _STEP = np.log(6.4) / 27.0
 
 

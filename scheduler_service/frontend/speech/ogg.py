@@ -1,4 +1,4 @@
-"""Whether an Ogg file has all of its pages: libsndfile skips what is damaged or lost, and hears the rest as one.
+"""Whether an Ogg file has all of its pages: libsndfile skips damaged or lost pages, and joins the rest.
 
 Each page has the number of its stream, its own number within it, and a checksum (RFC 3533).
 """
@@ -8,22 +8,24 @@ import zlib
 
 _MARK = b"OggS"
 _HEAD = struct.Struct("<5xB8xII4sx")
-"""Header of a page: flags, stream, number of the page, checksum. Its last byte is the number of lengths that follow."""
+"""Header of a page: flags, stream, page number, checksum. Its last byte is the number of lengths that follow."""
 _FIRST_PAGE = 2
-"""The flag of a stream's."""
+"""The flag of a stream's first page."""
 _CHECKSUM = slice(22, 26)
 _MAX_PAGES = 1 << 18
-"""Pages of a file: an hour has 180,000 of 20 ms. Python takes 3 µs a page (AMD EPYC), and 16 MB may have 600,000."""
+"""Pages of a file, at most: an hour has 180,000 of 20 ms. Python takes 3 µs a page (AMD EPYC), and 16 MB may have
+600,000.
+"""
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
-"""Bytes with their bits in the other order, in which Ogg's checksum is that of zlib."""
+"""Bytes with reversed bits, for which Ogg's checksum equals zlib's."""
 
 
 def flaw(data: bytes) -> str | None:
-    """Why a file would not be heard whole, as the end of a sentence about it; None if it would.
+    """Why a file would not be decoded in full, as the end of a sentence about it; None if it would.
 
-    What is no page, as a title behind the last one, is passed over, as libsndfile does. The last page need not be
-    marked as such: recorders of voice messages and of live streams leave the mark out. So a file that was cut off
-    between two pages is none with a flaw.
+    Bytes outside pages, such as a title after the last page, are skipped, as in libsndfile. The last page need not have
+    the end flag: recorders of voice messages and of live streams omit it. So a file that was cut off between two pages
+    has no flaw.
     """
     expected: tuple[int, int] | None = None
     end = 0
@@ -44,7 +46,7 @@ def flaw(data: bytes) -> str | None:
 
 
 def _end(data: bytes, at: int) -> int:
-    """Where the page that begins there ends, which is behind the data if it is not whole."""
+    """The end of the page that begins at `at`; beyond the data if the page is incomplete."""
     lengths = at + _HEAD.size
     if lengths > len(data):
         return lengths

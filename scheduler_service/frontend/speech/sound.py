@@ -1,9 +1,10 @@
-"""A sound file as the samples that a model hears: one channel, 16,000 a second, read a window at a time.
+"""A sound file as a model's input: one channel, 16,000 samples a second, read a window at a time.
 
 libsndfile reads it, or FFmpeg if it is an MP4 or a WebM file: see container.py.
 
-A file is hostile until it is read: a few kilobytes may claim, and hold, hours. So its head is judged before any sample
-is decoded, no more is decoded than what is heard next, and what a head does not say is found out on the way.
+A file is hostile until it is read: a few kilobytes may claim, and hold, hours. So its head is checked before any sample
+is decoded, and no more is decoded than the next window needs. Properties that the head lacks are checked during
+decoding.
 """
 
 import io
@@ -23,35 +24,37 @@ if TYPE_CHECKING:
 
 SAMPLE_RATE = 16_000
 FORMATS = {"WAV": "WAV", "WAVEX": "WAV", "RF64": "WAV", "FLAC": "FLAC", "MPEG": "MP3", "MP3": "MP3", "OGG": "OGG"}
-"""Formats that are read, by libsndfile's names."""
+"""Supported formats, by libsndfile's names."""
 MAX_CHANNELS = 8
 SAMPLE_RATES = (4_000, 192_000)
 _UNKNOWN_LENGTH = 0x7FFF_0000
-"""Least length of the data that a WAV states if it was written while it was recorded."""
+"""Data length, at least, in a WAV header that was written during the recording."""
 _UNKNOWN_FRAMES = 1 << 50
-"""Least number of frames that libsndfile states for a FLAC or MP3 whose head does not state its length."""
+"""Number of frames, at least, that libsndfile reports for a FLAC or MP3 without a length in its head."""
 _ENDLESS_BYTES = 1 << 56
-"""A size of which the least that is guessed is unknown, at 1,728 bytes for 384 samples, and the most has 63 bits."""
+"""A file size with which even the smallest length estimate (1,728 bytes for 384 samples) counts as unknown, and the
+largest fits 63 bits.
+"""
 _MAX_LOST = 0.9
-"""The part of its frames that must be there."""
+"""The share of its frames that must be present."""
 _CUT_OFF = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
 _CUT_OFF_LONG = re.compile(r"frame count (\d+) does not match value from 'ds64' chunk of (\d+)")
 """Matches libsndfile's note on an RF64 whose data chunk does not state its length."""
 
 _TAG = re.compile(rb"ID3...(....)", re.DOTALL)
-"""The head of a title and its like in front of a sound, with the length of what follows in four times seven bits."""
+"""The head of an ID3 tag before a sound, with the length of the rest: four bytes of seven bits each."""
 _MAX_TAGS = 16
-"""Tags in front of a sound. It took 25 s to find that 800,000 tags in 16 MB contain no sound."""
+"""Tags before a sound, at most. It took 25 s to find that 800,000 tags in 16 MB contain no sound."""
 _MAX_NUMBERS = 1 << 19
-"""Numbers of all channels that are decoded at a time, which take three times 2 MB."""
+"""Samples of all channels that are decoded at a time; they take three times 2 MB."""
 
 Samples = npt.NDArray[np.float32]
 
 
 class _Forwards(soundfile.SoundFile):  # type: ignore[misc]  # whose library has no types
-    """A file that is read from its beginning to its end.
+    """A file that is read from beginning to end.
 
-    In one that can seek soundfile seeks after every read, and fails at the end of a FLAC that does not say where it is.
+    In a seekable file, soundfile seeks after every read, and fails at the end of a FLAC without a length.
     """
 
     def seekable(self) -> bool:
@@ -59,20 +62,20 @@ class _Forwards(soundfile.SoundFile):  # type: ignore[misc]  # whose library has
 
     @property
     def frames(self) -> int | None:
-        """Samples that the head says there are; None where it does not."""
+        """Samples according to the head; None if it has no length."""
         return None if super().frames >= _UNKNOWN_FRAMES else int(super().frames)
 
     def read(self, length: int) -> Samples:
-        """The next samples, a row each with a number for each channel; fewer than `length` at the end."""
+        """The next samples, [num_samples, num_channels]; fewer than `length` at the end."""
         return super().read(length, dtype="float32", always_2d=True)  # type: ignore[no-any-return]
 
 
 class _Endless(io.BytesIO):
-    """A file that says it is larger than it is.
+    """A file that reports a larger size than it has.
 
-    If the head of an MP3 does not say how long it is, it is guessed from the file's size and the bitrate of the first
-    frame, and no more is read: of a file whose bitrate changes that was less than half. With a guess that is far beyond
-    the end it is read to its end, and one that ends within a frame is an error.
+    If an MP3's head has no length, libsndfile estimates it from the file's size and the first frame's bitrate, and
+    reads no further. With a varying bitrate the estimate was less than half. With an estimate far beyond the end, the
+    file is read to its end, and an end within a frame is an error.
     """
 
     _is_at_end = False
@@ -90,7 +93,7 @@ class Sound:
     """An opened file. Not thread-safe; reading takes milliseconds, so call it on a thread."""
 
     def __init__(self, data: bytes, max_seconds: float) -> None:
-        """Judge a file by its head. Raises SoundError."""
+        """Check a file's head. Raises SoundError."""
         self._max_seconds = max_seconds
         if not data:
             raise SoundError("data is empty; a sound file is needed")
@@ -105,19 +108,19 @@ class Sound:
         self._resampler = soxr.ResampleStream(file.samplerate, SAMPLE_RATE, 1, dtype="float32")
         self._block = min(file.samplerate, _MAX_NUMBERS // file.channels)  # a second of most sounds
         self._num_read = 0  # samples of the file
-        self._start = 0  # of what is kept, in samples that are heard
+        self._start = 0  # of the kept samples, at the model's rate
         self._kept: Samples = np.empty(0, dtype=np.float32)
         self._is_over = False
 
     @property
     def seconds(self) -> float:
-        """How long it is, as far as it has been read, or once it has been whole."""
+        """The length in seconds, as far as it was read, or in full once it was read to its end."""
         return self._num_read / float(self._file.samplerate)
 
     def window(self, start: int, length: int) -> Samples:
-        """Samples from `start` on, fewer than `length` where the sound ends. Windows may overlap, and go on only.
+        """Samples from `start` on, fewer than `length` at the end. Windows may overlap, but never go back.
 
-        Raises SoundError where the file cannot be read on, or turns out to be too long.
+        Raises SoundError if the rest of the file cannot be read, or is too long.
         """
         assert start >= self._start
         while len(self._kept) < start + length - self._start and not self._is_over:
@@ -141,7 +144,7 @@ class Sound:
         if self._is_over and frames is not None and self._num_read < _MAX_LOST * frames:
             said = frames / self._file.samplerate
             raise SoundError(f"data is cut off: its head says {said:.1f} s, and there are {self.seconds:.1f}")
-        # What is louder than full scale, in a file of floats, is as loud as that; what is no number is silent.
+        # In a file of floats, samples louder than full scale are clipped, and NaN is silence.
         mono = np.ascontiguousarray(np.clip(np.nan_to_num(block), -1.0, 1.0).mean(axis=1))
         self._kept = np.concatenate((self._kept, self._resampler.resample_chunk(mono, last=self._is_over)))
 
@@ -151,14 +154,14 @@ class Sound:
 
 
 def _demuxer(data: bytes) -> str | None:
-    """FFmpeg's demuxer for a file that begins like this; None for one that is no container of these kinds."""
+    """FFmpeg's demuxer for a file with this beginning; None if it is no supported container."""
     if data[4:8] == b"ftyp":
         return "mp4"
     return "matroska" if data.startswith(b"\x1a\x45\xdf\xa3") else None
 
 
 def _open(data: bytes) -> "_Forwards | Container":
-    """A file whose head was judged. Raises SoundError."""
+    """A file whose head was checked. Raises SoundError."""
     if (demuxer := _demuxer(data)) is not None:
         # FFmpeg's libraries take 17 MiB of a front end, and 0.1 s.
         from scheduler_service.frontend.speech.container import Container
@@ -167,7 +170,7 @@ def _open(data: bytes) -> "_Forwards | Container":
     _check_tags(data)
     try:
         file = _Forwards(io.BytesIO(data))
-        # Not another format: of a WAV the end of its head would never come.
+        # Only this format: for a WAV, the search for the end of its head would never end.
         if FORMATS.get(file.format) == "MP3":
             file = _Forwards(_Endless(data))
     except soundfile.LibsndfileError as error:
@@ -179,7 +182,7 @@ def _open(data: bytes) -> "_Forwards | Container":
 
 
 def _check_tags(data: bytes) -> None:
-    """Raises SoundError for more tags than there is a reason for."""
+    """Raises SoundError for more tags than any real file has."""
     at = 0
     for _ in range(_MAX_TAGS + 1):
         if (tag := _TAG.match(data, at)) is None:
@@ -189,9 +192,9 @@ def _check_tags(data: bytes) -> None:
 
 
 def _check_whole(data: bytes, kind: str, log: str) -> None:
-    """Raises SoundError for a file that is cut off or damaged, or of which a part would not be heard.
+    """Raises SoundError for a file that is cut off or damaged, or would be decoded only in part.
 
-    log: what libsndfile says of the file.
+    log: libsndfile's messages about the file.
     """
     if kind == "OGG" and (flaw := ogg.flaw(data)) is not None:
         raise SoundError(f"data {flaw}")

@@ -1,4 +1,4 @@
-"""The tokens by which a model that hears is told what to do, as its generation_config.json has them."""
+"""The control tokens of a speech model, from its generation_config.json."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ SECONDS_PER_TIMESTAMP = 0.02
 
 @dataclass(frozen=True, slots=True)
 class SpeechTokens:
-    """`languages` by their codes and `tasks` by their names; both are empty for a model of one language.
+    """`languages` by code and `tasks` by name; both are empty for a model of one language.
 
-    `language` is the code of the one that is spoken where a call names none, and "" if it is found out. The model
-    `aligns` if it has heads that follow the sound, by which workers find out when words are said.
+    `language` is the default language's code, or "" if the language is detected. The model `aligns` if it has alignment
+    heads, from which workers compute the times of words.
     """
 
     start: int
@@ -30,9 +30,9 @@ class SpeechTokens:
 
     @classmethod
     def read(cls, generation: GenerationConfig, start: int, end: int) -> Self | None:
-        """None where the file does not say how times are marked. Raises StartError for what makes no sense.
+        """Read the tokens. None if the file does not define timestamps. Raises StartError for invalid values.
 
-        start, end: the tokens that outputs begin and end with.
+        start, end: the first and the last token of outputs.
         """
         keys, most = generation.keys, generation.vocabulary_size
         silent = keys.get("no_timestamps_token_id")
@@ -67,7 +67,7 @@ class SpeechTokens:
 
 
 def _language(generation: GenerationConfig, languages: Mapping[str, int], tasks: Mapping[str, int], silent: int) -> str:
-    """The code of the language that the file names, which older files do by the tokens that transcripts begin with."""
+    """The language code in the file; older files have it as a forced token."""
     named = generation.keys.get("language", "")
     forced = [token for _, token in generation.keys.get("forced_decoder_ids", []) if token is not None]
     codes = {token: code for code, token in languages.items()}

@@ -1,4 +1,4 @@
-"""From the tokens of one window of sound to what was said when, as soon as it is complete."""
+"""From the tokens of a window to segments of text with their times, each as soon as it is complete."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from scheduler_service.frontend.speech.speech_tokens import SECONDS_PER_TIMESTAM
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Seconds count from the beginning of the window."""
+    """A text and its times; seconds count from the beginning of the window."""
 
     start: float
     end: float
@@ -17,10 +17,10 @@ class Segment:
 
 
 class Transcript:
-    """The tokens of a window that is so many `seconds` long. `gain` each, then ask for the `rest` and for the `next`.
+    """The tokens of a window of `seconds`. Call `gain` for each token, then `rest` and `next`.
 
-    Text stands between the times of its beginning and its end. What has begun and not ended when a window is over goes
-    on in the next one, which begins where the last complete text ended. (As in Whisper's own code.)
+    A text stands between its start time and its end time. A text without an end time at the end of a window continues
+    in the next window, which begins at the end of the last complete text. (As in Whisper's own code.)
     """
 
     def __init__(self, params: TranscriptParams, seconds: float) -> None:
@@ -28,7 +28,7 @@ class Transcript:
         self._seconds = seconds
         self._begin: float | None = None
         self._token_ids: list[int] = []
-        self._logprobs: list[float] = []  # of these tokens, if they are known
+        self._logprobs: list[float] = []  # of these tokens, if known
         self._end = 0.0  # of the last complete text
 
     def gain(self, token_id: int, logprob: float | None = None) -> Segment | None:
@@ -53,13 +53,13 @@ class Transcript:
 
     @property
     def rest(self) -> Segment | None:
-        """Text that has not ended, if there is no other: it takes the whole window."""
+        """The text without an end time, if there is no other: it takes the whole window."""
         if self._end or not self._token_ids:
             return None
         return self._segment(self._seconds)
 
     @property
     def next(self) -> float:
-        """Where the next window begins. Where nothing has begun behind the last text, nothing more was said."""
+        """The start of the next window. If no text has begun after the last one, the rest of the window is silence."""
         goes_on = self._end and (self._token_ids or self._begin is not None)
         return self._end if goes_on else self._seconds

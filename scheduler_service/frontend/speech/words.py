@@ -1,7 +1,7 @@
-"""The words of a segment, and when each is said, of the times of its tokens.
+"""The words of a segment with their times, computed from the tokens' times.
 
-A word begins at a space, or, in languages that are written without, with each character. Punctuation belongs to the
-word before it, opening marks to the one behind: neither takes time of its own. (As in Whisper's own code.)
+A word begins at a space, or in languages without spaces at each character. Punctuation belongs to the word before it,
+opening marks to the word after: neither takes time of its own. (As in Whisper's own code.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ WITHOUT_SPACES = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
 _OPENING = frozenset("\"'“¿([{-")
 _CLOSING = frozenset("\"'.。,，!！?？:：”)]}、")  # noqa: RUF001 (marks of Chinese and Japanese)
 _APART = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
-"""Marks that end a word where they stand alone in a token."""
+"""Marks that end a word if they are alone in a token."""
 
 
 class Word(NamedTuple):
-    """Seconds count from the beginning of the window."""
+    """A word and its times; seconds count from the beginning of the window."""
 
     text: str
     start: float
@@ -26,9 +26,9 @@ class Word(NamedTuple):
 
 
 def timed_words(segment: Segment, times: Sequence[float], language: str, prefixes: Sequence[str]) -> list[Word]:
-    """Words stay within their segment, and their texts are together the segment's.
+    """Words within the segment's times; their texts together are the segment's text.
 
-    times: of each token of the segment, and of what follows it, never falling; prefixes: the text up to each token.
+    times: of each token of the segment and of the next token, never falling; prefixes: the text up to each token.
     """
     pieces = [*_characters(prefixes)]
     if language not in WITHOUT_SPACES:
@@ -43,10 +43,10 @@ def timed_words(segment: Segment, times: Sequence[float], language: str, prefixe
 
 
 def _characters(prefixes: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """As few tokens at a time as make whole characters: their text, and their number."""
+    """The smallest groups of tokens with whole characters: text and number of tokens."""
     whole, length, num_taken = prefixes[-1], 0, 0
     for num_tokens, text in enumerate(prefixes, 1):
-        # Part of a character reads otherwise than the character.
+        # A part of a character decodes to another text than the character.
         if len(text) > length and whole.startswith(text):
             yield text[length:], num_tokens - num_taken
             length, num_taken = len(text), num_tokens
@@ -63,7 +63,7 @@ def _joined_at_spaces(pieces: Sequence[tuple[str, int]]) -> list[tuple[str, int]
 
 
 def _with_opening(words: Sequence[Word]) -> list[Word]:
-    """Opening marks behind a space put before the word behind them."""
+    """Join opening marks after a space to the next word."""
     found: list[Word] = []
     for word in reversed(words):
         if found and word.text.startswith(" ") and word.text.strip() in _OPENING:
@@ -74,7 +74,7 @@ def _with_opening(words: Sequence[Word]) -> list[Word]:
 
 
 def _with_closing(words: Sequence[Word]) -> list[Word]:
-    """Closing marks put behind the word before them."""
+    """Join closing marks to the previous word."""
     found: list[Word] = []
     for word in words:
         if found and word.text in _CLOSING and not found[-1].text.endswith(" "):

@@ -1,7 +1,7 @@
-"""Special tokens that users spell out in messages, kept apart from those that a chat template writes.
+"""Special tokens in users' messages, distinguished from the chat template's own.
 
-They are swapped for marks that no text contains, and encoded as plain text where the marks come out of the template.
-Each mark has the number of its token, because a template may move, repeat and drop messages.
+Before the template runs, they are replaced by marks that no text contains. In the rendered chat, the marks are encoded
+as plain text. Each mark has the number of its token, because a template may move, repeat and drop messages.
 """
 
 import secrets
@@ -14,7 +14,7 @@ _END = "\ue001"
 
 
 class ChatMarks:
-    """The marks of one chat, in which at most `most` special tokens are spelled out."""
+    """The marks of one chat, in which users spell at most `most` special tokens."""
 
     def __init__(self, special: WordFinder, most: int) -> None:
         self._special, self._most = special, most
@@ -24,7 +24,7 @@ class ChatMarks:
 
     @property
     def words(self) -> list[str]:
-        """The special tokens, in the order of the numbers of their marks."""
+        """The special tokens, by the numbers of their marks."""
         return list(self._marks)
 
     @property
@@ -40,21 +40,20 @@ class ChatMarks:
             if word:
                 parts.append(self._marks.setdefault(word, f"{self._begin}{len(self._marks)}{_END}"))
                 self._num_found += 1
-                if self._num_found > self._most:  # each is a token at least
+                if self._num_found > self._most:  # each takes at least one token
                     raise TooManyTokensError
         return "".join(parts)
 
     def show(self, text: str) -> str:
-        """A text of the template in which the tokens are spelled out again."""
+        """A template's text with the tokens in place of the marks."""
         for word, mark in self._marks.items():
             text = text.replace(mark, word)
         return text
 
     def pieces(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """A rendered chat cut at its marks: each piece with the number of the mark behind it, the last one with None.
+        """A rendered chat cut at its marks: each piece with the number of the mark after it, the last with None.
 
-        A generator, because a hundred thousand strings take long to be made at once, and to be freed. Raises
-        TemplateError.
+        A generator, because a hundred thousand strings take long to create at once, and to free. Raises TemplateError.
         """
         start = 0
         while (found := text.find(self._begin, start)) >= 0:

@@ -1,7 +1,7 @@
-"""Renders chats through the model's template, in processes that end when that takes too much: template_renderer.py.
+"""Renders chats with the model's template, in processes that are killed at their limits: template_renderer.py.
 
-A template is a program of the model's author, and may loop over what clients write. Its limits grow with the messages:
-a template that takes time and memory in proportion to them is never near the limits. The threads of the tokenizer never
+A template is a program of the model's author, and may loop over clients' messages. Its limits grow with the messages: a
+template that takes time and memory in proportion to them is never near the limits. The threads of the tokenizer never
 wait for a template.
 """
 
@@ -18,26 +18,29 @@ log = structlog.get_logger()
 
 NUM_RENDERERS = 2
 MAX_REASON = 1000
-"""Characters of what a template says against messages."""
+"""Characters of a template's error message, at most."""
 SECONDS, MAX_SECONDS = 0.3, 10.0
-"""CPU seconds of a render, and the most after the additions below."""
+"""CPU seconds of a render, and the limit after the additions below."""
 SECONDS_OF_TEMPLATE = 3e-5
-"""Seconds for a character of the template, which a new process compiles. That takes 2.9 µs a character."""
+"""Seconds for a character of the template, which a new process compiles. Compiling takes 2.9 µs a character."""
 SECONDS_OF_MESSAGE = 2e-4
-"""The templates of SmolLM2, TinyLlama and Qwen2.5 take 2.2 to 3.9 µs a message."""
+"""Seconds for a message. The templates of SmolLM2, TinyLlama and Qwen2.5 take 2.2 to 3.9 µs a message."""
 SECONDS_OF_BYTE = 2e-7
-"""A loop over the characters of a message takes 0.1 µs each."""
+"""Seconds for a byte of the messages. A loop over their characters takes 0.1 µs each."""
 MEMORY, MAX_MEMORY = 128 << 20, 1 << 30
-"""Bytes of data of a process that renders, of which it has 12 MiB at its start, and at most. Compiling takes 140 bytes
-for a character of the template."""
+"""Bytes of data of a rendering process, and the limit after additions. It has 12 MiB at its start, and compiling
+takes 140 bytes for a character of the template.
+"""
 MEMORY_OF_BYTE = 48
 """Bytes of memory for a byte of the messages. One character outside the BMP makes its whole message 4 bytes a character
-in Python, and each filter and each `+` of a template copies that."""
+in Python. Each filter and each `+` of a template copies the message.
+"""
 
 
 class ChatRenderer:
-    """Renders chats with the template in `file`. `variables`: texts of special tokens by their names, which the
-    template reads beside the messages.
+    """Renders chats with the template in `file`.
+
+    `variables`: texts of special tokens by name, which the template may use beside the messages.
     """
 
     def __init__(self, source: str, file: str, variables: Mapping[str, str]) -> None:
@@ -52,10 +55,10 @@ class ChatRenderer:
     async def render(
         self, messages: Sequence[Mapping[str, str]], marks: ChatMarks, most: int, longest: int, *, aside: bool = False
     ) -> str:
-        """The conversation up to where the assistant speaks, with marks in it.
+        """The conversation up to the assistant's turn, with marks in it.
 
-        Raises TemplateError, RequestError, and TooManyTokensError if it has more characters than `most` tokens, of
-        which the longest has `longest`.
+        Raises TemplateError, RequestError, and TooManyTokensError if it has more characters than `most` tokens of
+        `longest` characters.
         """
         processes = self._aside if aside else self._of_prompts
         return await processes.run(lambda process: self._render(process, messages, marks, most, longest))
@@ -69,7 +72,7 @@ class ChatRenderer:
         longest: int,
     ) -> str:
         hidden = [{**message, "content": marks.hide(message["content"])} for message in messages]
-        # JSON would hold the interpreter's lock for 3 ms a MB, and marshal holds it for 0.04.
+        # JSON would hold the interpreter's lock for 3 ms a MB, marshal for 0.04 ms.
         message = marshal.dumps((hidden, most * max(longest, marks.longest)))
         del hidden
         limits = self._limits(len(messages), len(message))

@@ -1,7 +1,7 @@
-"""A model's chat template: Jinja with the functions that transformers gives to templates, in its sandbox.
+"""A model's chat template: Jinja with the functions of transformers' templates, in its sandbox.
 
-The template comes with the model, and is not trusted: it can neither change what it is given nor reach Python. What it
-may take of time and memory is bounded by the process that renders it: template_renderer.py.
+The template comes with the model, and is not trusted: it can neither change its input nor reach Python. Its process
+limits its time and memory: template_renderer.py.
 """
 
 import json
@@ -23,14 +23,14 @@ from scheduler_service.frontend.text.encoding_errors import TemplateError, TooMa
 
 
 class ChatTemplate:
-    """`variables` are what it knows beside the messages: the texts of special tokens, by their names."""
+    """`variables` are its values beside the messages: the texts of special tokens, by name."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self._source = source
         self._variables = variables
 
     def render(self, messages: Sequence[Mapping[str, Any]], most: int) -> str:
-        """The conversation up to where the assistant speaks.
+        """The conversation up to the assistant's turn.
 
         Raises TemplateError, TooManyTokensError if it has more than `most` characters, MemoryError and RecursionError.
         """
@@ -46,7 +46,7 @@ class ChatTemplate:
             return "".join(pieces)
         except (MemoryError, RecursionError, TooManyTokensError):
             raise
-        except Exception as error:  # whatever an author's expressions may raise
+        except Exception as error:  # a template's expressions may raise any error
             raise TemplateError(f"the model's chat template refuses these messages: {error}") from error
 
     @cached_property
@@ -65,7 +65,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}` … `{% endgeneration %}`: marks what the assistant says, for training; the text stays."""
+    """`{% generation %}` … `{% endgeneration %}`: marks the assistant's text for training; the text stays."""
 
     tags = {"generation"}  # noqa: RUF012  # the base class says so
 
@@ -91,7 +91,7 @@ class _Dict:
 class _Namespace(Namespace):
     """Jinja's namespace, but no attribute may begin with an underscore: templates cannot replace Python's own."""
 
-    def __init__(*args: Any, **items: Any) -> None:  # so that `namespace(self=…)` is possible
+    def __init__(*args: Any, **items: Any) -> None:  # allows `namespace(self=…)`
         self, args = args[0], args[1:]
         attributes = dict(*args, **items)
         for name in attributes:
@@ -123,5 +123,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape what HTML escapes."""
+    """JSON without HTML escapes, which Jinja's own filter would add."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,7 +1,7 @@
-"""Why a text or a chat has no token ids: as errors, and as what template_renderer.py answers."""
+"""Why a text or a chat has no token ids: exceptions, and the first bytes of template_renderer.py's answers."""
 
 TEXT, REFUSED, TOO_MANY = b"t", b"r", b"m"
-"""The first byte of its answer; a text follows, a reason, or nothing."""
+"""The first byte of an answer: a text follows, a reason, or nothing."""
 
 
 class TooManyTokensError(ValueError):

@@ -1,4 +1,4 @@
-"""Stop strings that may span tokens: text that could be the beginning of one is held back until it is decided."""
+"""Stop strings that may span tokens: a text that may be the beginning of a stop string is held back until decided."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ class StopChecker:
         self._held = ""
 
     def step(self, text: str) -> tuple[str, str | None]:
-        """Take new text; returns what may be shown of it and the stop string that ends it, if one was found.
+        """Take new text. Returns the text that may be shown, and the stop string that ends it, if found.
 
-        If the text has several, the one that begins first counts; of several that begin there, the longest.
+        If the text has several, the one that begins first counts; of several with the same beginning, the longest.
         """
         if not self._stops:
             return text, None
@@ -31,16 +31,16 @@ class StopChecker:
         return text[: len(text) - held], None
 
     def flush(self) -> str:
-        """The text that was held back; for an output that ends for another reason."""
+        """The held-back text, for an output that ends for another reason."""
         held, self._held = self._held, ""
         return held
 
     def _length_to_hold(self, text: str) -> int:
-        """Length of the longest end of the text that a stop string begins with.
+        """Length of the longest end of the text that is a beginning of a stop string.
 
-        In sorted order, stop strings that begin with a given end of the text follow it directly, so one lookup an end
-        is enough: 27 µs for 128 characters and 16 long stop strings, in place of 220. A step may have 128 outputs of
-        one request.
+        In sorted order, stop strings that begin with a given end of the text follow it directly, so one look-up for
+        each end is enough: 27 µs for 128 characters and 16 long stop strings, in place of 220. A step may have 128
+        outputs of one request.
         """
         for length in range(min(len(text), self._longest - 1), 0, -1):
             end = text[-length:]

@@ -1,7 +1,7 @@
-"""Renders chats outside of the front end, which starts it and sends the template first (chat_renderer.py).
+"""Renders chats outside of the front end, which starts this process and first sends the template (chat_renderer.py).
 
-A template can be made to take hours and all memory, at its compilation already, where Jinja computes constants. So each
-process compiles it for itself, within the limits of its first chat.
+A template can be made to take hours and all memory, even at its compilation, when Jinja computes constants. So each
+process compiles it itself, within the limits of its first chat.
 """
 
 import marshal
@@ -11,13 +11,13 @@ from scheduler_service.frontend.text.chat_template import ChatTemplate
 from scheduler_service.frontend.text.encoding_errors import REFUSED, TEXT, TOO_MANY, TemplateError, TooManyTokensError
 
 MAX_KEPT = 64 << 20
-"""Bytes of memory that a process may go on with, of which it has 21 MiB at its start. A chat of 10 MB exceeds it."""
+"""Bytes of memory with which a process may continue; it starts with 21 MiB. A chat of 10 MB exceeds the limit."""
 MAX_REASON = 64 << 10
-"""Characters: more than the front end shows, which has yet to spell out special tokens in it."""
+"""Characters of a reason: more than the front end shows, because it still replaces marks by special tokens."""
 
 
 def answer(template: ChatTemplate, message: bytes) -> bytes:
-    """Answer a message of the front end: the messages of a chat, and the characters that its text may have."""
+    """Answer a message of the front end: the messages of a chat, and the most characters of its text."""
     messages, most = marshal.loads(message)  # noqa: S302  # the front end has made it
     try:
         return TEXT + template.render(messages, most).encode()

@@ -1,9 +1,9 @@
-"""Text to token ids and back, with the tokenizer that the worker's weights were trained with.
+"""Text to token ids and back, with the model's tokenizer.
 
-Text that a user wrote is data: special tokens spelled out in it are encoded as ordinary characters, so that a message
-cannot close its chat turn. Encoding runs on threads, through the library's batch calls, because its single calls keep
-the GIL (630,000 characters: 239 ms of it, against 6). Decoding a token takes 1.3 µs and stays on the event loop. Other
-work that holds the GIL is done in slices: a thread that runs Python gives it to others every 5 ms.
+A user's text is data: special tokens in it are encoded as ordinary characters, so that a message cannot close its chat
+turn. Encoding runs on threads, through the library's batch calls, because its single calls keep the GIL (630,000
+characters: 239 ms of it, against 6). Decoding a token takes 1.3 µs and stays on the event loop. Other work that holds
+the GIL is done in slices: a thread that runs Python gives it to others every 5 ms.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from scheduler_service.frontend.text.tokenizer_loading import load_tokenizer
 from scheduler_service.frontend.text.word_finder import WordFinder
 
 # A detokenizer is primed with the end of the prompt, because some tokenizers drop a leading space at the beginning.
-# Only tokens with a text are used, and only so many tokens are searched for them.
+# This is the number of tokens that are searched for tokens with a text.
 NUM_CONTEXT_TOKENS = 6
 MAX_SEARCHED_TOKENS = 256
 # A character takes at most four tokens; more tokens without a character are bytes that form none.
@@ -34,14 +34,14 @@ MAX_PENDING_TOKENS = 8
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-# A call works on its own thread. Otherwise all calls share as many threads as there are cores, and wait for them.
+# A call works on its own thread. Otherwise all calls would share as many threads as there are cores, and wait for them.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 T = TypeVar("T")
 
 
-# Work of one call into C or Rust that may hold the interpreter's lock: a millisecond or two of it. A character
-# has four tokens at most, or 33 when NFKC has made it longer.
+# Characters of one call into C or Rust that may hold the interpreter's lock: a millisecond or two. A character has four
+# tokens at most, or 33 after NFKC has made it longer.
 CHARACTERS_AT_ONCE = 1 << 12
 PIECES_AT_ONCE = 256
 
@@ -49,12 +49,14 @@ MAX_TOKENS = 1 << 20
 
 
 class PanicError(RuntimeError):
-    """The tokenizer's library has failed inside."""
+    """An internal failure of the tokenizer library."""
 
 
 def without_panic(function: Callable[[], T]) -> T:
-    """Call a Rust function; raises PanicError if it panics. The panic's own exception is no `Exception`, so code that
-    handles one request's errors would not catch it."""
+    """Call a Rust function; raises PanicError if it panics.
+
+    The panic's own exception is no `Exception`, so code that handles one request's errors would not catch it.
+    """
     try:
         return function()
     except BaseException as error:
@@ -64,13 +66,15 @@ def without_panic(function: Callable[[], T]) -> T:
 
 
 Text = str | tuple[str, str]
-"""A text, or a pair."""
+"""A text, or a pair of texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextItem:
-    """The tokens of a text or of a pair. `num_first_tokens` counts the tokens of a pair's first text; it is 0 if the
-    model does not tell the two texts apart. `largest_id` is the largest token id, 0 without tokens.
+    """The tokens of a text or of a pair.
+
+    `num_first_tokens` counts the tokens of a pair's first text, or is 0 if the model does not distinguish the two
+    texts. `largest_id` is the largest token id, 0 without tokens.
     """
 
     token_ids: "array[int]"
@@ -81,7 +85,7 @@ class TextItem:
 class Tokenizer:
     """Encodes prompts off the event loop and makes incremental detokenizers.
 
-    Work that is done `aside` does not delay prompts: it has a thread of its own.
+    Work `aside` does not delay prompts: it has a thread of its own.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -118,7 +122,7 @@ class Tokenizer:
         return await self._on_thread(lambda: _encode(tokenizer, text, most, add_special_tokens=True), aside=aside)
 
     async def encode_texts(self, texts: Sequence[Text], *, most: int, truncate: bool = False) -> list[TextItem]:
-        """Token ids of texts, or of pairs of texts, with what the model expects around them.
+        """Token ids of texts, or of pairs of texts, with the special tokens that the model expects.
 
         Raises TooManyTokensError, with the number of the text, if a text clearly has more than `most`. With `truncate`
         the text, or the second text of a pair, is cut instead.
@@ -128,7 +132,7 @@ class Tokenizer:
     async def encode_chat(
         self, messages: Sequence[dict[str, str]], *, most: int = MAX_TOKENS, aside: bool = False
     ) -> list[int]:
-        """Token ids of a conversation up to where the assistant speaks.
+        """Token ids of a conversation up to the assistant's turn.
 
         Raises TemplateError, TooManyTokensError, RequestError.
         """
@@ -146,12 +150,12 @@ class Tokenizer:
         return await self._on_thread(lambda: _encode(self._plain, text, len(text.encode())))
 
     def token_id(self, token: str) -> int | None:
-        """None where the tokenizer has no such token."""
+        """The id of a token; None if the tokenizer does not have it."""
         found: int | None = self._parsing.token_to_id(token)
         return found
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of tokens, on the thread for work aside."""
+        """The text of tokens, decoded on the thread for work aside."""
 
         def decode() -> str:
             (text,) = self._parsing.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
@@ -160,8 +164,9 @@ class Tokenizer:
         return await self._on_thread(decode, aside=True)
 
     async def decode_prefixes(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of the first token, of the first two, and so on, without special tokens. Meant for a few hundred
-        tokens."""
+        """The text of the first token, of the first two, and so on, without special tokens; for a few hundred
+        tokens.
+        """
 
         def decode() -> list[str]:
             prefixes = [list(token_ids[:stop]) for stop in range(1, len(token_ids) + 1)]
@@ -239,7 +244,7 @@ class Tokenizer:
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_special_tokens: bool = False) -> list[int]:
-    """Raises TooManyTokensError if the text clearly has more than `most`.
+    """Token ids of a text. Raises TooManyTokensError if it clearly has more than `most`.
 
     The library releases the interpreter's lock while it encodes, but not while the result is read or freed, at 35 ns a
     token. So a text that may have many more tokens is first encoded in parts.
@@ -251,28 +256,27 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_specia
 
 
 def _excess(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, from_end: bool = False) -> int | None:
-    """The number of characters after which a text clearly has more than `most` tokens; None if it has no more."""
+    """The number of characters after which a text clearly has more than `most` tokens; None if it does not."""
     parts = [text[start : start + CHARACTERS_AT_ONCE] for start in range(0, len(text), CHARACTERS_AT_ONCE)]
     if len(parts) > 1 and _most_tokens(tokenizer, parts) > most:
         num_tokens = num_characters = 0
         for part in reversed(parts) if from_end else parts:
             num_tokens += len(tokenizer.encode_batch_fast([part], add_special_tokens=False)[0])
             num_characters += len(part)
-            if num_tokens > most + most // 8:  # cuts make a few more of them
+            if num_tokens > most + most // 8:  # cuts add a few tokens
                 return num_characters
     return None
 
 
 def _most_tokens(tokenizer: tokenizers.Tokenizer, parts: Sequence[str]) -> int:
-    """An upper bound of a text's tokens: one a byte, of the longest form into which normalizers may turn the text."""
+    """An upper bound of a text's tokens: one a byte of the longest form that normalizers may give the text."""
     if tokenizer.normalizer is not None:
         parts = [unicodedata.normalize("NFKD", part) for part in parts]
     return sum(len(part.encode()) for part in parts)
 
 
 def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """A token to put before other tokens, so that they are decoded as the middle of a text; empty if the tokenizer has
-    none."""
+    """A token to put before other tokens, so that they are decoded as the middle of a text; empty if there is none."""
     for letter in "aAeE0":
         token_id = tokenizer.token_to_id(letter)
         if token_id is not None and tokenizer.decode([token_id]) == letter:
@@ -283,7 +287,7 @@ def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
 class Detokenizer:
     """Text of one output, a token at a time, in whole characters only.
 
-    `shown` says of every token id whether it is part of the text. Other ids, of special tokens or unknown to the
+    `shown` tells for each token id whether it is part of the text. Other ids, of special tokens or unknown to the
     tokenizer, are skipped.
     """
 
@@ -299,19 +303,19 @@ class Detokenizer:
         self._shown = shown
         self._anchor = anchor
         self._skip_special_tokens = skip_special_tokens
-        # A context that ends inside a character would come out again as output.
+        # A context that ends inside a character would be repeated in the output.
         ends_whole = not self._decode(context).endswith(REPLACEMENT)
         self._stream = DecodeStream(list(context) if ends_whole else list(anchor), skip_special_tokens)
         self._pending: list[int] = []
 
     def step(self, token_id: int) -> str:
-        """The characters that this token completes; empty while one is incomplete."""
+        """The characters that this token completes; empty while a character is incomplete."""
         if token_id >= len(self._shown) or not self._shown[token_id]:
             return ""
         self._pending.append(token_id)
         try:
             text = without_panic(lambda: self._stream.step(self._tokenizer, token_id))
-        except Exception:  # of the library's own type: the context decodes differently with what follows it
+        except Exception:  # the library's own error: the context decodes differently with the next token
             return self._begin_again()
         if text is not None:
             self._pending.clear()
@@ -320,9 +324,9 @@ class Detokenizer:
         return text or ""
 
     def _begin_again(self) -> str:
-        """Give up on bytes that form no character, so that waiting for the rest of it never becomes expensive.
+        """Give up on bytes that form no character, so that waiting for their completion never becomes expensive.
 
-        Up to three bytes at the end may still be the beginning of one, and stay.
+        Up to three bytes at the end may still begin a character, and stay.
         """
         whole = self._decode(self._pending)
         for kept in range(min(3, len(self._pending) - 1), 0, -1):

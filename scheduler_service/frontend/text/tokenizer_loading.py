@@ -1,7 +1,7 @@
-"""The tokenizer that a model's files describe.
+"""Loads the tokenizer from a model's files.
 
-Token ids, normalizer, splitter and decoder are those of tokenizer.json, whatever kind of tokenizer the other files
-name: transformers 5 rebuilds them for that kind. tokenizer_config.json says which tokens are special and adds others.
+Token ids, normalizer, splitter and decoder come from tokenizer.json, whatever tokenizer class the other files name;
+transformers 5 rebuilds them for that class. tokenizer_config.json says which tokens are special and adds others.
 """
 
 import json
@@ -23,15 +23,15 @@ from scheduler_service.frontend.text.chat_renderer import ChatRenderer
 log = structlog.get_logger()
 
 _FORMER_KEYS = {"Metaspace": ("str_rep", "add_prefix_space")}
-"""Keys that files had of former releases: the library reads them, and writes others."""
+"""Keys of former releases' files: the library reads them, and writes others."""
 _TOKENS = {("model", "vocab"), ("model", "merges")}
 _FIXED_SPLIT = r"\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
-"""A part of the pattern that `fix_mistral_regex` asks for."""
+"""A part of the pattern that `fix_mistral_regex` requires."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """`parsing` turns the text of a special token into that token. To `plain` the text of a `hidden` token is text.
+    """`parsing` encodes a special token's text as that token. `plain` encodes a `hidden` token's text as text.
 
     With `truncates_left`, a text that is too long loses its beginning.
     """
@@ -45,15 +45,15 @@ class TokenizerFiles:
 
 
 def load_tokenizer(directory: Path) -> TokenizerFiles:
-    """Raises StartError for files that say what cannot be obeyed."""
+    """Load the tokenizer. Raises StartError for unsupported settings."""
     config = TokenizerConfig.read({file.name: file for file in directory.iterdir()})
     try:
         text = (directory / "tokenizer.json").read_text(encoding="utf-8")
         said = loads(text)
         parsing = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # of the library, its only class
+    except Exception as error:  # the library's only error class
         raise StartError(f"tokenizer.json cannot be read: {error}") from None
-    _check_ids(parsing, said)  # before the library writes the vocabulary: it takes 4 bytes for each id that is missing
+    _check_ids(parsing, said)  # before the library writes the vocabulary, which takes 4 bytes for each missing id
     read = json.loads(parsing.to_str())
     if left := next(_left_over(said, read), None):
         raise StartError(f"tokenizer.json has {left}, which this release of tokenizers does not know")
@@ -62,7 +62,7 @@ def load_tokenizer(directory: Path) -> TokenizerFiles:
             "tokenizer_config.json sets fix_mistral_regex, and tokenizer.json has the pattern that it replaces; save "
             "the tokenizer with transformers, which writes the right one"
         )
-    parsing.no_truncation()  # a prompt is never cut or filled up in silence
+    parsing.no_truncation()  # prompts are never cut or padded silently
     parsing.no_padding()
     _add_tokens(parsing, config)
     plain = tokenizers.Tokenizer.from_str(parsing.to_str())
@@ -85,7 +85,7 @@ def load_tokenizer(directory: Path) -> TokenizerFiles:
 
 
 def _check_ids(tokenizer: tokenizers.Tokenizer, said: Any) -> None:
-    """Raise StartError where an id is not the one that the file states, which the library would only warn of."""
+    """Raise StartError if an id is not the one in the file; the library would only warn."""
     known = tokenizer.get_vocab(with_added_tokens=True)
     check_ids(known, len(known), "tokenizer.json")
     for token in said.get("added_tokens") or []:
@@ -105,13 +105,13 @@ def _check_ids(tokenizer: tokenizers.Tokenizer, said: Any) -> None:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """Tokens with the ids that tokenizer_config.json states, and the properties that it gives to tokens.
+    """Add tokens with their ids and properties in tokenizer_config.json.
 
-    A special token of no id is not added: nothing says which of the model's ids would be its own. Of an added token
-    that the config only lists as special, tokenizer.json says whether it is shown in a text; one with a name is not.
+    A special token without an id is not added: nothing tells which id of the model it has. For an added token that the
+    config only lists as special, tokenizer.json decides whether it is shown in a text; a named one is not shown.
     """
     stated = sorted(config.added.items())
-    # At once: each call makes the automaton of all added tokens anew, and some models have 6,000 of them.
+    # In one call: each call rebuilds the automaton of all added tokens, and some models have 6,000.
     tokenizer.add_tokens([_added_token(token) for _, token in stated])
     for token_id, token in stated:
         if (found := tokenizer.token_to_id(token.content)) != token_id:
@@ -145,7 +145,7 @@ def _added_token(token: Token, *, special: bool = False) -> AddedToken:
 
 
 def _compare_ends(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """Say where tokenizer_config.json wants other tokens around a text than tokenizer.json puts there.
+    """Log a difference between tokenizer_config.json and tokenizer.json about the tokens around a text.
 
     tokenizer.json is right, as in transformers 5. In transformers 4 it depended on the class: Llama, Gemma and Cohere
     obeyed these keys, and others did not.
@@ -163,7 +163,7 @@ def _compare_ends(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> N
 
 
 def _left_over(said: Any, read: Any, path: str = "") -> Iterator[str]:
-    """Keys of a file that are not among what was read of it; the vocabulary's are tokens."""
+    """Keys of a file that the tokenizer did not read; the vocabulary's keys are tokens."""
     if isinstance(said, list) and isinstance(read, list):
         for number, (one, other) in enumerate(zip(said, read, strict=False)):
             if isinstance(one, dict):
