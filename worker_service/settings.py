@@ -1,4 +1,4 @@
-"""What a worker can be told by flags and environment."""
+"""A worker's settings, by flags and environment."""
 
 import json
 from collections.abc import Mapping

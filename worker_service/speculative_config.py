@@ -1,4 +1,4 @@
-"""`--speculative-config`: how a worker guesses, in the JSON that vLLM's flag of this name takes.
+"""`--speculative-config`: how a worker drafts tokens, in the JSON that vLLM's flag of this name takes.
 
 Keys and methods have vLLM's meaning. What is not obeyed here is refused by name.
 """
@@ -12,13 +12,13 @@ OLD_METHODS: dict[str, Method] = {"ngram": "ngram", "draft": "draft_model", "eag
 """Methods by the values of `--speculate`, the flag of the release before."""
 
 FEWEST = 2
-"""Tokens that must have come before in the same order: one alone has nearly always come before."""
+"""Fewest tokens that an earlier occurrence must match: a single token has nearly always occurred before."""
 MAX = 16
-"""Tokens back that are compared: what is alike for longer is as good."""
+"""Most tokens that are compared: longer matches are not better."""
 
 
 class SpeculativeConfig(BaseModel):
-    """How a worker guesses."""
+    """How a worker drafts tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
@@ -53,7 +53,7 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def flag(self) -> str:
-        """What errors call it."""
+        """The setting's name in errors."""
         return f'--speculative-config with the method "{self.method}"'
 
     @property

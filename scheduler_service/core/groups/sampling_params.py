@@ -1,6 +1,6 @@
-"""What planning has to know of how a request wants its tokens chosen, and when to stop.
+"""The sampling parameters that planning reads: numbers of outputs, ends, and log-probabilities.
 
-The numbers by which a worker's sampler chooses pass through unread: `wire.sampling` adds them.
+The numbers for a worker's sampler pass through unread: `wire.sampling` adds them.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,8 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """What the worker is asked for: beams need as many continuations that end nothing as there are beams."""
+        """Log-probabilities that the worker reports. A beam search needs as many continuations without an end as
+        beams."""
         return self.beam_width + len(self.end_token_ids) if self.beam_width else self.logprobs
 
     @property

@@ -1,4 +1,4 @@
-"""What an output gained in a step, as the engine tells it when it is more than a token."""
+"""An output's gain of one step, as the engine tells it when it is more than a token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from scheduler_service.wire.fields import decode_enum
 
 @dataclass(slots=True)
 class Gained:
-    """What an output gained: nothing (`token_id` None) while its prompt is computed, else one token.
+    """The gain of an output: nothing (`token_id` None) while its prompt is computed, else one token.
 
     `status` is set if it ended with it. `prompt_logprobs` belong to the positions from `prompt_start` on, `vectors` of
     tokens to those from the one before it.

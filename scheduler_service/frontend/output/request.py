@@ -1,4 +1,4 @@
-"""What a client asked for: a request that has been checked, and what its client holds already of a broken stream."""
+"""A checked request, and the part of a broken stream that its client holds already."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ def request_key(tenant: str, request_id: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """What the client already holds: tokens of each index, or of none; which outputs it has whole; how many of the
-    prompt's log-probabilities. `texts` holds the text of each output that has tokens.
+    """The part of a stream that the client holds: tokens of each index, or of none; whole outputs; and the number of
+    the prompt's log-probabilities. `texts` has the text of each output that has tokens.
 
     `begun` has tokens of outputs that are sent when all have ended; such outputs are generated again.
     """
@@ -67,7 +67,7 @@ class GenerationRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Those that an encoder reads included."""
+        """Tokens of the prompt, and those of the encoder's input."""
         return len(self.prompt_token_ids) + (self.encoder_input.num_tokens if self.encoder_input else 0)
 
     @property

@@ -16,24 +16,25 @@ REQUEST_BYTES = 32 << 10
 OUTPUT_BYTES = 4 << 10
 """Bytes of a sequence, its detokenizer and its deltas that wait to be written."""
 NUMBER_BYTES = 31
-"""Of a token id besides its bytes in the message: in the front end 8 where it was parsed, in a column that has grown, 4
-packed and as many on the way to the engine, there 4 packed and 5 as keys of blocks, and the rest lost between requests.
-Measured with 200 prompts of 100,000 tokens: 26.9 bytes a token in the front end, of which 3 came, 10.0 in the engine.
+"""Bytes of a token id besides its bytes in the message. In the front end it takes 8 in the parsed column and 4 packed,
+and 4 on the way to the engine. In the engine it takes 4 packed and 5 as keys of blocks. The rest is lost between
+requests. Measured with 200 prompts of 100,000 tokens: 26.9 bytes a token in the front end, of which 3 came, 10.0 in the
+engine.
 """
 CHARACTER_BYTES = 4
-"""Of a character besides its bytes in the message: it becomes a token at most."""
+"""Bytes of a character besides its bytes in the message: it becomes a token at most."""
 LOGPROB_BYTES = 72
 POSITION_BYTES = 272
-"""Of a log-probability until it is written, and of a position that has some. Measured: 329 bytes a position with
-one, 1,751 to 1,778 with 21.
+"""Bytes of a log-probability until it is written, and of a position with log-probabilities. Measured: 329 bytes a
+position with one, 1,751 to 1,778 with 21.
 """
 OUTPUT_TOKEN_BYTES = 42
 """Bytes of an output's token until it is written: the number, and its place in a list that has grown."""
 TEXT_BYTES = 4 << 10
-"""Of one text of a call of many, for its task and its place in lists."""
+"""Bytes of one text of a call of many, for its task and its place in lists."""
 SOUND_BYTES = 16 << 20
-"""Of 30 seconds of sound: 2 MB of samples, 10 MB while they become features, and these, 1 to 1.5 MB, three times on
-their way to the engine. A call takes them once it is admitted."""
+"""Bytes of 30 seconds of sound: 2 MB of samples, 10 MB while they become features, and three copies of the features (1
+to 1.5 MB each) on their way to the engine. A call takes them once it is admitted."""
 STRING_BYTES = 50
 """Bytes of a token's text, if it is kept as a string of its own."""
 
@@ -103,7 +104,7 @@ def logprob_bytes(num_positions: int, num_each: int) -> int:
 
 
 def output_bytes(num_tokens: int, num_characters: int) -> int:
-    """What output takes until it is written, without its log-probabilities."""
+    """Bytes of output until it is written, without its log-probabilities."""
     return OUTPUT_TOKEN_BYTES * num_tokens + CHARACTER_BYTES * num_characters
 
 

@@ -20,7 +20,7 @@ from scheduler_service.statistics.finished_requests import RequestMetrics
 
 
 class Trace(Protocol):
-    """What a trace is told of the request that it is of."""
+    """The events of a request that its trace records."""
 
     def stands(self, standing: Standing) -> None: ...
 
@@ -44,7 +44,7 @@ class RequestState:
         self.call = 0  # the number of its call, between front end and engine
         self.first_output = 0  # that of its first output
         self.standing = Standing()
-        """Where it stands, as the engine told last."""
+        """The request's standing in the engine, as it was told last."""
         self.trace: Trace | None = None
         self.counts = counts
         self._num_hypothesis_tokens: list[int] | None = None
@@ -72,7 +72,7 @@ class RequestState:
         return self.times.num_tokens
 
     def metrics(self, now: float) -> RequestMetrics:
-        """What the request has waited for until now."""
+        """The request's times and counts until now."""
         standing, times = self.standing, self.times
         return RequestMetrics(
             queued_seconds=standing.queued_seconds if standing.HasField("queued_seconds") else None,
@@ -158,7 +158,7 @@ class RequestState:
             self._put(OutputDelta(index, text, status=status, num_output_tokens=self.times.num_tokens[index]))
 
     def _gain_vectors(self, gained: Gained, pooling: PoolingParams, now: float) -> None:
-        """Those of tokens come again when a preempted prompt is computed again; they count once."""
+        """Vectors of tokens come again when a preempted prompt is computed again; they count once."""
         vectors = gained.vectors
         if pooling.type is PoolingType.ALL:
             start = (gained.prompt_start - 1) * pooling.vector_bytes

@@ -48,7 +48,7 @@ class CallTrace:
 
     @property
     def parent(self) -> str:
-        """What the worker needs to know."""
+        """The parent of the worker's spans."""
         return trace_parent(self._context)
 
     def describe(self, model: str, tenant: str, priority: int) -> None:

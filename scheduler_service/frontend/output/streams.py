@@ -28,7 +28,7 @@ MAX_VECTOR_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What one output gained. `status` is set, and `stop` may be, when it ended."""
+    """The unsent part of one output. `status` is set, and `stop` may be, when the output ended."""
 
     index: int
     text: str = ""

@@ -24,7 +24,7 @@ class TokenTimes:
         self.arrived_at = time.monotonic()
         self.num_tokens = list(num_tokens)
         self.first_token_seconds: float | None = None
-        """From the arrival to the first token of any output."""
+        """Seconds from the arrival to the first token of any output."""
         self.longest_pause_seconds = 0.0
         self._counts = counts
         self._num_earlier = sum(num_tokens)
