@@ -91,8 +91,7 @@ def supported() -> list[str]:
 def load_library(instruction_set: str) -> ModuleType:
     """Raises ImportError if the library has not been built."""
     path = str(library_path(instruction_set))
-    # torch's pybind11 makes one module of a name in a process: a second library of the same name would return the
-    # first.
+    # torch's pybind11 keeps one module for each name: a second library with the same name would return the first.
     name = f"{instruction_set}.pagewire_cpu"
     spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, path))
     assert spec is not None

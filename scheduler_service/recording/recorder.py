@@ -149,7 +149,10 @@ class Recorder(NoRecorder):
 
 
 class RecordedScheduler(Scheduler):
-    """A scheduler whose calls are all recorded; the core itself calls none of these methods."""
+    """A scheduler that records each call that may have changed its state.
+
+    The core never calls the methods that are overridden here, so no call is recorded twice.
+    """
 
     def __init__(
         self,

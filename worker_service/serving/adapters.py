@@ -97,8 +97,8 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
 
         def read() -> "tuple[Adapter, Adapter]":
             # Sets the limit of this thread and of later ones: several threads would wait for the threads that compute
-            # steps. On two busy cores 77 MiB of an adapter for a network of 7 billion weights took 4 to 17 s with two
-            # threads, 0.6 s with one.
+            # steps. On two busy cores, reading an adapter of 77 MiB (for 7 billion weights) took 4 to 17 s with two
+            # threads, and 0.6 s with one.
             torch.set_num_threads(1)
             found = read_adapter(first.config, folder, adapters.shapes, adapters.room.max_rank, adapters.dtype)
             return found, found.part(adapters.cuts)

@@ -12,7 +12,7 @@
 
 namespace pagewire {
 
-constexpr int64_t kItemRows = 32;   // so many that transposing a tile of keys costs a tenth of multiplying it
+constexpr int64_t kItemRows = 32;   // with 32 rows, transposing a tile of keys costs a tenth of multiplying it
 constexpr int64_t kPartKeys = 512;  // keys of a part; a multiple of a tile
 
 struct Item {

@@ -8,7 +8,8 @@
                  passes, equals alike
 
 K is found between 0 and infinity in at most 16 passes that cut the interval into quarters; a row without top_k and
-top_p takes none. One program holds one row and reads its logits as they are, from cache after the first pass.
+top_p takes none. One program computes one row. Each pass reads the row's logits in their stored type; passes after the
+first find them in cache.
 
 Oracle: `kernels.sampling.filters.filter_thresholds`. Sums are rounded in another order than after a sort. A token whose
 predecessors reach top_p to the last bit may therefore be kept or dropped. Sizes that hurt: vocabularies of 1, 123 and

@@ -18,7 +18,7 @@ from scheduler_service.core.placement.balancer import MAX_OVERTAKES
 from scheduler_service.core.placement.choice import Placement
 from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
-MAX_LEFT = 8  # groups left to other workers that a step looks past
+MAX_LEFT = 8  # groups that a step looks past because another worker is to take them
 MAX_SLOTLESS = 32  # groups without a slot for their adapter that it looks past as well
 MAX_AWAITING = 256  # groups whose adapter is still to be brought that it looks past, which costs little
 MAX_SHARING = 256  # groups of one lane that wait for a prefix, which it looks past; the rest of the lane comes later

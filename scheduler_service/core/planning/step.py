@@ -181,7 +181,7 @@ class Step:
         self.num_preempted = 0
         self.num_long = 0  # long chunks
         self.prompts_began: float | None = None
-        self.steady: list[ScheduledSequence] = []  # the last step's plan, when it holds again
+        self.steady: list[ScheduledSequence] = []  # the last step's plan, if this step repeats it
         self.needy: list[Sequence] = []  # those whose block tables grew, of it or for drafts
         self.rooms: dict[Sequence, int] = {}  # for drafts, behind the one token that these compute
         self.any_last = False  # whether one of it computes its last token but one

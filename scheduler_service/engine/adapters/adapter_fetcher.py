@@ -94,7 +94,7 @@ class AdapterFetcher:
         return self._scheduler.adapters.holds(fingerprint)
 
     def look_again(self) -> None:
-        """React to a change of the named or needed adapters."""
+        """React to a change of `catalogue.wanted`: cancel an unwanted delivery, and wake `run` to look for the next."""
         if self._handing is not None and self.fetching not in self._catalogue.wanted:
             self._handing.cancel()
         self._wake.set()

@@ -65,7 +65,8 @@ class Call:
     def tell_error(self, error: RequestError, *, at_once: bool = False) -> None:
         """End its stream with an error, after the output that its client has not read yet, or `at_once`.
 
-        The request may have been preempted, or have lost its worker, after its standing was last sent.
+        The standing is sent first, because the request may have been preempted, or have lost its worker, since it was
+        last sent.
         """
         if self.group is not None:
             self.tell_standing()
@@ -101,7 +102,7 @@ class Call:
         self.tell(standing=standing)
 
     def tell_change(self) -> None:
-        """Send a traced request's standing if it has changed."""
+        """Send a traced request's standing if it was admitted or preempted, or lost its worker, since the last send."""
         if self._stands() != self.told:
             self.tell_standing()
 

@@ -190,7 +190,10 @@ def _check_multiple(value: Any, path: str) -> None:
 
 
 def _multiple(value: int | Decimal) -> tuple[int, int] | None:
-    """llguidance's integer and power of 10 for a value; None if they do not equal the value."""
+    """The integer and exponent as which llguidance reads a value: integer / 10**exponent.
+
+    None if the quotient does not equal the value, or the integer is too large.
+    """
     if value >= MAX_MULTIPLE:
         return None
     read, exponent = float(value), 0

@@ -74,8 +74,8 @@ class _Endless(io.BytesIO):
     """A file that reports a larger size than it has.
 
     If an MP3's head has no length, libsndfile estimates it from the file's size and the first frame's bitrate, and
-    reads no further. With a varying bitrate the estimate was less than half. With an estimate far beyond the end, the
-    file is read to its end, and an end within a frame is an error.
+    reads no further. For an MP3 of varying bitrate the estimate was less than half of its duration. With an estimate
+    far beyond the end, the file is read to its end, and an end within a frame is an error.
     """
 
     _is_at_end = False
