@@ -66,7 +66,7 @@ class Oracle:
     def __init__(self, sequences: list[list[int]]) -> None:
         self._sequences = sequences
 
-    def guess(self, token_ids: Any, most: int) -> list[int]:
+    def guess(self, token_ids: Any, most: int, *_: int) -> list[int]:
         so_far = token_ids.tolist()
         for sequence in self._sequences:
             if sequence[: len(so_far)] == so_far and (coming := sequence[len(so_far) : len(so_far) + most]):
