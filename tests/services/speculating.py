@@ -122,7 +122,7 @@ async def guesses_alone_and_together(
             assert await outputs(client, prompt, **sampling) == wanted
         together = await asyncio.gather(*(outputs(client, prompt, **sampling) for (prompt, sampling), _ in expected))
     assert together == [wanted for _, wanted in expected]
-    return one.engine.workers.all[0].guesses
+    return one.engine.workers.all[0].drafts
 
 
 def num_preemptions(one: InProcess) -> int:
@@ -143,8 +143,8 @@ async def guesses_after_a_loss(expected: list[list[Shown]], model: Path, **setti
         lost, other = one.engine.workers.all
         async with Client(one.target) as client:
             together = [asyncio.create_task(outputs(client, prompt, **sampling)) for prompt, sampling in NO_BEAMS]
-            await until(lambda: lost.guesses.verified.num_tokens > 20)
+            await until(lambda: lost.drafts.verified.num_tokens > 20)
             await first.server.server.stop(None)
             assert await asyncio.gather(*together) == expected
         assert lost.num_losses == 1
-        return other.guesses
+        return other.drafts

@@ -290,8 +290,8 @@ async def test_what_cannot_be_done_is_refused_in_a_sentence(encoder: Path) -> No
 
 async def test_vectors_that_would_not_fit_a_message_are_refused(tmp_path: Path) -> None:
     encoder = write_encoder(tmp_path, hidden_size=80)
-    settings = {"max_num_batched_tokens": 1 << 17}
-    async with serving(encoder, settings, **encoder_settings()) as (one, _), Client(one.target) as client:
+    largest = encoder_settings() | {"max_num_batched_tokens": 1 << 17}
+    async with serving(encoder, **largest) as (one, _), Client(one.target) as client:
         with pytest.raises(grpc.aio.AioRpcError, match="a step of 131072 vectors of 80 numbers has 40 MiB, and 16 are"):
             await client.embed(["a"], pooling=POOLING_ALL)
         assert await client.embed(["a"], pooling=POOLING_ALL, dimensions=32)

@@ -137,7 +137,7 @@ async def test_every_placement_choice_is_in_the_metrics_and_in_the_state() -> No
 
 async def test_guesses_are_counted_by_their_position() -> None:
     async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.admin_target) as channel:
-        guesses = one.engine.workers.all[0].guesses
+        guesses = one.engine.workers.all[0].drafts
         guesses.verified.count([4, 4, 2])
         guesses.right.count([3, 0, 1])
         guesses.proposer = "ngram"
@@ -156,7 +156,7 @@ async def test_guesses_are_counted_by_their_position() -> None:
 
 async def test_a_sequence_that_is_late_takes_nothing_from_the_guesses_that_were_right() -> None:
     async with scheduler("127.0.0.1:1") as one, grpc.aio.insecure_channel(one.admin_target) as channel:
-        one.engine.workers.all[0].guesses.take(ModelOutput(1, [5], [0, 0, 1], num_draft_tokens=[0, 2, 1]))
+        one.engine.workers.all[0].drafts.take(ModelOutput(1, [5], [0, 0, 1], num_draft_tokens=[0, 2, 1]))
         found = await scrape(one)
         (worker,) = (await AdminServiceStub(channel).GetClusterState(pb.GetClusterStateRequest())).state.workers
     assert (worker.num_guessed_tokens, worker.num_accepted_tokens) == (3, 0)
@@ -361,6 +361,8 @@ async def test_both_services_serve_metrics_where_they_are_told_to_and_stop_all_t
             await client.wait_until_serving(60)
             await collect(client, "hello", SamplingParams(max_tokens=7, n=2, ignore_eos=True))
         computed, counted = Scrape(await get(worker_metrics)), Scrape(await get(scheduler_metrics))
+        while computed("pagewire_worker_sequences"):  # the worker hears of their end after the client does
+            computed = Scrape(await get(worker_metrics))
     finally:
         statuses = [process.stop() for process in reversed(processes)]
     assert statuses == [0, 0]

@@ -135,7 +135,7 @@ def test_values_that_are_none_come_back_as_none() -> None:
 
 def test_a_group_comes_back_as_it_was_made() -> None:
     message = pb.RecordedArrival()
-    group = SequenceGroup("r", [3, 1, 2], SAMPLING, b"root", priority=-4, tenant="t", lora_name="l", arrived_at=0.1)
+    group = SequenceGroup("r", [3, 1, 2], SAMPLING, b"root", priority=-4, tenant="t", adapter_id="l", arrived_at=0.1)
     encode_fields(SequenceGroup, group, message)
     made = decode_fields(SequenceGroup, message)
     names = (
@@ -145,7 +145,7 @@ def test_a_group_comes_back_as_it_was_made() -> None:
         "cache_root",
         "priority",
         "tenant",
-        "lora_name",
+        "adapter_id",
         "arrived_at",
     )
     for name in names:

@@ -141,7 +141,7 @@ async def answers_of(worker: FakeWorkerService) -> tuple[list[tuple[object, ...]
             for completion in completions
             for output in completion.outputs
         ]
-        return found, state.guesses.right.num_tokens
+        return found, state.drafts.right.num_tokens
 
 
 async def test_outputs_that_end_within_guesses_end_where_they_would_without(byte_tokenizer_directory: Path) -> None:

@@ -25,7 +25,7 @@ def worker(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_facto
             model=str(tiny_checkpoint),
             device="cpu",
             block_size=4,
-            num_device_blocks=64,
+            num_gpu_blocks_override=64,
             swap_space=1e-4,
             cache=tmp_path_factory.mktemp("cache"),
         )

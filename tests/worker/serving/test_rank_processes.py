@@ -30,7 +30,7 @@ SIZES = ("--num-gpu-blocks-override", "32", "--block-size", "4", "--threads", "1
 FAILING = """
 from worker_service.parallel.ranks import Ranks
 try:
-    with Ranks(1, 2).alike():
+    with Ranks(1, 2).together():
         raise MemoryError("no more")
 except MemoryError:
     print("goes on")
@@ -104,7 +104,7 @@ def test_ranks_are_the_worker_that_one_process_is(start: Any) -> None:
         twice = pb.SchedulerOutput(epoch=3, step_id=1, new_sequences=[new_message(7, [1], [0])])
         with pytest.raises(grpc.RpcError, match="step_id 1 where 2 was expected"):
             list(together.Execute(iter([twice, twice])))
-        long = [new_message(number, [9] * 20, [0]) for number in range(200)]
+        long = [new_message(number, [9] * 20, [0]) for number in range(250)]
         step = pb.SchedulerOutput(epoch=4, step_id=1, new_sequences=long)
         assert step.ByteSize() > 2 * 4096  # more than ranks are sent at once
         assert [answer.step_id for answer in together.Execute(iter([step]))] == [1]
@@ -189,7 +189,7 @@ def test_a_rank_that_fails_in_a_step_ends_for_it_has_lost_its_place() -> None:
 
 def test_a_step_that_makes_no_sense_ends_no_rank() -> None:
     """All ranks find it, and none computes it."""
-    with pytest.raises(InvalidStepError, match="no sense"), Ranks(1, 2).alike():
+    with pytest.raises(InvalidStepError, match="no sense"), Ranks(1, 2).together():
         raise InvalidStepError("no sense")
 
 
