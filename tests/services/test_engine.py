@@ -208,7 +208,7 @@ async def test_the_first_worker_decides_what_is_served_unless_a_model_is_named(b
         assert engine.fleet.agreement.model_name == "fake"
         worker.info.model_id = "other"
         with pytest.raises(WorkerError, match="serves the model 'other', this scheduler 'fake'"):
-            await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
+            await engine.fleet.agreement.accept(engine.workers.all[0].client, decode_worker_info(worker.info))
 
 
 async def test_limits_of_a_worker_are_lowered_and_not_raised(
@@ -222,8 +222,8 @@ async def test_limits_of_a_worker_are_lowered_and_not_raised(
     ):
         with capture_logs() as logs:
             async with serving(worker) as address, running(address, **settings) as engine:
-                await until(lambda engine=engine: engine.serving)
-                ((scheduler, _),) = engine.serving.items()
+                await until(lambda engine=engine: engine.workers.serving)
+                (scheduler,) = engine.workers.serving
                 assert (scheduler.config.max_num_batched_tokens, scheduler.config.max_num_seqs) == found
         said = {(line["flag"], line["value"], line["limit"]) for line in logs if "above the worker's" in line["event"]}
         above = {("--max-num-batched-tokens", 200, 128), ("--max-num-seqs", 17, 16)}
@@ -236,7 +236,7 @@ async def test_steps_of_later_workers_are_no_larger_than_the_first_ones(byte_tok
     async with serving(worker) as address, running(address) as engine:
         await engine.model()
         worker.info.max_num_seqs, worker.info.max_num_batched_tokens = 99, 999
-        config = await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
+        config = await engine.fleet.agreement.accept(engine.workers.all[0].client, decode_worker_info(worker.info))
         assert (config.max_num_batched_tokens, config.max_num_seqs) == (128, 16)
 
 
@@ -248,10 +248,12 @@ async def test_a_later_worker_needs_room_for_the_largest_request_and_not_for_the
     async with serving(worker) as address, running(address) as engine:
         await engine.model()
         worker.info.max_num_seqs = 128
-        assert (await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))).max_num_seqs == 128
+        assert (
+            await engine.fleet.agreement.accept(engine.workers.all[0].client, decode_worker_info(worker.info))
+        ).max_num_seqs == 128
         worker.info.max_num_seqs = 127
         with pytest.raises(WorkerError, match="largest step is 127; requests were promised 128"):
-            await engine.accept(engine.workers[0].client, decode_worker_info(worker.info))
+            await engine.fleet.agreement.accept(engine.workers.all[0].client, decode_worker_info(worker.info))
 
 
 async def test_a_request_has_one_timer_while_there_is_no_worker_and_none_after_it_is_closed(
