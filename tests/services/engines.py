@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from scheduler_service.access.keys import Keyring
-from scheduler_service.core import SamplingParams, SequenceGroup
+from scheduler_service.core import SequenceGroup
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.front_ends.servicer import FrontEnds
 from scheduler_service.engine.sessions.discovery import resolve_by_dns
@@ -18,6 +18,7 @@ from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.operations.admin_servicer import AdminServicer
 from scheduler_service.server import engine_server
 from scheduler_service.settings import SchedulerSettings
+from scheduler_service.wire.sampling import RequestSampling
 
 
 class OneProcess:
@@ -89,7 +90,7 @@ async def running(
 
 async def submit(one: OneProcess, name: str, prompt: list[int], **sampling: Any) -> RequestState:
     """Greedy, five tokens, unless told otherwise."""
-    parameters = SamplingParams(**{"max_tokens": 5, **sampling})
+    parameters = RequestSampling(**{"max_tokens": 5, **sampling})
     return await one.submit(GenerationRequest(request_id=name, prompt_token_ids=prompt, sampling=parameters))
 
 

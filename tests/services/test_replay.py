@@ -460,7 +460,7 @@ async def test_a_killed_service_leaves_a_recording_that_can_be_replayed(
     [
         (wire.Fork(token_ids=[1]), wire.Fork(token_ids=[2]), "forks"),
         (wire.Fork(index=1), wire.Fork(index=2), "forks"),
-        (wire.NewSequence(lora_name="a"), wire.NewSequence(lora_name="b"), "adapters of new sequences"),
+        (wire.NewSequence(adapter_id="a"), wire.NewSequence(adapter_id="b"), "adapters of new sequences"),
     ],
 )
 def test_a_difference_in_any_field_has_words(
