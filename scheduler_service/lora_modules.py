@@ -3,6 +3,8 @@
 import json
 from collections.abc import Iterator
 
+from pagewire_common.model_files.json_text import once
+
 KEYS = {"name", "path"}
 
 
@@ -20,8 +22,8 @@ def _modules(text: str) -> Iterator[str]:
     while text := text.lstrip(", \n"):
         if text.startswith(("{", "[")):
             try:
-                found, end = json.JSONDecoder().raw_decode(text)
-            except ValueError as error:
+                found, end = json.JSONDecoder(object_pairs_hook=once).raw_decode(text)
+            except json.JSONDecodeError as error:
                 raise ValueError(f"it is neither NAME=FOLDER nor JSON: {error}") from None
             yield from map(_of_json, found if isinstance(found, list) else [found])
             text = text[end:]

@@ -7,6 +7,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from pagewire_common.model_files.json_text import loads
+
 Method = Literal["ngram", "draft_model", "eagle3", "mtp"]
 OLD_METHODS: dict[str, Method] = {"ngram": "ngram", "draft": "draft_model", "eagle": "eagle3", "mtp": "mtp"}
 """Methods by the values of `--speculate`, the flag of the release before."""
@@ -32,7 +34,7 @@ class SpeculativeConfig(BaseModel):
     def parse(cls, text: str) -> Self:
         """Raises ValueError with a sentence."""
         try:
-            return cls.model_validate_json(text)
+            config = cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
@@ -40,6 +42,8 @@ class SpeculativeConfig(BaseModel):
                 known = ", ".join(cls.model_fields)
                 raise ValueError(f"the key {key!r} is not known here; known are {known}") from None
             raise ValueError(f"{key}: {first['msg']}" if key else first["msg"].removeprefix("Value error, ")) from None
+        loads(text)  # refuses a key with two values, which the other parser would drop
+        return config
 
     @model_validator(mode="after")
     def _keys_of_the_method(self) -> Self:

@@ -1,4 +1,4 @@
-"""JSON of a model's files, in which no name may have two values: a parser would drop one of them."""
+"""JSON in which no name may have two values: a parser would drop one of them."""
 
 import json
 from typing import Any
@@ -8,10 +8,11 @@ from pagewire_common.model_files.shown import shown
 
 def loads(content: str | bytes) -> Any:
     """Parse JSON. Raises ValueError for invalid JSON or a name with two values, and RecursionError for deep nesting."""
-    return json.loads(content, object_pairs_hook=_once)
+    return json.loads(content, object_pairs_hook=once)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, as `object_pairs_hook`. Raises ValueError for a name with two values."""
     found = dict(pairs)
     if len(found) < len(pairs):
         for key, value in pairs:

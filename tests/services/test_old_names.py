@@ -154,6 +154,7 @@ def test_adapters_are_named_as_vllm_has_them(words: list[str], found: list[str])
         ('{"name": "a", "path": "/a", "base_model_name": "b"}', "the key 'base_model_name' is not known here"),
         ('{"name": "a"}', 'an adapter in JSON has a "name" without = and a "path"'),
         ('{"name": "a=b", "path": "/a"}', 'an adapter in JSON has a "name" without = and a "path"'),
+        ('{"name": "a", "path": "/a", "path": "/b"}', "'path' is there twice"),
         ("[1]", "1 is no adapter; one in JSON is an object"),
         ('{"name": ', "it is neither NAME=FOLDER nor JSON"),
     ],

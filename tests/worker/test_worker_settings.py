@@ -89,6 +89,11 @@ def test_what_a_config_of_guesses_says_is_obeyed_or_refused(keys: dict[str, obje
         load(*config(**keys))
 
 
+def test_a_key_of_the_config_has_one_value() -> None:
+    with pytest.raises(SystemExit, match="--speculative-config: 'method' is there twice, as 'ngram' and as 'mtp'"):
+        load("--speculative-config", '{"method": "ngram", "method": "mtp"}')
+
+
 def test_a_network_guesses_in_one_process() -> None:
     sentence = 'worker_service: --speculative-config: "{}" is for a model that one process holds'
     for keys in ({"method": "mtp"}, {"method": "draft_model", "model": "default"}):

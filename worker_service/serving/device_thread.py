@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,19 +15,19 @@ _LOOK_SECONDS = 1e-4
 """Seconds between two checks whether the device has finished."""
 
 
-class Pending(Generic[Result]):
+class Pending(ABC, Generic[Result]):
     """Work that the device still computes; `settle` puts its result into `future`."""
 
     def __init__(self) -> None:
         self.future: Future[Result] = Future()
 
+    @abstractmethod
     def is_done(self) -> bool:
         """Whether `finish` would return at once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self) -> Result:
         """Wait for the device, and return the result."""
-        raise NotImplementedError
 
     @property
     def is_settled(self) -> bool:

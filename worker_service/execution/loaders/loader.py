@@ -1,5 +1,7 @@
 """The steps from an opened model to a runner, common to every kind of model."""
 
+from abc import ABC, abstractmethod
+
 from pagewire_common.start_error import StartError
 from worker_service.execution.adapters.adapters import Adapters
 from worker_service.execution.startup.device import describe_device
@@ -10,7 +12,7 @@ from worker_service.settings import WorkerSettings
 from worker_service.speculation.drafter import Drafter
 
 
-class Loader:
+class Loader(ABC):
     """Loads one model. Its methods are called once each, in the order of their definitions.
 
     No method before `load` allocates memory.
@@ -25,21 +27,21 @@ class Loader:
         self.target = target
         self.max_model_len = _choose_max_model_len(settings, target.max_model_len)
 
+    @abstractmethod
     def check(self) -> list[int]:
         """`Network.check` of everything that `load` will load."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self) -> None:
         """Allocate the weights and fill them. Raises StartError, and torch's errors if memory runs out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def measure(self) -> int:
         """Compute the largest step; returns prefill tokens a second."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_ready(self) -> Runner:
         """Give the remaining memory to a cache, if the model has a cache. Raises the errors of `load`."""
-        raise NotImplementedError
 
     def drafter(self, runner: Runner, speed: int) -> Drafter | None:
         """The runner's drafter, in the first rank; None without speculation. speed: as returned by `measure`."""
@@ -75,9 +77,9 @@ class Loader:
             max_num_seqs=self.settings.max_num_seqs,
         )
 
+    @abstractmethod
     def explain(self, error: Exception) -> StartError | None:
         """A sentence that explains an error of one of these steps; None if the error is a fault of this code."""
-        raise NotImplementedError
 
 
 def _choose_max_model_len(settings: WorkerSettings, most: int) -> int:
