@@ -56,7 +56,7 @@ class Feeding:
 
     @property
     def is_fed(self) -> bool:
-        """Whether workers are not idle, and their steps full: a worker with half a step is half idle."""
+        """Whether the workers are busy and their steps are full. A worker with half a step is half idle."""
         return self.idle_percent < MAX_IDLE_PERCENT and self.sequences_a_step > 0.95 * MAX_NUM_SEQS
 
 

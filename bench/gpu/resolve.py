@@ -156,7 +156,7 @@ def version_of(wheel: Path) -> str:
 
 
 def _fits(version: str | None, asked: SpecifierSet) -> bool:
-    """Whether a version fits; an unknown version counts as fitting."""
+    """Whether a version satisfies the requirement. An unknown version does."""
     return version is None or asked.contains(version, prereleases=True)
 
 

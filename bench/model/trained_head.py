@@ -2,12 +2,12 @@
 
     python -m bench trained_head FOLDER [--model default] [--prompts FILE] [--outputs 240] [--epochs 6]
 
-A server answers two kinds of prompts: those of `bench speculation`, from other sources, and questions of a file in
-MT-bench's format, if given. Then a head is trained on the answers as in "EAGLE-3: Scaling up Inference Acceleration of
-Large Language Models via Training-Time Test" (Li et al., 2025). In training, as when it drafts several tokens, it sees
-its own states in place of the model's, and it learns the model's probabilities. It starts from the model's last layer.
-The answers to a tenth of the prompts are held out to measure how often its drafts are right. Only models of the Llama
-family are supported.
+A server answers the prompts of `bench speculation`, made from other source files. With --prompts it also answers the
+questions of a file in MT-bench's format. Then a head is trained on the answers as in "EAGLE-3: Scaling up Inference
+Acceleration of Large Language Models via Training-Time Test" (Li et al., 2025). In training, as when it drafts several
+tokens, it sees its own states in place of the model's, and it learns the model's probabilities. It starts from the
+model's last layer. The answers to a tenth of the prompts are held out to measure how often its drafts are right. Only
+models of the Llama family are supported.
 """
 
 import argparse
