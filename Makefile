@@ -76,15 +76,16 @@ chaos: setup
 soak: setup
 	$(BIN)/python -m pytest tests/services/test_soak.py tests/services/test_lora_soak.py tests/services/test_hostile.py tests/services/test_hostile_http.py tests/services/test_hostile_worker.py tests/services/test_hostile_sounds.py --soak -s -n 0
 
-# The tests of kernels/ and of the worker's model code, on a machine with a GPU. PYTHON must have torch, triton, pytest
-# and, for the models, transformers. No setup, gRPC or network is needed. pyproject.toml's pytest options are not used,
-# because they need plugins that may be missing.
-GPU_TESTS := tests/kernels $(addprefix tests/worker/,execution/test_batch.py execution/test_cache_engine.py \
-  execution/test_decode_graphs.py execution/test_decode_inputs.py execution/test_logprobs.py \
+# The tests of Triton's kernels and of the worker's model code, on a machine with a GPU. PYTHON must have torch, triton,
+# transformers, pytest, hypothesis and peft, and this project's own packages. Without a network, PEER brings these: see
+# bench-gpu. pyproject.toml's pytest options are not used, because they need plugins that may be missing.
+GPU_TESTS := $(wildcard tests/kernels/test_triton_*.py) $(addprefix tests/kernels/test_,attention_by_position.py \
+  invariant_products.py shared_parts.py) $(addprefix tests/worker/,execution/test_batch.py \
+  execution/test_cache_engine.py execution/test_decode_graphs.py execution/test_decode_inputs.py execution/test_logprobs.py \
   execution/test_running_ahead.py execution/test_sampler.py models/test_architectures.py models/test_llama.py \
   parallel/test_ranks.py)
 test-gpu:
-	$(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider -ra $(GPU_TESTS)
+	PYTHONPATH="$(CURDIR):$(CURDIR)/protos$(PEER:%=:%/pagewire)" $(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider -ra $(GPU_TESTS)
 
 lint: setup
 	$(BIN)/ruff check

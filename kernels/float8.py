@@ -47,7 +47,9 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     A row that is not finite gets a scale or numbers that are NaN or infinite: all its products are NaN.
     """
     wide = x.float()
-    scales = (wide.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp_(min=MIN_SCALE)
+    largest = wide.abs().amax(dim=-1, keepdim=True)
+    # A GPU divides a tensor by a Python number as a product with its reciprocal, which is rounded twice.
+    scales = (largest / torch.full_like(largest, LARGEST)).clamp_(min=MIN_SCALE)
     return narrowed(wide, scales), scales
 
 

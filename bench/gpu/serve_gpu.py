@@ -100,7 +100,9 @@ def vllm_in(folder: Path) -> tuple[Sequence[str | Path], dict[str, str]]:
     if (folder / "venv").is_dir():
         return cpu_build(folder, CPU_CACHE_GIB)
     if (folder / "vllm" / "vllm").is_dir():
-        return [sys.executable, "-m", "vllm.entrypoints.cli.main"], {"PYTHONPATH": str((folder / "vllm").absolute())}
+        # FlashInfer is not packed. Its sampler, the default on Hopper, is not used for greedy requests.
+        environment = {"PYTHONPATH": str((folder / "vllm").absolute()), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        return [sys.executable, "-m", "vllm.entrypoints.cli.main"], environment
     raise BenchError(f"{folder} has neither venv/ nor vllm/vllm/, which `python -m bench.gpu.pack join` unpacks there")
 
 

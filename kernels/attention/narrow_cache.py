@@ -38,12 +38,14 @@ def narrowed(heads: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
     wide = heads.float()
     largest, most = wide.abs().amax(dim=-1, keepdim=True), _LARGEST[dtype]
     is_finite = largest.isfinite()
-    # A number divided by a tensor would be computed as reciprocal times number, which is rounded twice.
-    steps = (torch.full_like(largest, most) / largest).clamp_(max=torch.finfo(torch.float32).max)
+    # torch divides a Python number by a tensor, and a GPU a tensor by a number, as products with a reciprocal, which
+    # are rounded twice.
+    most_of_all = torch.full_like(largest, most)
+    steps = (most_of_all / largest).clamp_(max=torch.finfo(torch.float32).max)
     steps = torch.where(is_finite & (largest > 1e-36), steps, 0)
     numbers = torch.where(is_finite, wide * steps, 0)
     numbers = numbers.round_().to(dtype) if dtype is torch.int8 else numbers.clamp_(-most, most).to(dtype)
-    scales = torch.where(is_finite, largest / most, torch.nan)
+    scales = torch.where(is_finite, largest / most_of_all, torch.nan)
     return torch.cat((numbers.view(torch.int8), scales.view(torch.int8)), dim=-1).view(dtype)
 
 

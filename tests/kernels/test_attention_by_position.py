@@ -95,5 +95,5 @@ def test_a_padding_row_becomes_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one(case: Case, sequence: int, query_len: int, context: int) -> AttentionMetadata:
     """A step of this sequence alone, as it was when it had so many tokens."""
-    tables: Tensor = case.metadata.block_tables[sequence : sequence + 1]
+    tables: Tensor = case.metadata.block_tables[sequence : sequence + 1].cpu()
     return AttentionMetadata.build([query_len], [context], tables, DEVICE)

@@ -24,6 +24,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return pytest.importorskip("kernels.cpu.ops", exc_type=ImportError, reason="the CPU's kernels are not compiled")
     if not util.find_spec("triton"):
         pytest.skip("triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: test_triton_float8.py tests its products")
     module = import_module("kernels.triton.linear.float8_linear")
     monkeypatch.setattr(module, "multiplies_float8", lambda device: request.param == "torch's own")
     monkeypatch.setattr(module, "round_rows", round_rows)

@@ -58,9 +58,11 @@ def test_products_on_a_gpu(
     weight = random_weight(outputs, inputs, input_scale=input_scale)
     on_gpu = float8.Float8Weight(*(None if part is None else part.to(DEVICE) for part in weight))
     x, bias = randn(rows, inputs, dtype=dtype, seed=1), randn(outputs, dtype=dtype, seed=2)
+    magnitudes = exactly(x.abs().cpu(), weight._replace(numbers=weight.numbers.float().abs().to(float8.FLOAT8)), None)
     for added in (None, bias):
         found = strict(triton).pack_float8(on_gpu, wide)(x, added)
         assert found.dtype is (torch.float32 if wide else dtype)
         tolerance = 1e-4 if found.dtype is torch.float32 else torch.finfo(dtype).eps
         expected = exactly(x.cpu(), weight, None if added is None else added.cpu())
-        torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=1e-3)
+        # The tensor cores of an H100 keep 14 bits of a sum of e4m3 products.
+        assert ((found.cpu().double() - expected).abs() <= tolerance * expected.abs() + 2**-12 * magnitudes).all()

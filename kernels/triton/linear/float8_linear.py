@@ -1,9 +1,9 @@
 """Products of e4m3 numbers on a GPU. torch multiplies if the GPU has e4m3; a kernel of ours rounds the rows.
 
 `torch._scaled_mm` requires a multiple of 16 inputs and of 16 outputs, and compute capability 8.9 or later. With a scale
-for each row and each output it returns bfloat16 only; other types are scaled afterwards. use_fast_accum stays off: it
-adds up in fewer bits than float32 has. If several groups of inputs have scales, a kernel of ours multiplies, as for a
-mixture with one expert.
+for each row and each output it returns bfloat16 only; other types are scaled afterwards. use_fast_accum stays off, but
+an H100 then keeps about 14 bits of a sum, too. If several groups of inputs have scales, a kernel of ours multiplies, as
+for a mixture with one expert.
 
 Everywhere else the numbers are multiplied in bfloat16, which represents them exactly in 16 bits of memory. Oracle:
 `kernels.reference.pack_float8`.

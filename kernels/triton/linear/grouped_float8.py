@@ -10,8 +10,8 @@
 Tiles of several experts have one size for any number of rows: larger tiles use other instructions, which may sum up a
 row in another order. A step with few rows waits for weights, whose size is half of that in 16 bits. Numbers are
 multiplied as float16, which represents e4m3 exactly: products of e4m3 itself are summed in fewer bits than float32 has.
-The sums of a group are scaled and added to the earlier groups' sums. The kernel has not run on a GPU yet, so its tiles
-are no measured choice. It needs compute capability 8.9, whose instruction converts e4m3 to float16.
+The sums of a group are scaled and added to the earlier groups' sums. The tiles are no measured choice. The kernel needs
+compute capability 8.9, whose instruction converts e4m3 to float16.
 
 Oracle: `kernels.linear.experts.grouped_float8`. Sizes that hurt: experts without rows, one row, 129 rows with one,
 groups of 16 and of 48 inputs, 123 inputs in one group, one output.

@@ -9,7 +9,7 @@
 The number of programs depends on shapes alone, so that a captured graph may be replayed for other routes and nothing
 waits for the device. Programs after the last block of rows return at once; there are fewer of them than experts. Tiles
 have one size for any number of rows: larger tiles use other instructions, which may sum up a row in another order. The
-kernel has not run on a GPU yet, so its tiles are no measured choice.
+tiles are no measured choice.
 
 Oracle: `kernels.linear.experts.grouped_linear`. Sizes that hurt: experts without rows, one row, all rows with one
 expert, 17 rows with one, 123 inputs, one output, a number of experts that is not a power of two.

@@ -11,7 +11,7 @@ few rows need many programs that read weights, and many rows need large tiles. B
 same kind of instruction, which takes the inputs in the same steps of 16. That is `mma` for compute capability 8 and
 `wgmma` for 9.0. `wgmma` needs 64 rows, so no tile of 16-bit types has fewer. `tests/kernels/compile_for_gpus.py` reads
 the instructions of every tile. An instruction is assumed to sum up a row the same way for any other rows and outputs.
-The kernel has not run on a GPU yet, so its tiles are no measured choice.
+The tiles are no measured choice.
 
 Oracle: torch's product, and its own bits with other rows. Sizes that hurt: 123 inputs, one output, no row, 65 rows.
 """

@@ -125,7 +125,7 @@ def test_vllm_is_what_was_unpacked_or_a_virtual_environment(tmp_path: Path) -> N
     (tmp_path / "vllm/vllm").mkdir(parents=True)
     program, environment = vllm_in(tmp_path)
     assert program == [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-    assert environment == {"PYTHONPATH": str(tmp_path / "vllm")}
+    assert environment == {"PYTHONPATH": str(tmp_path / "vllm"), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     (tmp_path / "venv").mkdir()
     assert vllm_in(tmp_path)[0] == [tmp_path / "venv/bin/vllm"]
 

@@ -133,7 +133,11 @@ def test_chunks_of_prompts_are_replayed_beside_decodes_as_far_as_there_are_rows(
 
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8])
-@pytest.mark.parametrize("family", [{}, {"model_type": "mistral", "sliding_window": 6}], ids=["llama", "a window"])
+@pytest.mark.parametrize(
+    "family",
+    [{"head_dim": 12}, {"head_dim": 12, "model_type": "mistral", "sliding_window": 6}],
+    ids=["llama", "a window"],
+)
 def test_prompts_in_any_chunks_beside_decodes_say_what_single_launches_say(
     family: dict[str, object], cache_dtype: torch.dtype | None, make_checkpoint: Callable[..., Path], load: Load
 ) -> None:

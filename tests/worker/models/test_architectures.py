@@ -119,6 +119,7 @@ BORROWED: dict[str, dict[str, Any]] = {
     "exaone4": {"model_type": "exaone4", "layer_types": WINDOWS, "sliding_window": 8},
     "glm4": {
         "model_type": "glm4",
+        "partial_rotary_factor": 0.4,  # transformers 5.17 writes it beside the parameters of positions
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.4},
     },
     "gpt2": {"model_type": "gpt2", "hidden_size": 60},
@@ -139,6 +140,7 @@ BORROWED: dict[str, dict[str, Any]] = {
     "phi": {
         "model_type": "phi",
         "hidden_size": 60,
+        "partial_rotary_factor": 0.4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.4},
     },
     "qwen2_moe": {
