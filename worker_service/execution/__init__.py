@@ -1,4 +1,4 @@
-"""A step on the device: block moves, the forward pass, sampling, and the memory of each.
+"""Computes a step on the device: block moves, the forward pass and sampling. It also measures and allocates the memory.
 
-`models` has the models, `loading` their weights, `serving` the order of steps.
+The package `models` defines the networks, `loading` reads weights, and `serving` orders the steps.
 """

@@ -36,7 +36,7 @@ class Worker:
 
 
 def load_worker(settings: WorkerSettings) -> Worker:
-    """Find, load and measure the model, and give the remaining memory to its cache. Raises StartError.
+    """Find, load and measure the model, and allocate the remaining memory for the cache. Raises StartError.
 
     If several ranks share the model, all of them load it together.
     """
@@ -59,11 +59,11 @@ def load_worker(settings: WorkerSettings) -> Worker:
 
 def _load(loader: Loader) -> Worker:
     target = loader.target
-    # Checks come first: errors in the weights are found before memory is allocated for them.
+    # Checks run first, so that errors in the weights are found before memory is allocated for the weights.
     stage("checking weights")
     check_room_for_weights(target.device, target.dtype, loader.check(), target.ranks)
     stage("fingerprinting weights")
-    # A draft model chooses no token, so it is not part of it.
+    # The fingerprint excludes a draft model, because a draft model chooses no token.
     fingerprint = target.fingerprint() if target.ranks.rank == 0 else ""
     stage("loading weights")
     loader.load()

@@ -1,7 +1,7 @@
 """The worker's KV memory: a block pool on the device, a block pool on the host, and copies between and within them.
 
-Blocks are only numbers here; the scheduler knows the contents of each. The pools are not initialised: a CPU commits
-memory only when a block is first written.
+In this file blocks are only numbers; the scheduler knows their contents. The pools are not initialised, because a CPU
+then commits memory only when a block is first written.
 """
 
 import time
@@ -20,8 +20,9 @@ _MEASURED_BLOCKS = 8
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The contents of one block: keys and values of `block_size` tokens in all layers. The layout is that of
-    `kernels.ops`, or of `kernels.attention.narrow_cache` for 8 bits."""
+    """The shape of one block: keys and values of `block_size` tokens in all layers. `kernels.ops` defines the layout;
+    for 8-bit caches, `kernels.attention.narrow_cache` does.
+    """
 
     num_layers: int
     block_size: int
@@ -36,14 +37,14 @@ class CacheShape:
         return self.num_layers * 2 * self.block_size * self.num_kv_heads * head_bytes
 
     def allocate(self, num_blocks: int, device: torch.device, pinned: bool = False) -> Tensor:
-        """A pool [num_blocks, num_layers, 2, block_size, num_kv_heads, elements of a head], not initialised."""
+        """Allocate a pool [num_blocks, num_layers, 2, block_size, num_kv_heads, elements of a head], not initialised."""
         head = stored_size(self.head_dim, self.dtype)
         shape = (num_blocks, self.num_layers, 2, self.block_size, self.num_kv_heads, head)
         return torch.empty(shape, dtype=self.dtype, device=device, pin_memory=pinned)
 
 
 class CacheEngine:
-    """Owns both pools."""
+    """Owns the block pools of the device and of the host."""
 
     def __init__(self, shape: CacheShape, num_device_blocks: int, num_host_blocks: int, device: torch.device) -> None:
         self.device_blocks = shape.allocate(num_device_blocks, device)
@@ -52,9 +53,10 @@ class CacheEngine:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def move(self, output: SchedulerOutput) -> None:
-        """Do a step's moves in this order: swap out, swap in, copy. A swapped-out block may be a swap-in's destination.
+        """Move a step's blocks in this order: swap out, swap in, copy. A swap-in may overwrite a block that was swapped
+        out.
 
-        On a GPU the moves run on their own stream, after all work queued so far and before all work queued later.
+        On a GPU the moves run on a separate stream, after all work queued before them and before all work queued later.
         """
         if not (output.blocks_to_swap_out.sources or output.blocks_to_swap_in.sources or output.blocks_to_copy.sources):
             return
@@ -79,7 +81,7 @@ class CacheEngine:
             )
 
     def measure_swap_bandwidth(self) -> int:
-        """Bytes a second between the pools, both directions added; 0 without a host pool."""
+        """Bytes a second between the pools, the sum of both directions. 0 without a host pool."""
         blocks = tuple(range(min(_MEASURED_BLOCKS, len(self.device_blocks), len(self.host_blocks))))
         if not blocks:
             return 0
@@ -89,7 +91,8 @@ class CacheEngine:
             blocks_to_swap_out=BlockMapping(blocks, blocks),
             blocks_to_swap_in=BlockMapping(blocks, blocks),
         )
-        self.move(there_and_back)  # the first touch of memory costs more than later swaps
+        # The first access to memory takes longer than later swaps, and is not measured.
+        self.move(there_and_back)
         self._synchronize()
         start = time.perf_counter()
         self.move(there_and_back)
@@ -103,10 +106,10 @@ class CacheEngine:
 
 
 def _move_blocks(source_pool: Tensor, destination_pool: Tensor, mapping: BlockMapping) -> None:
-    """Copies block by block, one contiguous transfer each, by the copy engine of a GPU.
+    """Copy blocks one by one. Each copy is one contiguous transfer by the GPU's copy engine.
 
-    A kernel that reads pinned memory would occupy multiprocessors that other kernels need; transfers of megabytes gain
-    nothing from it.
+    A kernel that reads pinned memory would occupy multiprocessors that other kernels need. For transfers of megabytes
+    such a kernel is no faster.
     """
     for source, destination in zip(mapping.sources, mapping.destinations, strict=True):
         destination_pool[destination].copy_(source_pool[source], non_blocking=True)

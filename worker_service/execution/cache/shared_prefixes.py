@@ -1,8 +1,8 @@
-"""Finds the rows of a decode step whose contexts begin with the same blocks, so that attention reads these blocks once.
+"""Finds rows of a decode step whose contexts begin with the same blocks. Attention then reads these blocks only once.
 
-Such rows belong to requests with one long common prompt, to several outputs of one request, or to drafts of one
-sequence. A shared prefix is cut into parts of `PART_KEYS` keys. An item is one part and as many rows as a kernel
-computes together. Rows that share a part also share the part before it.
+Such rows belong to requests with a long common prompt, to several outputs of one request, or to drafts of one sequence.
+A shared prefix is split into parts of `PART_KEYS` keys. An item is one part together with the rows that a kernel
+computes at once. Rows that share a part also share the part before it.
 """
 
 from array import array
@@ -18,8 +18,9 @@ from kernels.attention.metadata import PART_KEYS, SharedParts
 from kernels.upload import upload
 
 _ITEMS_A_ROW = 2
-"""Items to allocate for each row of a step. An item is needed for every 16 rows and 512 tokens of 256 rows with one
-prompt, so 2 a row suffice for 16,384 tokens. Further tokens are not shared."""
+"""Items to allocate for each row of a step. For 256 rows with one prompt, every 16 rows and 512 tokens need an item. 2
+items a row therefore suffice for 16,384 tokens. Tokens after these are not shared.
+"""
 
 
 class SharedRows(NamedTuple):
@@ -29,7 +30,7 @@ class SharedRows(NamedTuple):
     rows: list[int]
     num_parts: list[int]
     num_saved: int
-    """Keys that attention need not read again, because it reads them for another row of the item."""
+    """Key reads that sharing saves: attention reads each key once for all rows of an item."""
 
 
 def find_shared(
@@ -41,13 +42,16 @@ def find_shared(
     most_items: int,
     most_parts: int,
 ) -> SharedRows:
-    """Find parts that rows share. tables, contexts: the blocks and the number of tokens of each row; most_rows: limit
-    of rows of an item."""
+    """Find the parts of contexts that rows share.
+
+    tables: the blocks of each row. contexts: the number of tokens of each row. most_rows: the maximum number of rows of
+    an item.
+    """
     items: list[tuple[int, int, int]] = []
     rows: list[int] = []
     num_parts = [0] * len(tables)
     num_saved = 0
-    # At least one key of the row's own must follow a shared part.
+    # A row's context must have at least one key after the shared part.
     groups = _sharing_rows(tables, (row for row, context in enumerate(contexts) if context > PART_KEYS), 0, 1)
     for part in range(most_parts):
         first, last = part * PART_KEYS // block_size, ((part + 1) * PART_KEYS - 1) // block_size + 1
@@ -80,7 +84,7 @@ def _sharing_rows(tables: "Sequence[array[int]]", rows: Iterable[int], first: in
 
 
 class SharedInputs:
-    """Shared parts in memory at fixed addresses, for CUDA graphs that are replayed with them."""
+    """Buffers for shared parts at fixed addresses, because CUDA graphs read the same addresses at each replay."""
 
     def __init__(
         self,
@@ -92,8 +96,12 @@ class SharedInputs:
         block_size: int,
         device: torch.device,
     ) -> None:
-        """most_rows: limit of rows of an item; most_parts: limit of parts of a row; room: limit of parts, shared or
-        not, over all rows of a step; least_saved: fewest keys that sharing must save in a step."""
+        """Allocate the buffers.
+
+        most_rows: the maximum number of rows of an item. most_parts: the maximum number of parts of a row. room: the
+        maximum number of parts, shared or not, over all rows of a step. least_saved: the minimum number of keys that
+        sharing must save in a step.
+        """
         self._most_rows, self._longest, self._room, self._least_saved = most_rows, most_parts, room, least_saved
         self._block_size = block_size
         most_items = _ITEMS_A_ROW * max_num_rows
@@ -103,7 +111,7 @@ class SharedInputs:
         self._known: tuple[SharedRows, int] | None = None
 
     def find(self, tables: "Sequence[array[int]]", contexts: Sequence[int], size: int) -> SharedRows | None:
-        """The parts that rows share in a step padded to `size` rows; None if they save too few keys."""
+        """The parts that rows share in a step padded to `size` rows. None if sharing saves too few keys."""
         found = find_shared(
             tables,
             contexts,
@@ -115,7 +123,7 @@ class SharedInputs:
         return found if found.items and found.num_saved >= self._least_saved else None
 
     def fill(self, tables: "Sequence[array[int]]", contexts: Sequence[int], size: int) -> bool:
-        """Store the shared parts of a step padded to `size` rows; returns False if they save too few keys."""
+        """Store the shared parts of a step padded to `size` rows. Returns False if sharing saves too few keys."""
         found = self.find(tables, contexts, size)
         if found is None:
             return False
@@ -132,10 +140,10 @@ class SharedInputs:
         return True
 
     def tensors(self, size: int) -> SharedParts:
-        """The stored parts of a step of `size` rows, padding included."""
+        """The stored shared parts of a step of `size` rows, padding included."""
         items: Tensor = self._items[: _ITEMS_A_ROW * size]
         return SharedParts(items, self._rows, self._num_parts[:size], self.most_parts(size))
 
     def most_parts(self, size: int) -> int:
-        """The most parts of a row in a step of `size` rows. The last bound is the number of items."""
+        """The maximum number of parts of a row in a step of `size` rows. The last limit is the number of items."""
         return min(self._longest, self._room // size, _ITEMS_A_ROW * self._most_rows)

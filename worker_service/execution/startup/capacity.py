@@ -1,7 +1,7 @@
-"""The capacity of a device: the weights, and then as many KV cache blocks as its share of memory holds.
+"""The capacity of a device: first the weights, then as many KV cache blocks as fit into the worker's share of memory.
 
-Blocks are counted after the weights are loaded and the largest step is known to fit. A cache too small for one sequence
-of the model's full length is refused: such a request would be accepted and could never be served.
+Blocks are counted after the weights are loaded and the largest step has run. The worker refuses to start if the cache
+is too small for one sequence of the model's full length. Otherwise a request of that length would wait forever.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.settings import WorkerSettings
 
 _CPU_SHARE = 4
-"""Divisor of a machine's free memory: a quarter, because other workers and processes need memory too."""
+"""Divisor of the machine's free memory. A worker takes a quarter, because other processes need memory too."""
 _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -26,14 +26,17 @@ _CGROUP = Path("/sys/fs/cgroup")
 def check_room_for_weights(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[int], ranks: Ranks = ALONE
 ) -> None:
-    """Raise StartError if weights of these bytes do not fit, before an attempt slows the machine down.
+    """Raise StartError if weights of these sizes do not fit into memory.
 
-    sizes: of this rank's weights of this dtype. On a CPU the weights of all ranks must fit.
+    The check runs before any weight is loaded, because a machine without free memory becomes slow.
+
+    sizes: bytes of each of this rank's weights in `dtype`. On a CPU the weights of all ranks together must fit.
     """
     num_bytes = sum(sizes)
     if device.type == "cpu":
-        # A weight and its packed form exist at the same time. An embedding that is also the head keeps both if rows
-        # cannot be read from the packed form; it is among the largest weights, and may be in float32.
+        # While a weight is packed, its plain and its packed form are both in memory. An embedding that is also the head
+        # keeps both forms if rows cannot be read from the packed form. Such an embedding is one of the largest weights
+        # and may be in float32.
         num_bytes += max(sizes) * ops_for(device).wide_itemsize(dtype) // dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
     if device.type == "cpu":
@@ -54,12 +57,12 @@ def count_device_blocks(
     ranks: Ranks = ALONE,
     least_model_len: int | None = None,
 ) -> int:
-    """The operator's number of blocks, else as many as fit. Raises StartError if one sequence does not fit.
+    """The operator's number of blocks if set, otherwise as many blocks as fit. Raises StartError if one sequence does
+    not fit.
 
-    least_model_len: tokens of a sequence that must fit, if these are fewer than `max_model_len`.
-
-    shapes: this rank's part of a block in each pool; all pools and all ranks have the same number of blocks.
-    sliding_window: the scheduler frees blocks behind it; 0 for no window.
+    shapes: this rank's part of a block, for each pool. All pools and all ranks have the same number of blocks.
+    sliding_window: tokens of the model's window, 0 for no window. The scheduler frees the blocks behind the window.
+    least_model_len: tokens of the sequence that must fit, if fewer than `max_model_len`.
     """
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override
@@ -103,14 +106,14 @@ def _too_little(
 
 
 def _free_cuda_bytes(device: torch.device, utilization: float) -> int:
-    """Our share of the GPU's bytes, less the highest use so far of this process and the others."""
+    """Bytes of the GPU that this process may still use: its share, minus its own peak use and other processes' use."""
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
     return int(utilization * total) - others - torch.cuda.max_memory_allocated(device)
 
 
 def _free_host_bytes() -> int:
-    """The machine's available bytes, or the rest of the control group's limit if smaller."""
+    """The machine's available bytes, or the bytes left of the control group's limit if fewer."""
     available = int(psutil.virtual_memory().available)
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
@@ -121,7 +124,7 @@ def _free_host_bytes() -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Bytes of the control group's usage that are cached, inactive file pages, such as files of loaded weights."""
+    """Bytes of inactive file pages that count as used in the control group, such as pages of loaded weight files."""
     try:
         lines = (_CGROUP / "memory.stat").read_text().splitlines()
     except OSError:
@@ -130,11 +133,11 @@ def _reclaimable_bytes() -> int:
 
 
 def give_freed_memory_back() -> None:
-    """Have the C library return freed memory that lies between used blocks to the system.
+    """Make the C library return free memory between used blocks to the system.
 
-    Once a block of up to 32 MiB was freed, glibc keeps freed blocks of that size. After 1.5 billion weights were packed
-    it kept 235 MiB; the weights and everything else took 1,360 MiB.
+    After the first free of a block of up to 32 MiB, glibc keeps all freed blocks of that size. After packing 1.5
+    billion weights glibc kept 235 MiB; the weights and everything else used 1,360 MiB.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has `malloc_trim`
     if trim is not None:
         trim(0)

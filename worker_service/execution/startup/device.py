@@ -1,5 +1,4 @@
-"""The device that a worker computes on: its choice, its name, and the settings and warnings before a model is
-loaded."""
+"""The device of a worker: its choice and name, the number of threads, and warnings before a model is loaded."""
 
 import os
 import platform
@@ -17,7 +16,7 @@ log = structlog.get_logger()
 
 
 def choose_device(settings: WorkerSettings) -> torch.device:
-    """The device of this rank. Raises StartError if it does not exist."""
+    """The device of this rank. Raises StartError if the device does not exist."""
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
         raise StartError("--device cuda: torch finds no usable GPU; install a CUDA build of torch, or use --device cpu")
@@ -30,7 +29,7 @@ def choose_device(settings: WorkerSettings) -> torch.device:
 
 
 def set_threads(settings: WorkerSettings) -> None:
-    """Set the number of threads; unless settings say otherwise, ranks share the cores."""
+    """Set the number of threads. Without a setting, the ranks share the cores equally."""
     if settings.threads is not None or settings.tensor_parallel_size > 1:
         torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() // settings.tensor_parallel_size))
 
@@ -43,7 +42,7 @@ def warn_if_eager(device: torch.device) -> None:
 
 
 def describe_device(device: torch.device, num_ranks: int) -> str:
-    """The device, its kernels and the number of ranks, in words for schedulers and operators."""
+    """The device, its kernels and the number of ranks, as text for schedulers and operators."""
     described = f"{device.type} ({_name(device)}, {backend_name(device)})"
     return f"{described} x {num_ranks}" if num_ranks > 1 else described
 

@@ -42,15 +42,15 @@ log = structlog.get_logger()
 NO_ADAPTERS = AdapterRoom()
 _CACHE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
 _QUANTIZED_SHARE = 5 / 8
-"""Upper limit, as a share of 16 bits: a number of 8 bits and, for every 16 numbers, two of 16 bits."""
+"""Upper limit of a weight's bytes, relative to 16 bits: 8 bits a number, and two 16-bit scales for 16 numbers."""
 _INT4_SHARE = 3 / 8
-"""Upper limit, as a share of 16 bits: a number of 4 bits and, for every 32 numbers, two of 16 bits."""
+"""Upper limit of a weight's bytes, relative to 16 bits: 4 bits a number, and two 16-bit scales for 32 numbers."""
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Network:
-    """A model's files and properties; `load` is the first to allocate memory."""
+    """The files and properties of a model. Memory for weights is first allocated by `load`."""
 
     model_id: str
     checkpoint: Checkpoint
@@ -65,11 +65,11 @@ class Network:
     quantization: Quantization
     sentences: SentenceSettings
     batch_invariant: bool = False
-    """See `ops_for`."""
+    """Whether kernels are batch-invariant, as for `ops_for`."""
 
     @classmethod
     def open(cls, name: str, settings: WorkerSettings, device: torch.device, ranks: Ranks) -> "Network":
-        """Find a model, downloading and converting it where needed. Raises StartError."""
+        """Find a model; download and convert it if necessary. Raises StartError."""
         cache, is_dummy = settings.cache.expanduser(), settings.load_format == "dummy"
         source = find_model(name, cache, with_weights=not is_dummy)
         checkpoint = Checkpoint(source.path, DummyWeights(device) if is_dummy else None)
@@ -108,8 +108,9 @@ class Network:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest text by the model's files; a sentence-transformer's file may allow fewer than
-        config.json."""
+        """Tokens of the longest text that the model's files allow. A sentence-transformer's file may allow fewer than
+        config.json.
+        """
         return min(self.config.max_model_len, self.sentences.max_length or self.config.max_model_len)
 
     @property
@@ -120,14 +121,15 @@ class Network:
 
     @property
     def max_encoder_len(self) -> int:
-        """Tokens that an encoder beside the decoder reads; 0 without an encoder."""
+        """Tokens that the encoder of an encoder-decoder reads. 0 for other models."""
         return getattr(self.config, "max_encoder_len", 0)
 
     def check(self, room: AdapterRoom = NO_ADAPTERS) -> list[int]:
-        """Upper limits of the bytes of each part of the weights. Raises StartError if they cannot be loaded; allocates
-        no memory.
+        """Upper limits of the bytes of each part of the weights, adapters included. Allocates no memory.
 
-        room: for adapters, which are included.
+        Raises StartError if the weights cannot be loaded.
+
+        room: the space for adapters.
         """
         model = self._build(torch.device("meta"))
         blueprint = model.checkpoint_tensors()
@@ -140,7 +142,7 @@ class Network:
         return [*self._sizes(blueprint), Adapters(model, room).num_bytes]
 
     def _sizes(self, blueprint: Mapping[str, torch.Tensor]) -> list[int]:
-        """The bytes of each tensor as it is held, and of a layer's tensors while they are packed."""
+        """The bytes of each tensor in its final form, and of one layer's tensors before packing."""
         stored, floats = self._quantized(), defaultdict[str, list[int]](list)
         share = _INT4_SHARE if self.quantization == "int4" else _QUANTIZED_SHARE
         block = None if self.checkpoint.packed is None else self.checkpoint.packed.config.block
@@ -161,7 +163,8 @@ class Network:
             build = build_encoder if self.is_encoder else build_encoder_decoder
             try:
                 return build(self.config, self.dtype, device)
-            except Exception as error:  # the code accepts any value until one is impossible
+            # Some model code raises errors of any type for impossible values.
+            except Exception as error:
                 if is_out_of_memory(error):
                     raise
                 file = self.checkpoint.path / "config.json"
@@ -169,10 +172,10 @@ class Network:
         return build_model(self.config, self.dtype, device, self.ranks, batch_invariant=self.batch_invariant, fill=fill)
 
     def fingerprint(self) -> str:
-        """A hash of the whole model, the same in every rank. Several threads read the files, so that loading finds them
-        in memory.
+        """A hash of the whole model, equal in all ranks. Several threads read the files, so that the files are in
+        memory when weights are loaded.
 
-        Weights rounded in another way have another fingerprint: workers that round differently do not serve together.
+        The hash includes the way of rounding weights. Workers that round differently therefore never serve together.
         """
         scheme: str = self.quantization
         if self.quantization != "none":
@@ -192,12 +195,15 @@ class Network:
         return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
 
     def load(self, room: AdapterRoom = NO_ADAPTERS) -> tuple[Any, Adapters]:
-        """The network, whose class depends on `config`. Raises StartError, and torch's errors if memory runs out."""
+        """The network, whose class depends on `config`, and its adapters.
+
+        Raises StartError. Raises torch's errors if memory runs out.
+        """
         quantized = self._quantized()
         with byte_progress("loading weights") as progress:
 
             def fill(places: Mapping[str, torch.Tensor]) -> None:
-                give_freed_memory_back()  # memory of the layer before
+                give_freed_memory_back()  # returns the memory of the layer before
                 self.checkpoint.load_into(places, self.cuts)
                 progress.update(sum(place.nbytes for place in places.values()))
 
@@ -216,7 +222,7 @@ class Network:
 
     @property
     def _packs_stored(self) -> bool:
-        """Whether weights that are stored quantised are multiplied as they are, rather than widened."""
+        """Whether the kernels multiply by the stored quantised weights. If False, the weights are widened to floats."""
         packed = self.checkpoint.packed
         if packed is None or not isinstance(self.config, DecoderConfig):
             return False
@@ -231,14 +237,14 @@ class Network:
         return ops_for(self.device).GROUPED_PRODUCTS and any(layer.mixture for layer in self.config.layers)
 
     def _has_whole_stacks(self, packed: PackedWeights) -> bool:
-        """Whether all experts of a layer are stored quantised, or none."""
+        """Whether in every layer either all experts are stored quantised, or no expert."""
         assert isinstance(self.config, DecoderConfig)
         counts = Counter(found[0] for name in packed if ".experts." in name and (found := _LAYER.match(name)))
         mixtures = {f"model.layers.{n}.": layer.mixture for n, layer in enumerate(self.config.layers) if layer.mixture}
         return all(counts[name] in (0, 3 * mixture.num_experts) for name, mixture in mixtures.items())
 
     def _can_pack(self, scheme: Quantization) -> bool:
-        """Whether the weights of a network that runs natively can be packed in this scheme."""
+        """Whether the weights of a natively run network can be packed in this scheme."""
         if self._stacks_experts and not (scheme == "fp8" and self._has_float8):
             return False
         return can_pack(self.device, self.dtype, scheme)
@@ -258,7 +264,7 @@ class Network:
 
     @property
     def _has_float8(self) -> bool:
-        """Whether the device has fp8 numbers and fp8 products."""
+        """Whether the device supports fp8 numbers and products."""
         return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= FLOAT8_CAPABILITY
 
     def _check_invariance(self) -> None:
@@ -287,7 +293,9 @@ class Network:
             )
 
     def _check_quantization(self) -> None:
-        """Packs small weights to find out whether the scheme is supported, before any weights are loaded."""
+        """Check whether the quantisation is supported. It packs small weights as a trial, before any weights are
+        loaded.
+        """
         if self.checkpoint.packed is not None:
             if self.quantization != "none":
                 raise StartError(
@@ -322,11 +330,11 @@ class Network:
 
 
 _TRANSPOSED = ("gpt2", "openai-gpt")
-"""Model families whose layers are stored as [inputs, outputs], and quantised along the other dimension."""
+"""Model families whose layers are stored as [inputs, outputs]. Their quantisation groups follow the other dimension."""
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], quantized: Quantized) -> dict[str, torch.Tensor]:
-    """The tensors that are needed in floating point: all but matrices."""
+    """The tensors that must be in floating point: every tensor that is not a quantised matrix."""
     return {name: tensor for name, tensor in tensors.items() if name not in quantized or tensor.dim() != 2}
 
 
@@ -334,5 +342,6 @@ def _read_config(checkpoint: Checkpoint) -> AnyConfig:
     file = checkpoint.path / "config.json"
     try:
         return read_config(checkpoint.config)
-    except Exception as error:  # config files are untrusted, and the code that reads them may raise anything
+    # Config files are untrusted. The code that reads them may raise any exception.
+    except Exception as error:
         raise StartError(f"{file}: {str(error) or type(error).__name__}") from error

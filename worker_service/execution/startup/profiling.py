@@ -1,8 +1,8 @@
-"""A forward pass with made-up tokens before the worker serves, to measure its speed and memory.
+"""A forward pass over placeholder tokens, which measures speed and memory before the worker serves.
 
-On a GPU the pass has as many tokens and sequences as a step can have, because its peak memory decides how many blocks
-fit; its contexts are short. On a CPU the cache is a share of free memory instead. A small pass measures the speed
-without delaying the start.
+On a GPU the pass has the maximum tokens and sequences of a step, with short contexts. Its peak memory decides how many
+blocks fit. On a CPU the size of the cache depends on free memory only. The pass on a CPU is therefore small, and only
+measures the speed.
 """
 
 from array import array
@@ -18,10 +18,10 @@ from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import TOKENS, PoolingParams, PoolingType, SamplingParams, SchedulerOutput
 
 if TYPE_CHECKING:
-    from worker_service.models.encoders.encoder_decoder import EncoderDecoder  # imports transformers
+    from worker_service.models.encoders.encoder_decoder import EncoderDecoder  # this import loads transformers
 
 _CPU_TOKENS = 256
-"""Tokens of the pass on a CPU: 0.2 s for the default model on two cores, where 2,048 tokens take two seconds."""
+"""Tokens of the pass on a CPU. For the default model on two cores, 256 tokens take 0.2 s and 2,048 tokens take 2 s."""
 
 
 def measure_prefill(
@@ -33,8 +33,8 @@ def measure_prefill(
 ) -> int:
     """Tokens a second of a step of `max_num_batched_tokens` tokens that samples for `max_num_seqs` sequences.
 
-    On a GPU, torch's peak of allocated memory afterwards covers such a step. Raises torch's OutOfMemoryError if the
-    step does not fit.
+    On a GPU, torch's peak of allocated memory then includes such a step. Raises torch's OutOfMemoryError if the step
+    does not fit.
     """
     num_tokens = max_num_batched_tokens if device.type == "cuda" else min(max_num_batched_tokens, _CPU_TOKENS)
     num_seqs = min(max_num_seqs, num_tokens) if device.type == "cuda" else 1
@@ -65,9 +65,9 @@ def measure_prefill(
 def measure_encoder_decoder(
     model: "EncoderDecoder", shape: CacheShape, device: torch.device, max_num_batched_tokens: int
 ) -> int:
-    """`measure_prefill` for an encoder and a decoder; counts the tokens of both.
+    """Tokens a second of an encoder-decoder, counting encoder and decoder tokens. See `measure_prefill`.
 
-    The pass reads one input, because encoders read inputs one at a time. A sound has at least its minimum length.
+    The pass reads one input, because encoders read inputs one at a time. An audio input has the model's full length.
     """
     config, is_cuda = model.config, device.type == "cuda"
     is_whole = is_cuda or config.feature_bytes > 0
@@ -104,7 +104,7 @@ def measure_encoder_decoder(
 
 
 def measure_encoder(runner: Runner, max_model_len: int, max_num_batched_tokens: int, num_labels: int = 0) -> int:
-    """`measure_prefill` for an encoder: texts of its maximum length, on a GPU as many as a step can have."""
+    """Tokens a second of an encoder with texts of the maximum length. On a GPU the step is filled with such texts."""
     pooling = PoolingParams(type=PoolingType.SCORE if num_labels else PoolingType.CLS, dimensions=max(1, num_labels))
     num_tokens = max_num_batched_tokens if runner.device.type == "cuda" else _CPU_TOKENS
     length = min(max_model_len, num_tokens)
@@ -124,6 +124,7 @@ def measure_encoder(runner: Runner, max_model_len: int, max_num_batched_tokens: 
 
 def _speed(runner: Runner, chunks: list[ScheduledChunk]) -> int:
     nothing_to_move = SchedulerOutput(epoch=0, step_id=0)
-    runner.execute(nothing_to_move, chunks)  # the first pass also pays for lazy loading and choices
+    # The first pass includes lazy loading and the choice of kernels.
+    runner.execute(nothing_to_move, chunks)
     timing = runner.execute(nothing_to_move, chunks).timing
     return round(sum(chunk.stop for chunk in chunks) * 1e6 / max(timing.forward_us, 1))

@@ -1,1 +1,3 @@
-"""One step on the device: batches, forward passes, CUDA graphs, and the drafts that a step accepts (`running_step`)."""
+"""Computes one step on the device: batches, forward passes and CUDA graphs. `running_step` decides which drafts are
+accepted.
+"""

@@ -19,16 +19,16 @@ class Batch:
     token_ids: Tensor
     """[num_tokens] int64."""
     positions: Tensor
-    """[num_tokens] int64: each token's place in its sequence."""
+    """[num_tokens] int64. Each token's position in its sequence."""
     slots: Tensor
-    """[num_tokens] int64: each token's slot in the cache."""
+    """[num_tokens] int64. Each token's slot in the cache."""
     attention: AttentionMetadata
     query_start: tuple[int, ...]
     """The first row of each chunk, then the number of rows."""
 
 
 def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> Batch:
-    """Lay out at least one chunk. Arrays are built in host memory and cross to the device whole."""
+    """Build the batch of at least one chunk. Each array is built in host memory and copied to the device as a whole."""
     starts = np.array([chunk.start for chunk in chunks])
     stops = np.array([chunk.stop for chunk in chunks])
     query_lens = stops - starts

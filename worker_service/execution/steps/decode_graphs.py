@@ -1,20 +1,20 @@
-"""Steps as CUDA graphs: a forward pass of hundreds of kernels in one launch.
+"""Steps as CUDA graphs: a forward pass of hundreds of kernels is one launch.
 
-On an H200 a decode of an 8-billion-parameter Llama takes 4.5 ms as a graph and 12.2 ms when each kernel is launched
-from Python. A graph is captured for each of a few numbers of rows. Every token has a row. So the same graphs serve
-steps that verify drafts, and steps with decodes and a short prompt, or a prompt's last tokens. The largest graph is
-captured first, so that the others reuse its memory. Logits and sampling stay outside, because their rows change from
-step to step.
+On an H200 a decode step of an 8-billion-parameter Llama takes 4.5 ms as a graph. It takes 12.2 ms if Python launches
+each kernel. A graph is captured for each of a few numbers of rows. Every token has a row. The same graphs therefore
+also compute steps that verify drafts and steps with short prompts or the end of a prompt. The largest graph is captured
+first, so that the other graphs reuse its memory. Logits and sampling stay outside, because their rows change from step
+to step.
 
-Adapters take two more kernels for each product, 256 in a pass of 32 layers. If a worker has slots for adapters, each
-size therefore has two graphs, with and without these kernels. A step of the base model alone launches none of them. The
-two graphs share inputs and memory. The second costs the time of its capture and the driver's memory for its launches.
-Launches do not depend on the adapters: slots and ranks are read on the device.
+Adapters add two kernels to each product, which are 256 kernels in a pass of 32 layers. If a worker has slots for
+adapters, each size therefore has a graph with these kernels and a graph without. A step of the base model launches no
+adapter kernels. The two graphs share inputs and memory. The second graph costs the time of its capture and the driver's
+memory for its launches. Launches do not depend on the adapters, because kernels read slots and ranks on the device.
 
-From 8 rows on, if kernels support shared prefixes (`worker_service.execution.cache.shared_prefixes`), each size has two
-graphs. One, with one more launch a layer, is for steps whose rows share enough; the other is for all other steps. The
-tokens of a question after a long prompt share its blocks, too. Steps without a graph share nothing: a step loses more
-without a graph than sharing could gain.
+If kernels support shared prefixes (`worker_service.execution.cache.shared_prefixes`), sizes of 8 rows and more have two
+graphs. The first graph has one more launch a layer, and computes steps whose rows share enough blocks. The second graph
+computes all other steps. The rows of a question after a long prompt also share the prompt's blocks. Steps without a
+graph do not share blocks: a step without a graph loses more time than sharing could save.
 """
 
 from array import array
@@ -37,30 +37,35 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.settings import WorkerSettings
 
 _PROMPT_ROWS = 256
-"""Rows of the largest graph when `max_num_seqs` is smaller, limited by the tokens of a step. With twice as many rows
-the tensor cores of an H200 are busy for as long as this Llama's launches take. Not measured."""
+"""Rows of the largest graph if `max_num_seqs` is smaller, at most the tokens of a step. Estimate for an H200 and an
+8-billion-parameter Llama, not measured: 512 rows compute for as long as Python needs to launch the kernels.
+"""
 _MAX_READ_AGAIN = 1 << 28
-"""Bytes of a layer's keys and values that the rows of a step may read repeatedly. A prompt of 360 tokens reads as much
-with 4 KiB a token, as in that Llama.
+"""Bytes of a layer's keys and values that the rows of a step may read repeatedly. At 4 KiB a token (Llama of 8 billion
+parameters) a prompt of 360 tokens reaches this limit.
 
-Each row of a sequence reads the whole context, which an eager pass reads once for several rows. Without a graph, the
-kernels of a layer take 0.24 ms more on an H200, in which its memory reads 1 GB. The limit is a fourth of that: other
-GPUs have less bandwidth, and caches make up for some of it. Not measured.
+In a graph each row of a sequence reads the whole context. An eager pass reads the context once for several rows. On an
+H200 the kernels of a layer take 0.24 ms longer without a graph. In 0.24 ms its memory reads 1 GB. The limit is a
+quarter of 1 GB, because other GPUs have less bandwidth, although caches avoid some reads. The limit is an estimate, not
+measured.
 """
 
 _FEWEST_SHARING = 8
 """Smallest number of rows of a step with shared parts. Not measured."""
 _MAX_SHARED_BYTES = 1 << 27
-"""Bytes of the results of shared parts in float32, for all rows of a step: 32 parts of 512 tokens for 256 rows of 32
-heads of 128. Beyond these parts each row attends alone."""
+"""Maximum bytes of the float32 results of shared parts over all rows of a step. The limit allows 32 parts of 512 tokens
+for 256 rows of 32 heads of 128. After these parts each row attends separately.
+"""
 _MIN_SAVED = 200 << 20
 """Smallest number of bytes of a layer's keys and values that sharing must save. On an H100 sharing takes 35 µs or more,
-because one program reads the 512 keys of a part. Saving 126 MB made a layer slower (28 to 38 µs), and saving 235 MB
-made it faster (49 to 44 µs)."""
+because one program reads the 512 keys of a part. When sharing saved 126 MB, a layer took 38 µs instead of 28 µs. When
+sharing saved 235 MB, a layer took 44 µs instead of 49 µs.
+"""
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
-"""Takes a computation. Returns a function that repeats it in the same memory, and the result, which each call
-overwrites."""
+"""Function that records a computation. It returns a function that repeats the computation in the same memory, and the
+result tensor. Each repetition overwrites the result.
+"""
 
 
 class DecodeGraphs:
@@ -79,13 +84,13 @@ class DecodeGraphs:
     ) -> None:
         """Capture the graphs.
 
-        cache: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; max_num_rows: rows of the largest graph,
-        at least one for each sequence of a step; has_adapters: whether the model has slots for adapters; record:
-        replaces capturing.
+        cache: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]. max_num_rows: rows of the largest graph,
+        at least one for each sequence of a step. has_adapters: whether the model has slots for adapters. record:
+        replaces the capture of CUDA graphs.
         """
         self._inputs = DecodeInputs(max_num_rows, max_model_len, cache.shape[3], cache.device)
-        # Ranks must decide alike, so this counts the heads of all ranks: they all-reduce equally many rows, padding
-        # included.
+        # The heads of all ranks are counted, because all ranks must decide the same. An all-reduce needs equal numbers
+        # of rows in all ranks, padding included.
         token_bytes = 2 * model.config.num_kv_heads * model.config.head_dim * cache.itemsize
         self._most_read_again = _MAX_READ_AGAIN // token_bytes
         self._shared = _shared_inputs(model, cache, max_num_rows, max_model_len)
@@ -104,16 +109,16 @@ class DecodeGraphs:
                 progress.update()
 
     def fit(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether a graph can compute a step, and is faster than launching its kernels one by one.
+        """Whether a graph can compute a step faster than launching its kernels one by one.
 
-        A graph fits every step of one token for each sequence.
+        A graph fits every step with one token for each sequence.
         """
         num_rows = sum(chunk.stop - chunk.start for chunk in chunks)
         if num_rows == len(chunks):
             return True
         if num_rows > self._inputs.sizes[-1]:
             return False
-        # A sequence's last row reads the context once; the sum is over the contexts of its other rows.
+        # Only repeated reads are counted: the contexts of all rows except the last row of each sequence.
         read_again = sum((chunk.stop - chunk.start - 1) * (chunk.start + chunk.stop) // 2 for chunk in chunks)
         size = self._inputs.size_of(num_rows)
         if read_again > self._most_read_again and (shared := self._shared_at(size)) is not None:
@@ -124,7 +129,7 @@ class DecodeGraphs:
     def forward(
         self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None, adapter_slots: Tensor | None
     ) -> Tensor:
-        """The hidden states of the tokens of chunks that `fit`, [tokens, hidden_size]; the next call overwrites them.
+        """The hidden states of the tokens of chunks that `fit`, [tokens, hidden_size]. The next call overwrites them.
 
         unseen, adapter_slots: see `DecodeInputs.fill`.
         """
@@ -136,7 +141,7 @@ class DecodeGraphs:
         return hidden[: sum(chunk.stop - chunk.start for chunk in chunks)]
 
     def _shared_at(self, size: int) -> SharedInputs | None:
-        """None if steps of this many rows share nothing."""
+        """The buffers for shared parts, or None if steps of this many rows do not share blocks."""
         if self._shared is None or size < _FEWEST_SHARING or not self._shared.most_parts(size):
             return None
         return self._shared
@@ -148,37 +153,40 @@ class DecodeGraphs:
 
 
 def _contexts(chunks: Sequence[ScheduledChunk]) -> "tuple[list[array[int]], list[int]]":
-    """The blocks of each row, and the number of tokens that it sees."""
+    """The blocks of each row, and the number of tokens that the row sees."""
     tables = [chunk.sequence.block_ids for chunk in chunks for _ in range(chunk.start, chunk.stop)]
     return tables, [stop for chunk in chunks for stop in range(chunk.start + 1, chunk.stop + 1)]
 
 
 def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_model_len: int) -> SharedInputs | None:
-    """None if kernels do not support shared parts."""
+    """The buffers for shared parts, or None if kernels do not support shared parts."""
     config = model.config
-    if not isinstance(config, DecoderConfig) or is_narrow(cache.dtype):  # its kernel reads no scales
+    if not isinstance(config, DecoderConfig) or is_narrow(cache.dtype):  # the kernel for shared parts reads no scales
         return None
-    # Ranks with copies of a key head have fewer query heads for it, and could compute more rows together.
+    # If ranks hold copies of a key head, each rank has fewer query heads for the key head. A kernel could then compute
+    # more rows together.
     groups = config.num_heads // config.num_kv_heads
     most_rows = ops_for(cache.device).shared_tokens(groups, config.head_dim, cache.dtype)
     row_bytes = config.num_heads * config.head_dim * torch.float32.itemsize
     most_parts, room = (max_model_len - 1) // PART_KEYS, _MAX_SHARED_BYTES // row_bytes
     if not most_rows or not most_parts:
         return None
-    token_bytes = 2 * config.num_kv_heads * config.head_dim * cache.itemsize  # of all ranks, which must decide alike
+    # The heads of all ranks are counted, because all ranks must decide the same.
+    token_bytes = 2 * config.num_kv_heads * config.head_dim * cache.itemsize
     least_saved = _MIN_SAVED // token_bytes
     return SharedInputs(max_num_rows, most_rows, most_parts, room, least_saved, cache.shape[3], cache.device)
 
 
 class _CudaGraphs:
-    """Captures graphs that share memory: they are replayed one at a time."""
+    """Captures graphs that share memory. Sharing is safe because only one graph runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        compute()  # pays for lazy compilation, choices and allocations
+        # This first call compiles lazily, chooses kernels and allocates memory.
+        compute()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=None if self._last is None else self._last.pool()):
@@ -196,7 +204,7 @@ def capture(
     *,
     has_adapters: bool = False,
 ) -> DecodeGraphs | None:
-    """Graphs of a model's steps; None if they cannot be captured."""
+    """The captured graphs of a model's steps. None if the model, device or settings do not allow graphs."""
     blocks = cache.device_blocks
     captures = isinstance(config, DecoderConfig) and blocks.is_cuda and backend_name(blocks.device) != EAGER
     if not captures or settings.enforce_eager:

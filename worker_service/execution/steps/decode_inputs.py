@@ -1,13 +1,13 @@
-"""The tensors of a decode step, at the same addresses every time, so that a captured CUDA graph can be replayed.
+"""The input tensors of a decode step, at fixed addresses, so that a captured CUDA graph can be replayed.
 
-Each token has a row. To attention every row is a sequence with one query token, which sees the tokens up to its own;
-rows of one sequence have the same block table. So a step that verifies drafts has the shape of a decode, and uses the
-decode kernel.
+Each token has a row. Attention treats every row as a sequence with one query token, which sees the tokens up to itself.
+Rows of one sequence have the same block table. A step that verifies drafts therefore has the shape of a decode step and
+uses the decode kernel.
 
-A batch is padded to one of a few sizes. A padding row has token 0, position -1, slot -1 and no adapter, so it stores
-nothing and attends to nothing. Tokens, positions and slots cross to the device in one copy a step. A row's block table
-crosses only if the row's sequence or its blocks have changed since the row was last used. A token that the previous
-step sampled stays on the device: the host need not have read it.
+A batch is padded to the next of a few sizes. A padding row has token 0, position -1, slot -1 and no adapter. It
+therefore stores no keys and attends to no keys. Each step copies tokens, positions and slots to the device in one
+transfer. A row's block table is copied only if it has changed since the row's last use. A token that the previous step
+sampled stays on the device. The host can read such a token later.
 """
 
 from array import array
@@ -30,14 +30,15 @@ class UnseenTokens:
     """Tokens of a step that the host has not read yet."""
 
     token_ids: Tensor
-    """[rows] int64, negative for sequences that failed; these continue from a placeholder."""
+    """[rows] int64, negative for sequences that failed. A failed sequence continues with a placeholder token."""
     rows: Mapping[int, int]
-    """Rows by sequence id."""
+    """Row of each sequence id."""
 
 
 def bucket_sizes(max_num_rows: int) -> list[int]:
-    """Row counts that batches are padded to. From 40 rows on, the next size is at most a fifth larger; below, at most 7
-    rows larger."""
+    """The numbers of rows that batches are padded to. Below 40 rows padding adds at most 7 rows; from 40 rows on, at
+    most a fifth.
+    """
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_rows, 32)]
     return [*(size for size in sizes if size < max_num_rows), max_num_rows]
 
@@ -47,7 +48,7 @@ _PADDING_ROW = np.array([[0], [-1], [-1]])
 
 
 class DecodeInputs:
-    """Buffers for `max_num_rows` tokens."""
+    """Input buffers for `max_num_rows` tokens."""
 
     def __init__(self, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.sizes = bucket_sizes(max_num_rows)
@@ -60,16 +61,16 @@ class DecodeInputs:
         self._known_tables = [array(TOKENS) for _ in range(max_num_rows)]
 
     def size_of(self, count: int) -> int:
-        """The smallest bucket size that holds `count` rows."""
+        """The smallest bucket size that is at least `count` rows."""
         return self.sizes[bisect_left(self.sizes, count)]
 
     def fill(
         self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None = None, adapter_slots: Tensor | None = None
     ) -> int:
-        """Store a step's chunks, which have at most as many tokens as there are rows; returns the bucket's size.
+        """Store the inputs of a step, which must not have more tokens than there are rows. Returns the bucket size.
 
-        unseen: tokens that are on the device only; the chunk of their sequence is this one token. adapter_slots:
-        [tokens] int32, see `CausalModel.forward`. The copies run after all earlier work of the device.
+        unseen: tokens that are on the device only. The chunk of a sequence in `unseen` has only this token.
+        adapter_slots: [tokens] int32, see `CausalModel.forward`. The copies run after all earlier work of the device.
         """
         block_size, device = self._block_size, self._rows.device
         places = [(chunk.sequence, position) for chunk in chunks for position in range(chunk.start, chunk.stop)]
@@ -110,8 +111,11 @@ class DecodeInputs:
         return self._adapter_slots[:size]
 
     def _take_over(self, unseen: UnseenTokens, sources: Sequence[int | None]) -> None:
-        """sources: for each row, the row of its token in `unseen`; None if the host knows the token."""
-        if sources == list(range(len(unseen.token_ids))):  # the same rows in the same order, as in most steps
+        """Copy unseen tokens into their rows.
+
+        sources: for each row, the row of its token in `unseen`; None if the host knows the token.
+        """
+        if sources == list(range(len(unseen.token_ids))):  # same rows and order, as in most steps
             torch.clamp(unseen.token_ids, min=PLACEHOLDER, out=self._rows[0, : len(sources)])
         elif pairs := [(row, source) for row, source in enumerate(sources) if source is not None]:
             rows, places = upload(np.array(pairs).T, torch.int64, self._rows.device)
@@ -129,5 +133,5 @@ class DecodeInputs:
         device = self._tables.device
         rows = upload(changed, torch.int64, device)
         self._tables[:, : entries.shape[1]].index_copy_(0, rows, upload(entries, torch.int32, device))
-        for row in changed:  # only when nothing can fail any more
+        for row in changed:  # after the last call that can fail
             self._known_tables[row] = array(TOKENS, rows_tables[row])

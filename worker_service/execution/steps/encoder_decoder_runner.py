@@ -1,4 +1,4 @@
-"""Computes the steps of a network with encoder and decoder: first the encoder's inputs, then the decoder's tokens."""
+"""Computes the steps of an encoder-decoder network: first the encoder's inputs, then the decoder's tokens."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -20,7 +20,7 @@ from worker_service.models.causal_model import CausalModel
 from worker_service.session.session import ScheduledChunk, SequenceState
 
 if TYPE_CHECKING:
-    from worker_service.models.encoders.encoder_decoder import EncoderDecoder  # imports transformers
+    from worker_service.models.encoders.encoder_decoder import EncoderDecoder  # this import loads transformers
 
 
 class EncoderDecoderRunner(ModelRunner):
@@ -34,11 +34,14 @@ class EncoderDecoderRunner(ModelRunner):
         adapters: Adapters | None = None,
         aligner: Aligner | None = None,
     ) -> None:
-        """aligner: for a model that reports the times of tokens; other models pool nothing."""
+        """Create a runner.
+
+        aligner: required if the model reports the times of tokens. Other models pool no vectors.
+        """
         super().__init__(cast(CausalModel, model), cache_engine, forms=forms, adapters=adapters)
         self._model = model
         self._aligner = aligner
-        # The step's queries of cross attention by layer, if a chunk is to be aligned.
+        # The step's queries of cross attention by layer, if a chunk needs the times of its tokens.
         self._queries: dict[int, Tensor] = {}
 
     def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
@@ -84,13 +87,13 @@ class EncoderDecoderRunner(ModelRunner):
     def _pool(
         self, chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor
     ) -> list[tuple[ScheduledChunk, Tensor]]:
-        """See `ModelRunner`. Pools the times of tokens, for prompts whose last chunk this is."""
+        """The times of tokens, for each prompt whose last chunk is in the step. See `ModelRunner`."""
         del hidden
         queries, self._queries = self._queries, {}
         completed = []
         for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False):
             if chunk.sequence.sampling.pooling is not None:
-                assert self._aligner is not None  # the limits guarantee it
+                assert self._aligner is not None  # the limits guarantee an aligner
                 cache = self.cache_engine.device_blocks
                 times = self._aligner.take(chunk, {layer: of[start:stop] for layer, of in queries.items()}, cache)
                 if times is not None:

@@ -16,7 +16,8 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import SchedulerOutput
 
 if TYPE_CHECKING:
-    from worker_service.models.encoders.encoder import Encoder  # imports transformers, two seconds of every start
+    # This import loads transformers, which would take two seconds of every start.
+    from worker_service.models.encoders.encoder import Encoder
 
 
 class EncoderRunner(Runner):
@@ -32,13 +33,13 @@ class EncoderRunner(Runner):
     def launch(
         self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
     ) -> RunningStep:
-        """Launch a step. There are no block moves, and no step runs ahead."""
+        """Launch a step. Encoder steps move no blocks and never run ahead."""
         del output, before
         clock = StepClock(self.device)
         clock.mark()
         vectors = []
         if chunks:
-            ordered = sorted(chunks, key=lambda chunk: chunk.stop)  # for attention, which batches equal lengths
+            ordered = sorted(chunks, key=lambda chunk: chunk.stop)  # sorted, because attention batches equal lengths
             lengths = [chunk.stop for chunk in ordered]
             starts = [0, *accumulate(lengths)]
             positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
@@ -57,6 +58,6 @@ class EncoderRunner(Runner):
 
 
 def _num_first_tokens(chunk: ScheduledChunk) -> int:
-    """Tokens before the second text of a pair; all tokens of a single text."""
+    """Number of tokens before the second text of a pair, or all tokens of a single text."""
     pooling = chunk.sequence.sampling.pooling
     return (pooling and pooling.num_first_tokens) or chunk.stop

@@ -1,7 +1,6 @@
 """Computes steps: moves blocks, runs the model over the batch, samples. The session has already checked the step.
 
-Logits are computed only for the rows that need them: one for each sequence that samples, and the rows of prompts with
-log-probabilities.
+Logits are computed only for rows of sequences that sample, and for rows of prompts with log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -29,11 +28,11 @@ from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput
 
 _LOGPROB_ROWS = 256
-"""Prompt rows whose logits exist at one time; 2,048 rows of 49,152 float32 logits would be 400 MB."""
+"""Prompt rows whose logits exist at one time. 2,048 rows of 49,152 float32 logits would be 400 MB."""
 
 
 def _choosers(chunk: ScheduledChunk) -> list[SequenceState]:
-    """The state of the sequence at each sampled token, if all drafts are right."""
+    """The state of the sequence at each sampled token, if all its drafts are accepted."""
     sequence, drafts = chunk.sequence, chunk.drafts
     drafted = [replace(sequence, token_ids=sequence.token_ids + drafts[: n + 1]) for n in range(len(drafts))]
     return [sequence, *drafted]
@@ -47,20 +46,22 @@ class Runner:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be launched before the previous step has finished, if its chunks `follow`."""
+        """Whether a step may be launched before the previous step has finished. Its chunks must `follow`."""
         return False
 
     def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:  # noqa: ARG002 (others use it)
-        """Whether a step of these chunks may run ahead: it reads tokens from the device that the host does not know
-        yet."""
+        """Whether a step of these chunks may run ahead. Such a step reads tokens from the device that the host has not
+        read yet.
+        """
         return False
 
     def launch(
         self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
     ) -> RunningStep:
-        """Launch a step. `chunks` is `output`'s work as the session returned it.
+        """Launch a step.
 
-        before: the previous step, if it has not finished; requires that the chunks `follow`.
+        chunks: the work of `output`, as the session returned it. before: the previous step, if it has not finished. A
+        step with `before` requires chunks that `follow`.
         """
         raise NotImplementedError
 
@@ -69,10 +70,9 @@ class Runner:
         return self.launch(output, chunks).finish()
 
     def recover(self) -> None:
-        """Free the memory that a failed step held, for the next step; call it when the step's tensors have been
-        dropped.
+        """Free the memory that a failed step held. Call it after the step's tensors have been dropped.
 
-        Raises DeviceLostError if this process has lost the device: after an illegal access or a failed assertion in a
+        Raises DeviceLostError if this process has lost the device. After an illegal access or a failed assertion in a
         kernel, every further CUDA call fails.
         """
         if self.device.type != "cuda":
@@ -87,7 +87,7 @@ class Runner:
 class ModelRunner(Runner):
     """A model and its cache on one device. Not thread-safe: one thread owns the device.
 
-    `finish` waits for a GPU; `launch` waits only for log-probabilities of a prompt.
+    `finish` waits for the device. `launch` waits only if a prompt's log-probabilities are requested.
     """
 
     def __init__(
@@ -107,18 +107,18 @@ class ModelRunner(Runner):
 
     @property
     def runs_ahead(self) -> bool:
-        """See `Runner`."""
+        """Whether the runner has CUDA graphs, see `Runner`."""
         return self._decode_graphs is not None
 
     def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """See `Runner`."""
+        """Whether a graph computes these chunks, see `Runner`."""
         return self._decode_graphs is not None and self._decode_graphs.fit(chunks)
 
     @torch.inference_mode()
     def launch(
         self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
     ) -> RunningStep:
-        """See `Runner`."""
+        """Launch a step, see `Runner`."""
         clock = StepClock(self.device)
         self.cache_engine.move(output)
         clock.mark()
@@ -153,7 +153,7 @@ class ModelRunner(Runner):
         return RunningStep(chunks, clock, logits, token_ids, prompt_logprobs, failed, vectors, masks)
 
     def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
-        """Run the encoder, if there is one, over its inputs of the step; returns the other chunks."""
+        """Run the encoder, if the model has an encoder, over the step's encoder inputs. Returns the other chunks."""
         return chunks
 
     def _begin_forms(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
@@ -164,7 +164,7 @@ class ModelRunner(Runner):
         return None
 
     def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
-        """The hidden states; and the first row of each chunk, then the number of rows."""
+        """The hidden states, and the query starts: the first row of each chunk, then the number of rows."""
         adapter_slots = None if self.adapters is None else self.adapters.slots(chunks)
         if self._decode_graphs is not None and (before is not None or self._decode_graphs.fit(chunks)):
             unseen = None if before is None else before.unseen_tokens()
@@ -180,15 +180,15 @@ class ModelRunner(Runner):
     def _pool(
         self, chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor
     ) -> list[tuple[ScheduledChunk, Tensor]]:
-        """The vectors that the chunks of pooled sequences complete. hidden, query_start: as `_forward` returns them."""
+        """The vectors of pooled sequences that the chunks complete. hidden, query_start: results of `_forward`."""
         return pool_all(chunks, query_start, hidden)
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[SampleLogprobs]:
-        """Log-probabilities of the prompt tokens that the chunk's rows predict: from its second token to the one after
-        its last.
+        """Log-probabilities of the prompt tokens that the chunk's rows predict. These tokens go from the chunk's second
+        token to the token after its last token.
 
-        hidden: [chunk's tokens, hidden_size]. Returns one report, or none if the request asks for none. Raises
-        FloatingPointError if there are no log-probabilities.
+        hidden: [chunk's tokens, hidden_size]. Returns one report, or an empty list if the request asks for no
+        log-probabilities. Raises FloatingPointError if the logits are not finite.
         """
         num_top = chunk.sequence.sampling.prompt_logprobs
         first, last = chunk.start + 1, min(chunk.stop + 1, chunk.sequence.num_prompt_tokens)

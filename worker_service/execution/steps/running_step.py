@@ -1,4 +1,4 @@
-"""A launched step, until its results are read."""
+"""A launched step whose results have not been read yet."""
 
 from collections.abc import Sequence, Set
 from itertools import accumulate
@@ -17,7 +17,7 @@ from worker_service.session.step import ModelOutput, SampleLogprobs, SequenceVec
 
 
 class RunningStep:
-    """A launched step."""
+    """A launched step whose results have not been read yet."""
 
     def __init__(
         self,
@@ -30,10 +30,12 @@ class RunningStep:
         vectors: Sequence[tuple[ScheduledChunk, Tensor]] = (),
         masks: FormMasks | None = None,
     ) -> None:
-        """logits: [rows, vocabulary_size], token_ids: [rows] int64, a row for each chunk that samples or is pooled, and
-        a row for each of its draft tokens.
+        """Begin to copy the sampled tokens to the host.
 
-        failed: ids of sequences whose prompt has no log-probabilities. vectors: vectors that chunks completed. masks:
+        logits: [rows, vocabulary_size]. token_ids: [rows] int64. Each chunk that samples or is pooled has a row, and
+        each of its draft tokens has a row.
+
+        failed: ids of sequences whose prompt has no log-probabilities. vectors: vectors of completed chunks. masks:
         masks of the sampled rows.
         """
         self.chunks = chunks
@@ -51,7 +53,7 @@ class RunningStep:
         clock.mark()
 
     def is_done(self) -> bool:
-        """Whether `finish` would return at once."""
+        """Whether `finish` would return without waiting."""
         return self._clock.has_stopped()
 
     def unseen_tokens(self) -> UnseenTokens:
@@ -62,7 +64,7 @@ class RunningStep:
 
     @torch.inference_mode()
     def finish(self) -> ModelOutput:
-        """Wait for the device, and read the results."""
+        """Wait for the device and read the results."""
         durations = self._clock.durations()
         found = self._host_token_ids.tolist()
         logits, self._logits = self._logits, None
@@ -129,15 +131,15 @@ class RunningStep:
 
 
 def _num_choices(chunk: ScheduledChunk) -> int:
-    """Number of rows of logits: one after the sequence's last token, and one after each draft token."""
+    """The chunk's number of rows of logits: one for the last token, and one for each draft token."""
     return 1 + len(chunk.drafts) if chunk.chooses else 0
 
 
 def accepted(found: list[int], drafts: Sequence[int]) -> list[int]:
-    """The tokens that a sequence gains: the target's own, up to the first that differs from its draft.
+    """The tokens that a sequence gains: sampled tokens up to and including the first that differs from its draft.
 
-    found: the token sampled after the last known token and after each draft. Each is a function of the tokens before it
-    alone, and so equals the token sampled without drafts: drafts change no output.
+    found: the tokens sampled after the last known token and after each draft. A sampled token depends only on the
+    tokens before it. Drafts therefore change no output.
     """
     gained = found[:1]
     for draft, token_id in zip(drafts, found[1:], strict=True):

@@ -1,5 +1,6 @@
-"""The times at which a device reached the marks of a step. Setting a mark does not wait for the device; reading the
-times does."""
+"""The times at which a device reached the marks of a step. Setting a mark does not wait for the device. Reading the
+times waits.
+"""
 
 import time
 from itertools import pairwise
@@ -11,14 +12,14 @@ class StepClock:
     """The marks of one step, on the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        """Sets the first mark."""
+        """Set the first mark."""
         self._is_cuda = device.type == "cuda"
         self._events: list[torch.cuda.Event] = []
         self._times: list[int] = []
         self.mark()
 
     def mark(self) -> None:
-        """Set a mark: the work submitted since the last mark is a part of the step."""
+        """Set a mark, which ends one part of the step's work and begins the next part."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -31,7 +32,7 @@ class StepClock:
         return not self._is_cuda or bool(self._events[-1].query())  # type: ignore[no-untyped-call]
 
     def durations(self) -> list[int]:
-        """Microseconds of each part; waits until the device has reached the last mark."""
+        """Microseconds of each part of the step. Waits until the device has reached the last mark."""
         if not self._is_cuda:
             return [later - earlier for earlier, later in pairwise(self._times)]
         self._events[-1].synchronize()
