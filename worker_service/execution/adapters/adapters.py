@@ -1,7 +1,8 @@
-"""LoRA adapters of one worker: in host memory, and in slots on the device.
+"""The LoRA adapters of one worker, in host memory and in slots on the device.
 
-The rows of a step refer to an adapter by its slot. If a step needs an adapter without a slot, it replaces the least
-recently used adapter, which costs a copy before the forward pass. No step waits for a file or the network.
+The rows of a step refer to an adapter by its slot. A step may need an adapter that is in no slot. The adapter then
+replaces the least recently used adapter, at the cost of one copy before the forward pass. No step waits for a file or
+the network.
 """
 
 import itertools
@@ -24,7 +25,7 @@ from worker_service.session.session import ScheduledChunk
 
 @dataclass(frozen=True)
 class AdapterRoom:
-    """The number of adapters on the device and in host memory, and their largest rank."""
+    """The limits of adapters: slots on the device, adapters in host memory, and the largest rank."""
 
     num_slots: int = 0
     max_rank: int = 1
@@ -32,27 +33,36 @@ class AdapterRoom:
 
 
 class Adapters:
-    """The adapters of one rank. `add`, `remove` and `slots` run on the device thread, between steps or at a step's
-    start."""
+    """The adapters of one rank. The device thread runs `add` and `remove` between steps, and `slots` at a step's
+    start.
+    """
 
     def __init__(self, model: Loadable, room: AdapterRoom, cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Allocates the slots. Call it before the model's weights are packed. cuts: the same as in `Shard`."""
+        """Allocate the slots. Call it before the model's weights are packed.
+
+        cuts: the way in which tensors are split between ranks, see `Shard`.
+        """
         self.room = room
         self.cuts = cuts
         self.fingerprints: list[str] = []
-        """Adapters that the next step handed to the device thread may name. Updated where `add` and `remove` are handed
-        to that thread."""
+        """Adapters that a step may name when it is queued for the device thread. Updated when an `add` or `remove` is
+        queued.
+        """
         self._places: Mapping[str, AdapterPlace] = (
             model.allocate_adapters(room.num_slots, room.max_rank) if room.num_slots else {}
         )
-        self._loaded: dict[str, tuple[int, Adapter]] = {}  # with a number for each load
-        self._slots = OrderedDict[str, tuple[int, int]]()  # with the load's number; least recently used first
+        # Each adapter in host memory, with a number that is new at each load.
+        self._loaded: dict[str, tuple[int, Adapter]] = {}
+        # The slot of each adapter, with the number of its load; least recently used first.
+        self._slots = OrderedDict[str, tuple[int, int]]()
         self._numbers = itertools.count()
         self._free = list(range(room.num_slots))
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Outputs and inputs, over all ranks, of each projection that can have an adapter."""
+        """The numbers of outputs and inputs of each projection that can have an adapter. They include all ranks'
+        parts.
+        """
         found = {}
         for name, place in self._places.items():
             cut = self.cuts.get(f"{name}.weight")
@@ -76,7 +86,7 @@ class Adapters:
         return next(iter(self._places.values())).weights.a.dtype
 
     def measure_copy(self) -> float:
-        """Seconds to copy an adapter of the largest rank (this rank's part) to a slot; 0 without slots."""
+        """Seconds to copy this rank's part of an adapter of the largest rank to a slot. 0 without slots."""
         if not self.room.num_slots:
             return 0.0
         rank, device = self.room.max_rank, next(iter(self._places.values())).weights.a.device
@@ -88,7 +98,7 @@ class Adapters:
             for name, place in self._places.items()
         }
         seconds = 0.0
-        for _ in range(2):  # the first copy also pays for lazy allocation
+        for _ in range(2):  # the first copy is slower, because it allocates
             began = time.perf_counter()
             self._fill(0, Adapter(halves))
             if device.type == "cuda":
@@ -97,16 +107,19 @@ class Adapters:
         return seconds
 
     def add(self, fingerprint: str, adapter: Adapter) -> None:
-        """adapter: this rank's part of it."""
+        """Store an adapter in host memory.
+
+        adapter: this rank's part of the adapter.
+        """
         self._loaded[fingerprint] = next(self._numbers), adapter
 
     def remove(self, fingerprint: str) -> None:
         self._loaded.pop(fingerprint, None)
 
     def slots(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
-        """The slot of each row's adapter, [rows] int32, negative for no adapter; None if no row has an adapter.
+        """The slot of each row's adapter, [rows] int32, negative for no adapter. None if no row has an adapter.
 
-        Raises InvalidStepError if an adapter is not loaded, or the step needs more adapters than there are slots.
+        Raises InvalidStepError if an adapter is not loaded, or if the step has more adapters than there are slots.
         """
         names = dict.fromkeys(chunk.sequence.adapter for chunk in chunks if chunk.sequence.adapter)
         if not names:
@@ -120,7 +133,7 @@ class Adapters:
         return upload(rows, torch.int32, device)
 
     def _place(self, name: str, needed: Mapping[str, None]) -> int:
-        """The slot of an adapter; copies the adapter to a slot if it has none."""
+        """The slot of an adapter. Copies the adapter to a slot if it is in no slot."""
         loaded = self._loaded.get(name)
         if loaded is None:
             raise InvalidStepError(f"the adapter {name[:64]} is not loaded")
@@ -129,7 +142,7 @@ class Adapters:
         if held is not None and held[1] == number:
             self._slots[name] = held
             return held[0]
-        if held is not None:  # the adapter has been loaded again since
+        if held is not None:  # the slot holds an older load of the adapter
             self._free.append(held[0])
         if not self._free:
             oldest = next(other for other in self._slots if other not in needed)
@@ -140,7 +153,8 @@ class Adapters:
         return slot
 
     def _fill(self, slot: int, adapter: Adapter) -> None:
-        ranks: dict[int, int] = {}  # of each product, by the product's id
+        # The rank of each product, by the product's id.
+        ranks: dict[int, int] = {}
         for name, (a, _) in adapter.halves.items():
             weights = self._places[name].weights
             ranks[id(weights)] = max(ranks.get(id(weights), 0), len(a))
@@ -151,7 +165,7 @@ class Adapters:
             if not rank:
                 continue
             columns = slice(weights.starts[part], weights.starts[part + 1])
-            # A product's other projections may have larger ranks.
+            # Other projections of the product may have larger ranks, so the remaining rows are zeroed.
             weights.a[slot, part, :rank] = 0
             weights.b[slot, :rank, columns] = 0
             if name in adapter.halves:

@@ -1,9 +1,11 @@
-"""Adapters in several ranks: each rank holds its part of every adapter, and all load or drop it between the same steps.
+"""LoRA adapters in several ranks. Each rank stores its part of every adapter. All ranks add or drop an adapter between
+the same two steps.
 
-The first rank reads and checks an adapter while steps run. It then broadcasts the adapter in pieces, each between two
-steps, and a last message when the adapter is complete. These messages use the same thread and order as steps. So every
-rank holds an adapter before it receives a step that names it. Slots depend only on adapters and steps, so they are
-equal in all ranks. With different slots, ranks would apply different adapters, or wait for a sum that never comes.
+The first rank reads and checks an adapter while steps run. It then broadcasts the adapter in pieces, each piece between
+two steps. A last message completes the adapter. These messages and steps are sent in one order by the same thread.
+Every rank therefore stores an adapter before it receives a step that names the adapter. Slots depend only on adapters
+and steps, so all ranks choose equal slots. With different slots, ranks would apply different adapters, or block forever
+in a sum over ranks.
 """
 
 import json
@@ -18,30 +20,34 @@ from worker_service.loading.adapter import Adapter
 from worker_service.parallel.ranks import BETWEEN_STEPS, Ranks
 
 PIECE_BYTES = 2 << 20
-"""Bytes of a piece with several projections. A piece delays a step by 5 to 9 ms on two cores shared with other
-programs."""
+"""Maximum bytes of a piece with several projections. A piece delays a step by 5 to 9 ms, measured on two cores shared
+with other programs.
+"""
 
 
 def hand_over(ranks: Ranks, piece: Adapter) -> None:
-    """Broadcast the next piece (of the whole adapter) to the other ranks."""
+    """Broadcast a piece to the other ranks. The piece is a part of the whole adapter."""
     with ranks.together():
         _send(ranks, piece=[(name, len(a)) for name, (a, _) in piece.halves.items()])
         ranks.broadcast(torch.cat([half.flatten() for half in chain(*piece.halves.values())]))
 
 
 def abandon(ranks: Ranks) -> None:
-    """Have the other ranks drop the pieces of an incomplete adapter."""
+    """Make the other ranks drop the pieces of an incomplete adapter."""
     _send(ranks, abandon=True)
 
 
 def hold(ranks: Ranks, adapters: Adapters, fingerprint: str, own: Adapter) -> None:
-    """Add an adapter whose pieces the other ranks all have. own: this rank's part."""
+    """Add an adapter in all ranks. The other ranks must have received all its pieces.
+
+    own: this rank's part of the adapter.
+    """
     _send(ranks, hold=fingerprint)
     adapters.add(fingerprint, own)
 
 
 def drop(ranks: Ranks, adapters: Adapters, fingerprint: str) -> None:
-    """Drop an adapter."""
+    """Drop an adapter in all ranks."""
     _send(ranks, drop=fingerprint)
     adapters.remove(fingerprint)
 
@@ -52,12 +58,13 @@ def _send(ranks: Ranks, **order: object) -> None:
 
 
 class AdapterFollower:
-    """The adapters of a rank other than the first."""
+    """Stores the adapters of a rank that is not the first."""
 
     def __init__(self, ranks: Ranks, adapters: Adapters) -> None:
         self._ranks = ranks
         self._adapters = adapters
-        self._coming: dict[str, tuple[Tensor, Tensor]] = {}  # this rank's parts of the incomplete adapter
+        # This rank's parts of the incomplete adapter.
+        self._coming: dict[str, tuple[Tensor, Tensor]] = {}
 
     def follow(self, message: bytes) -> None:
         """Repeat the first rank's operation, which `message` names."""
@@ -74,7 +81,10 @@ class AdapterFollower:
                     self._coming = {}
 
     def _receive(self, projections: Sequence[tuple[str, int]]) -> Adapter:
-        """This rank's part of a piece. projections: names and ranks (inner units)."""
+        """This rank's part of a piece.
+
+        projections: for each projection its name and its LoRA rank (number of inner units).
+        """
         shapes = self._adapters.shapes
         sizes = [(name, rank, *shapes[name]) for name, rank in projections]
         lengths = [length for _, rank, outputs, inputs in sizes for length in (rank * inputs, outputs * rank)]

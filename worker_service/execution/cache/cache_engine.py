@@ -37,7 +37,9 @@ class CacheShape:
         return self.num_layers * 2 * self.block_size * self.num_kv_heads * head_bytes
 
     def allocate(self, num_blocks: int, device: torch.device, pinned: bool = False) -> Tensor:
-        """Allocate a pool [num_blocks, num_layers, 2, block_size, num_kv_heads, elements of a head], not initialised."""
+        """Allocate a pool [num_blocks, num_layers, 2, block_size, num_kv_heads, elements of a head], not
+        initialised.
+        """
         head = stored_size(self.head_dim, self.dtype)
         shape = (num_blocks, self.num_layers, 2, self.block_size, self.num_kv_heads, head)
         return torch.empty(shape, dtype=self.dtype, device=device, pin_memory=pinned)

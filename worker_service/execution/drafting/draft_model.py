@@ -1,12 +1,13 @@
-"""Drafts by a smaller model with the same vocabulary, which samples with the target's random numbers.
+"""Drafts by a smaller model with the same vocabulary. It samples with the target's random numbers.
 
-The draft model's keys and values lie in pools of its own under the target's block numbers. Swaps, copies and reuse of a
-block apply to both caches, and the scheduler need not know. If the draft model has not computed some tokens, it catches
-up when drafts are next worth making; until then it costs nothing.
+The draft model has its own pools of keys and values, with the target's block numbers. Swaps, copies and reuse of a
+block apply to both caches, without any change in the scheduler. The draft model skips tokens while drafts are not worth
+their time. It computes the skipped tokens when drafts are worth their time again.
 
 The target's token maximises logit plus noise, where noise is a function of seed, output, position and token
-(`kernels.sampling.noise`). The draft model adds the same noise to its own logits, and so agrees more often than with
-independent noise: drafter-invariant speculative decoding (Daliri, Musco and Suresh 2024).
+(`kernels.sampling.noise`). The draft model adds the same noise to its own logits. Its tokens therefore equal the
+target's more often than with independent noise. Source: drafter-invariant speculative decoding (Daliri, Musco and
+Suresh 2024).
 """
 
 import time
@@ -30,7 +31,7 @@ from worker_service.speculation.policy import StepCost
 
 
 class _Widened:
-    """A network with a vocabulary of another size, for example of a target whose embedding has more padding."""
+    """A network whose vocabulary is changed to another size, for example if the target's embedding has more padding."""
 
     def __init__(self, model: CausalModel, vocabulary_size: int) -> None:
         self.config = model.config
@@ -64,28 +65,28 @@ class _Widened:
 
 
 def with_vocabulary(model: CausalModel, vocabulary_size: int) -> CausalModel:
-    """The same network, with this number of logits."""
+    """The same network, with `vocabulary_size` logits."""
     return model if model.config.vocabulary_size == vocabulary_size else _Widened(model, vocabulary_size)
 
 
 _NOTHING_TO_MOVE = SchedulerOutput(epoch=0, step_id=0)
 _NO_SEQUENCE = -1
 _FEW = 64
-"""Largest token count of a pass that measures the cost of a decode; prompts are computed at another rate."""
+"""Largest token count of a pass that counts in the measured cost of a decode. Longer passes have a prompt's speed."""
 
 
 class DraftRunner(Protocol):
-    """Computes the passes."""
+    """Computes the passes of a draft model or head."""
 
     cache_engine: CacheEngine
-    """The draft cache, with as many blocks as the target's."""
+    """The draft cache, with as many blocks as the target's cache."""
 
     def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
         """Compute slots [start, stop) of each chunk, and a draft for each chunk that samples."""
 
 
 class DraftModel:
-    """A proposer. Only the device thread uses it."""
+    """A proposer that runs a draft model or a head. Only the device thread uses it."""
 
     def __init__(
         self,
@@ -96,8 +97,11 @@ class DraftModel:
         *,
         reads_next: bool = False,
     ) -> None:
-        """reads_next: whether the keys and values in a token's slot depend on the next token, so that the last token
-        has no slot yet."""
+        """Create a proposer.
+
+        reads_next: whether the keys and values in a token's slot depend on the next token. If so, the last token has no
+        slot yet.
+        """
         cache = runner.cache_engine
         self.cost: StepCost | None = StepCost(1 / max(1, prefill_tokens_per_second))
         self._runner = runner
@@ -105,23 +109,26 @@ class DraftModel:
         self._max_model_len = max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
         self._block_size = cache.device_blocks.shape[3]
-        # For each block, the number of leading slots for which the draft cache matches the target's tokens.
+        # For each block, the number of leading slots in which the draft cache matches the target's tokens.
         self._filled = np.zeros(len(cache.device_blocks), dtype=np.int64)
         self._filled_on_host = np.zeros(len(cache.host_blocks), dtype=np.int64)
-        # For each block, the sequence whose tokens the target computes there in the current step.
+        # For each block, the sequence whose tokens the target computes in the block in the current step.
         self._writers = np.full(len(cache.device_blocks), _NO_SEQUENCE, dtype=np.int64)
 
     def most_behind(self, num_tokens: int) -> int:
-        """Limited by the positions; the last draft needs no position."""
+        """The maximum number of drafts that the draft model's positions allow. The last draft needs no position."""
         return max(0, self._max_model_len - num_tokens + 1)
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
-        """Repeat the target's block moves, and mark the slots that the target computes as not drafted."""
+        """Repeat the target's block moves. Mark the slots that the target computes as not computed by the draft
+        model.
+        """
         self._runner.cache_engine.move(output)
         _move(self._filled, self._filled_on_host, output.blocks_to_swap_out)
         _move(self._filled_on_host, self._filled, output.blocks_to_swap_in)
         _move(self._filled, self._filled, output.blocks_to_copy)
-        if self._reads_next:  # copied blocks continue with another token
+        # A copied block continues with another token, so its last slot is no longer valid.
+        if self._reads_next:
             copied = [*output.blocks_to_copy.sources, *output.blocks_to_copy.destinations]
             self._filled[copied] = np.maximum(self._filled[copied] - 1, 0)
         self._writers[:] = _NO_SEQUENCE
@@ -133,9 +140,9 @@ class DraftModel:
             self._writers[chunk.sequence.block_ids[first : last + 1]] = chunk.sequence.sequence_id
 
     def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
-        """One pass over the tokens not computed yet, and another pass for each further draft.
+        """Compute one pass over tokens not computed yet, and one pass for each further draft.
 
-        A pass is limited to the tokens of a step; a sequence that does not fit gets no drafts this time.
+        A pass has at most the tokens of a step. A sequence that does not fit receives no drafts in this step.
         """
         drafts: list[list[int]] = [[] for _ in beginnings]
         numbers = [self._room(one) for one in beginnings]
@@ -149,7 +156,8 @@ class DraftModel:
             num_slots = one.num_tokens - self._reads_next
             start = self._num_filled(one.sequence, num_slots)
             if self._reads_next and start and start % self._block_size == 0:
-                start -= 1  # a sequence that shares this block and continues differently may have computed it
+                # Another sequence may have computed the last slot of this shared block, with another next token.
+                start -= 1
             if numbers[row]:
                 start = min(start, num_slots - 1)
             stop = min(num_slots, start + left)
@@ -191,13 +199,17 @@ class DraftModel:
         return answer.token_ids, set(answer.failed_sequence_ids)
 
     def _room(self, one: Beginning) -> int:
-        """The number of wanted drafts that fit: each needs a position, and all but the last need a slot."""
+        """The number of wanted drafts that fit. Each draft needs a position, and each draft except the last needs a
+        slot.
+        """
         slots = min(len(one.sequence.block_ids) * self._block_size, self._max_model_len)
         return max(0, min(one.number, slots - one.num_tokens + 1))
 
     def _awaits_states(self, one: Beginning) -> bool:
-        """Whether the target computes some of the sequence's first tokens in this step, for another sequence that
-        shares the blocks. A head has no states of these tokens before the step."""
+        """Whether the target computes some of the sequence's first tokens in this step for another sequence.
+
+        The sequences share these blocks. A head has no states of such tokens before the step.
+        """
         writers = self._writers[one.sequence.block_ids[: (one.num_tokens - 1) // self._block_size]]
         return bool(((writers != _NO_SEQUENCE) & (writers != one.sequence.sequence_id)).any())
 
@@ -209,16 +221,16 @@ class DraftModel:
         return int(firsts[short[0]] + filled[short[0]]) if len(short) else num_slots
 
     def _note(self, chunk: ScheduledChunk) -> None:
-        """Record that these slots have been computed."""
+        """Record that the slots of a chunk have been computed."""
         firsts = np.arange(chunk.start // self._block_size * self._block_size, chunk.stop, self._block_size)
         blocks = chunk.sequence.block_ids[firsts[0] // self._block_size :][: len(firsts)]
         self._filled[blocks] = np.minimum(chunk.stop - firsts, self._block_size)
 
 
 def _of_draft(one: Beginning) -> SequenceState:
-    """The sequence's first tokens, which drafts are appended to, and the parameters that decide which token is sampled.
+    """A copy of the sequence's first tokens, to which drafts are appended, and of its sampling parameters.
 
-    Drafts ignore adapters and forms: the base model predicts the tokens, without a mask.
+    Drafts ignore adapters and forms. The base model drafts without masks.
     """
     sampling = one.sequence.sampling
     if sampling.form or sampling.logprobs is not None or sampling.prompt_logprobs is not None:

@@ -1,7 +1,7 @@
-"""The files of a head that drafts from a target's states: an EAGLE-3 head in its own folder, or a checkpoint's layer
-for multi-token prediction.
+"""The files of a head that drafts from a target's states.
 
-Every fault of the files ends in a StartError.
+A head is an EAGLE-3 head in its own folder, or a checkpoint's layer for multi-token prediction. Every fault in the
+files raises a StartError.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ from worker_service.speculative_config import SpeculativeConfig
 from worker_service.wording import reason
 
 _LAYER_NAMES = ("midlayer", "layers.0")
-"""Names of an EAGLE-3 head's layer in a checkpoint, as its authors and as speculators write it."""
+"""Names of an EAGLE-3 head's layer in a checkpoint: first the authors' name, then the name that speculators writes."""
 
 
 class HeadFiles(Protocol):
-    """Files of a head. `load` is the first to allocate memory."""
+    """The files of a head. Memory is first allocated by `load`."""
 
     @property
     def shape(self) -> CacheShape:
@@ -45,14 +45,16 @@ class HeadFiles(Protocol):
     def max_model_len(self) -> int: ...
 
     def check(self) -> list[int]:
-        """See `Network.check`."""
+        """Upper limits of the bytes of the head's weights, see `Network.check`."""
 
     def load(self, target: Decoder) -> Head:
-        """Load the head beside the target's loaded network. Raises StartError."""
+        """Load the head after the target's network. Raises StartError."""
 
 
 def open_head(speculation: SpeculativeConfig, settings: WorkerSettings, target: Network) -> HeadFiles:
-    """The head of a checkpoint, downloaded if needed. Raises StartError if it does not fit this target."""
+    """The files of the configured head, downloaded if necessary. Raises StartError if the head does not fit this
+    target.
+    """
     if not isinstance(target.config, DecoderConfig):
         raise StartError(f"{speculation.flag} is for the families that run natively; {target.model_id} does not")
     if speculation.method == "mtp":
@@ -112,7 +114,7 @@ class EagleFiles:
 
     checkpoint: Checkpoint
     weights: WeightFiles | None
-    """None for random weights."""
+    """The weight files. None for random weights."""
     config: EagleConfig
     target: Network
 
@@ -143,7 +145,7 @@ class EagleFiles:
     def check(self) -> list[int]:
         blueprint = self._allocate(torch.device("meta")).checkpoint_tensors(self._layer_name)
         self.checkpoint.check(blueprint)
-        # t2d repeats which tokens have a logit; d2t suffices.
+        # The tensor d2t suffices. The tensor t2d repeats its content: the tokens that have a logit.
         self.checkpoint.check_none_left({*blueprint, "d2t", "t2d"})
         self._token_ids()
         return _sizes([*blueprint.values()])
@@ -161,15 +163,18 @@ class EagleFiles:
 
     @property
     def _layer_name(self) -> str:
-        """The layer's name in the format of config.json, or the other format's name if the checkpoint has only that."""
+        """The layer's name in the format of config.json. If the checkpoint has only the other format's name, that
+        name.
+        """
         first, other = reversed(_LAYER_NAMES) if "transformer_layer_config" in self.checkpoint.config else _LAYER_NAMES
         names = [] if self.weights is None else [*self.weights.dtypes]
         has_first, has_other = (any(name.startswith(f"{layer}.") for name in names) for layer in (first, other))
         return other if has_other and not has_first else first
 
     def _token_ids(self) -> Tensor | None:
-        """The token of each logit; None if all tokens have a logit, in order. `d2t` holds token id minus logit
-        index."""
+        """The token id of each logit. None if every token has a logit, in order. `d2t` stores token id minus logit
+        index.
+        """
         number, size, path = self.config.draft_vocabulary_size, self.config.layer.vocabulary_size, self.checkpoint.path
         if self.weights is None or not _has(self.weights, "d2t"):
             if number < size and self.weights is not None:
@@ -188,7 +193,8 @@ class EagleFiles:
 def _read_config(checkpoint: Checkpoint, target: DecoderConfig, file: Path) -> EagleConfig:
     try:
         return EagleConfig.from_json(checkpoint.config, target)
-    except Exception as error:  # config files are untrusted, and the code that reads them may raise anything
+    # Config files are untrusted. The code that reads them may raise any exception.
+    except Exception as error:
         raise StartError(f"{file}: {reason(error)}") from error
 
 

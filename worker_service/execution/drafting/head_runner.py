@@ -1,8 +1,8 @@
-"""The passes of a head, in place of a draft model's.
+"""Computes the passes of a head, which drafts in place of a draft model.
 
-A head's slot for a token holds keys and values computed from the *next* token and the token's own state. So the head
-computes one slot less than there are tokens. A block's last slot depends on the next block's first token. If sequences
-share a block and then differ, a sequence may draft from another's slot, which costs a draft at most.
+A head's slot for a token holds keys and values of the *next* token and the token's own state. A head therefore has one
+slot fewer than there are tokens. A block's last slot depends on the next block's first token. Two sequences may share a
+block and then differ. One sequence may then draft from the other's last slot, which at worst makes a draft wrong.
 """
 
 from array import array
@@ -28,8 +28,10 @@ class HeadRunner:
     """Computes a head's passes for `DraftModel`."""
 
     def __init__(self, head: Head, cache_engine: CacheEngine, target: Decoder) -> None:
-        """Registers the head's cache with the target, which stores its states there. Raises StartError if the head
-        cannot be computed."""
+        """Register the head's cache with the target, which stores its states in the cache.
+
+        Raises StartError if the head cannot be computed.
+        """
         self.cache_engine = cache_engine
         self._head = head
         cache = cache_engine.device_blocks
@@ -48,10 +50,10 @@ class HeadRunner:
 
     @torch.inference_mode()
     def execute(self, _: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
-        """Compute slots [start, stop) of each chunk, and draft token stop + 1, which follows the known token stop.
+        """Compute slots [start, stop) of each chunk, and draft token stop + 1. The token at stop is known.
 
-        The state that the head drafts from is stored in the next slot, for the draft after it. The target's state
-        replaces it when the target has computed that token.
+        The head's last state is stored in the next slot, for the next draft. When the target has computed that token,
+        the target's state replaces the head's state.
         """
         cache = self.cache_engine.device_blocks
         block_size = cache.shape[3]
@@ -68,7 +70,7 @@ class HeadRunner:
         stops = accumulate(chunk.stop - chunk.start for chunk in chunks)
         last = [stop - 1 for stop, chunk in zip(stops, chunks, strict=True) if chunk.samples]
         states = states[upload(last, torch.int64, cache.device)]
-        # A step that runs ahead may have stored the target's states there already.
+        # If a step runs ahead, the target may have stored its states in these slots. They must not be overwritten.
         keeping = [
             (row, chunk.sequence.block_ids[chunk.stop // block_size] * block_size + chunk.stop % block_size)
             for row, chunk in enumerate(sampling)

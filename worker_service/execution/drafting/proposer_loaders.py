@@ -1,6 +1,6 @@
-"""From settings to a proposer of draft tokens: n-grams, a draft model, a head, or none.
+"""Loads the proposer of draft tokens that the settings name: n-grams, a draft model, a head, or no proposer.
 
-A draft model and a head are loaded beside the target. Each has its own cache under the target's block numbers.
+Draft models and heads are loaded together with the target. Each has a cache with the target's block numbers.
 """
 
 from pagewire_common.start_error import StartError
@@ -22,8 +22,10 @@ from worker_service.speculation.ngram import Ngrams
 
 
 class ProposerLoader:
-    """Loads a proposer; `load` is the first to allocate memory. This base class needs no weights: n-grams, or no
-    proposer."""
+    """Loads a proposer. Memory is first allocated by `load`.
+
+    This base class serves n-grams and workers without a proposer, which need no weights.
+    """
 
     def __init__(self, settings: WorkerSettings, max_model_len: int) -> None:
         self._settings = settings
@@ -31,26 +33,31 @@ class ProposerLoader:
 
     @property
     def shapes(self) -> list[CacheShape]:
-        """The shape of a block in the proposer's cache, if it has a cache."""
+        """The shape of a block in the proposer's cache. Empty if the proposer has no cache."""
         return []
 
     def check(self) -> list[int]:
-        """See `Network.check`."""
+        """Upper limits of the bytes of the proposer's weights, see `Network.check`."""
         return []
 
     def load(self, target: CausalModel) -> None:
-        """Load the proposer beside the target's loaded network. Raises StartError."""
+        """Load the proposer after the target's network. Raises StartError."""
 
     def measure(self, speed: int) -> None:
-        """Measure the proposer's speed. speed: the target's prefill tokens a second, measured with these weights
-        loaded."""
+        """Measure the proposer's speed.
+
+        speed: the target's prefill tokens a second, measured after the proposer's weights were loaded.
+        """
 
     def attach(self, cache: CacheEngine) -> None:
-        """Attach the cache before the target's graphs are captured, which may include the proposer. Raises
-        StartError."""
+        """Attach the proposer's cache. Call it before the target's graphs are captured, because they may include the
+        proposer.
+
+        Raises StartError.
+        """
 
     def proposer(self) -> Proposer | None:
-        """Create the proposer, after loading and after the target's graphs were captured."""
+        """Create the proposer. Call it after the target's graphs were captured."""
         speculation = self._settings.speculation
         return Ngrams(speculation.fewest, speculation.longest) if speculation is not None else None
 
@@ -58,7 +65,9 @@ class ProposerLoader:
 def open_proposer_loader(
     settings: WorkerSettings, target: Network, max_model_len: int, sliding_window: int
 ) -> ProposerLoader:
-    """The loader of the method in `--speculative-config`. Raises StartError if it cannot draft for the target."""
+    """The loader of the method in `--speculative-config`. Raises StartError if the method cannot draft for the
+    target.
+    """
     speculation = settings.speculation
     if speculation is None or speculation.method == "ngram":
         return ProposerLoader(settings, max_model_len)
@@ -95,10 +104,10 @@ class _DraftModelLoader(ProposerLoader):
     def check(self) -> list[int]:
         return self._draft.check()
 
-    def load(self, target: CausalModel) -> None:  # noqa: ARG002  # it is a network of its own
+    def load(self, target: CausalModel) -> None:  # noqa: ARG002  # a draft model does not use the target's network
         self._model = with_vocabulary(self._draft.load()[0], self._vocabulary_size)
 
-    def measure(self, speed: int) -> None:  # noqa: ARG002  # it has one of its own
+    def measure(self, speed: int) -> None:  # noqa: ARG002  # a draft model measures its own speed
         settings, draft = self._settings, self._draft
         self._speed = measure_prefill(
             self._model, draft.shape, draft.device, settings.max_num_batched_tokens, settings.max_num_seqs
@@ -130,7 +139,7 @@ class _HeadLoader(ProposerLoader):
         return self._files.check()
 
     def load(self, target: CausalModel) -> None:
-        assert isinstance(target, Decoder)  # `open_head` has checked it
+        assert isinstance(target, Decoder)  # `open_head` has checked the type
         self._target, self._head = target, self._files.load(target)
 
     def measure(self, speed: int) -> None:

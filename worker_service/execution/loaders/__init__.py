@@ -1,1 +1,1 @@
-"""From an opened model to a runner with a cache: the loading steps of each kind of model."""
+"""Turns an opened model into a runner with a cache. Each kind of model has its own loading steps."""

@@ -1,4 +1,4 @@
-"""Loads an encoder, which has no cache and does not sample."""
+"""Loads an encoder. An encoder has no cache and does not sample."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,14 +13,14 @@ from worker_service.session.step import Limits, WorkerInfo
 from worker_service.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from worker_service.models.encoders.encoder import Encoder  # imports transformers
+    from worker_service.models.encoders.encoder import Encoder  # this import loads transformers
 
 
 class EncoderLoader(Loader):
     """Loads a network that reads whole texts and returns vectors or scores."""
 
     def __init__(self, settings: WorkerSettings, target: Network) -> None:
-        """See `Loader`."""
+        """Check the flags and the longest text, see `Loader`."""
         _check_flags(settings, target)
         super().__init__(settings, target)
         if settings.max_num_batched_tokens < self.max_model_len:
@@ -32,36 +32,36 @@ class EncoderLoader(Loader):
         self._runner: EncoderRunner
 
     def check(self) -> list[int]:
-        """See `Loader`."""
+        """Check the network, see `Loader`."""
         return self.target.check()
 
     def load(self) -> None:
-        """See `Loader`."""
+        """Load the network and create its runner, see `Loader`."""
         self._model, self.adapters = self.target.load()
         self._runner = EncoderRunner(self._model, self.target.device)
 
     def measure(self) -> int:
-        """See `Loader`."""
+        """Measure texts of the maximum length, see `Loader`."""
         most_tokens, num_labels = self.settings.max_num_batched_tokens, self._model.config.num_labels
         return measure_encoder(self._runner, self.max_model_len, most_tokens, num_labels)
 
     def make_ready(self) -> EncoderRunner:
-        """See `Loader`."""
+        """The encoder's runner, see `Loader`."""
         return self._runner
 
     def info(self, fingerprint: str, speed: int) -> WorkerInfo:
-        """See `Loader`; a classifier has no pooling type."""
+        """The model's properties, see `Loader`. A classifier has no pooling type."""
         found = super().info(fingerprint, speed)
         return replace(found, pooling_type=None) if self._model.config.num_labels else found
 
     def limits(self) -> Limits:
-        """See `Loader`."""
+        """The limits of a step, with the size of vectors or the number of labels, see `Loader`."""
         num_labels = self._model.config.num_labels
         embedding_size = 0 if num_labels else self.target.config.hidden_size
         return replace(super().limits(), embedding_size=embedding_size, num_labels=num_labels)
 
     def explain(self, error: Exception) -> StartError:
-        """Any error: the network's own code may receive values that were never tried."""
+        """Explain any error. Model code from other libraries may fail on values that were never tried."""
         settings = self.settings
         if is_out_of_memory(error):
             return StartError(f"{settings.model} does not fit into the memory of {self.target.device.type}")

@@ -1,5 +1,6 @@
-"""Loads a model that generates text: a decoder, alone or with an encoder, its cache, and the features that settings ask
-for."""
+"""Loads a model that generates text: its decoder, its encoder if it has an encoder, its cache, and optional
+features.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,44 +34,44 @@ log = structlog.get_logger()
 
 
 class GeneratorLoader(Loader):
-    """Loads the network, its adapters and its proposer, and gives the remaining memory to caches."""
+    """Loads the network, its adapters and its proposer, and allocates the remaining memory for caches."""
 
     def __init__(self, settings: WorkerSettings, target: Network) -> None:
-        """See `Loader`."""
+        """Read the generation config and open the proposer, see `Loader`."""
         generation = _read_generation_config(target)
         super().__init__(settings, target)
         config, ranks = target.config, target.ranks
         self._aligner = Aligner.read(generation, config) if target.max_encoder_len else None
         window = config.sliding_window
-        # A window as long as the longest sequence counts as none, because the scheduler caches prefixes only without a
-        # window.
+        # A window as long as the longest sequence is treated as no window. Without a window the scheduler can cache
+        # prefixes.
         self._sliding_window = 0 if window is None or window >= self.max_model_len else window
         self._proposer_loader = open_proposer_loader(settings, target, self.max_model_len, self._sliding_window)
         follows = settings.forms and ranks.size == 1
-        # The process starts while the next steps run.
+        # The process of forms starts while the next loading steps run.
         self._forms = Forms.load(target.tokenizer_files, config.vocabulary_size) if follows else None
         self._shapes = [target.shape, *self._proposer_loader.shapes]
         self._block_bytes = ranks.gather_numbers(sum(shape.block_bytes for shape in self._shapes))
         self._room = AdapterRoom(settings.max_loras, settings.max_lora_rank, settings.max_cpu_loras)
         self._num_device_blocks = 0
         self._num_host_blocks = int(settings.swap_space * 2**30) // sum(self._block_bytes)
-        self._model: Any  # its class depends on `config`
+        self._model: Any  # the class depends on `config`
         self._cache: CacheEngine
         self._proposer: Proposer | None = None
 
     def check(self) -> list[int]:
-        """See `Loader`."""
+        """Check the network, its adapters and its proposer, see `Loader`."""
         return self.target.check(self._room) + self._proposer_loader.check()
 
     def load(self) -> None:
-        """See `Loader`."""
+        """Load the network, its adapters and its proposer, see `Loader`."""
         self._model, self.adapters = self.target.load(self._room)
         if self.settings.max_loras and not self.adapters.shapes:
             raise StartError(f"--max-loras: {self.target.model_id} has no projection that adapters can be applied to")
         self._proposer_loader.load(self._model)
 
     def measure(self) -> int:
-        """See `Loader`."""
+        """Measure prefill, and the proposer's speed, see `Loader`."""
         shape, device, most_tokens = self.target.shape, self.target.device, self.settings.max_num_batched_tokens
         if self.target.max_encoder_len:
             speed = measure_encoder_decoder(self._model, shape, device, most_tokens)
@@ -80,7 +81,7 @@ class GeneratorLoader(Loader):
         return speed
 
     def make_ready(self) -> Runner:
-        """See `Loader`."""
+        """Allocate the caches and capture CUDA graphs, see `Loader`."""
         target, settings = self.target, self.settings
         self._count_blocks()
         counts = self._num_device_blocks, self._num_host_blocks
@@ -98,10 +99,10 @@ class GeneratorLoader(Loader):
         return ModelRunner(self._model, self._cache, graphs, self._forms, self.adapters)
 
     def _count_blocks(self) -> None:
-        """Choose the number of blocks, and reduce the longest text if it would not fit."""
+        """Choose the number of blocks. If the longest text does not fit, reduce the model's maximum length."""
         target, settings = self.target, self.settings
         longest = self.max_model_len + target.max_encoder_len
-        # Scaled positions may allow far longer texts than a small machine's cache.
+        # Models with scaled positions may allow far longer texts than a small machine's cache can hold.
         least = target.unscaled_len + target.max_encoder_len if settings.max_model_len is None else longest
         self._num_device_blocks = count_device_blocks(
             target.device, self._shapes, longest, self._sliding_window, settings, target.ranks, least
@@ -117,7 +118,7 @@ class GeneratorLoader(Loader):
         self.max_model_len = found
 
     def drafter(self, runner: Runner, speed: int) -> Drafter | None:
-        """See `Loader`."""
+        """The drafter of the first rank, see `Loader`."""
         if self._proposer is None:
             return None
         return Drafter(
@@ -129,7 +130,7 @@ class GeneratorLoader(Loader):
         )
 
     def info(self, fingerprint: str, speed: int) -> WorkerInfo:
-        """See `Loader`."""
+        """The model's properties, with its features and swap speed, see `Loader`."""
         return replace(
             super().info(fingerprint, speed),
             features=self._features(),
@@ -150,7 +151,7 @@ class GeneratorLoader(Loader):
         return tuple(features)
 
     def limits(self) -> Limits:
-        """See `Loader`."""
+        """The limits of a step, with blocks, adapters and drafts, see `Loader`."""
         settings, config, max_encoder_len = self.settings, self.target.config, self.target.max_encoder_len
         return replace(
             super().limits(),
@@ -167,7 +168,7 @@ class GeneratorLoader(Loader):
         )
 
     def explain(self, error: Exception) -> StartError | None:
-        """See `Loader`."""
+        """Explain an out-of-memory error, see `Loader`."""
         if not is_out_of_memory(error):
             return None
         return StartError(
@@ -177,7 +178,10 @@ class GeneratorLoader(Loader):
 
 
 def _read_generation_config(target: Network) -> GenerationConfig:
-    """Raises StartError if the checkpoint's sampling defaults contradict each other; schedulers adopt them."""
+    """Read the checkpoint's sampling defaults, which schedulers adopt.
+
+    Raises StartError if the defaults contradict each other.
+    """
     found = GenerationConfig.read(target.checkpoint.config, target.checkpoint.generation, target.config.vocabulary_size)
     GenerationDefaults.of(found)
     if target.ranks.rank == 0 and (chosen := found.chosen_by_requests):
@@ -186,6 +190,6 @@ def _read_generation_config(target: Network) -> GenerationConfig:
 
 
 def _slowest(bytes_per_second: int, block_bytes: Sequence[int], ranks: Ranks) -> int:
-    """Bytes a second of whole blocks; a block has moved when every rank has moved its part."""
+    """Swap speed of whole blocks in bytes a second. A block has moved when every rank has moved its part."""
     speeds = ranks.gather_numbers(bytes_per_second)
     return 0 if 0 in speeds else round(sum(block_bytes) / max(map(truediv, block_bytes, speeds)))

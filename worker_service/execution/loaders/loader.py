@@ -13,13 +13,13 @@ from worker_service.speculation.drafter import Drafter
 
 
 class Loader(ABC):
-    """Loads one model. Its methods are called once each, in the order of their definitions.
+    """Loads one model. The caller calls each method once, in the order of their definitions.
 
     No method before `load` allocates memory.
     """
 
     adapters: Adapters
-    """Set by `load`."""
+    """The model's adapters. `load` sets this field."""
 
     def __init__(self, settings: WorkerSettings, target: Network) -> None:
         """Raises StartError if settings and model contradict each other."""
@@ -29,27 +29,30 @@ class Loader(ABC):
 
     @abstractmethod
     def check(self) -> list[int]:
-        """`Network.check` of everything that `load` will load."""
+        """Check everything that `load` will load. See `Network.check`."""
 
     @abstractmethod
     def load(self) -> None:
-        """Allocate the weights and fill them. Raises StartError, and torch's errors if memory runs out."""
+        """Allocate the weights and fill them. Raises StartError. Raises torch's errors if memory runs out."""
 
     @abstractmethod
     def measure(self) -> int:
-        """Compute the largest step; returns prefill tokens a second."""
+        """Compute the largest step. Returns prefill tokens a second."""
 
     @abstractmethod
     def make_ready(self) -> Runner:
-        """Give the remaining memory to a cache, if the model has a cache. Raises the errors of `load`."""
+        """Allocate the remaining memory for a cache, if the model has a cache. Raises the errors of `load`."""
 
     def drafter(self, runner: Runner, speed: int) -> Drafter | None:
-        """The runner's drafter, in the first rank; None without speculation. speed: as returned by `measure`."""
+        """The runner's drafter in the first rank. None in other ranks and without speculation.
+
+        speed: the result of `measure`.
+        """
         del runner, speed
         return None
 
     def info(self, fingerprint: str, speed: int) -> WorkerInfo:
-        """The model's properties, for the scheduler. Every rank calls it."""
+        """The model's properties, for the scheduler. All ranks must call it."""
         target = self.target
         return WorkerInfo(
             model_id=target.model_id,
@@ -79,7 +82,7 @@ class Loader(ABC):
 
     @abstractmethod
     def explain(self, error: Exception) -> StartError | None:
-        """A sentence that explains an error of one of these steps; None if the error is a fault of this code."""
+        """A sentence that explains an error of a loading step. None if the error is a fault of this code."""
 
 
 def _choose_max_model_len(settings: WorkerSettings, most: int) -> int:

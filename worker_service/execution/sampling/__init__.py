@@ -1,1 +1,1 @@
-"""From logits to tokens: edits, forms, sampling, log-probabilities, pooling and transcripts."""
+"""Samples tokens from logits: edits, forms, sampling, log-probabilities, pooling and transcripts."""

@@ -1,10 +1,11 @@
-"""Times of a transcript's tokens, from the cross attention to the sound and dynamic time warping.
+"""Computes the times of a transcript's tokens, by cross attention to the audio and dynamic time warping.
 
-Some heads of Whisper's decoder follow the sound; generation_config.json names them as `alignment_heads`. Their weights,
-standardised over the tokens and smoothed over the sound, score how well a token matches a part of the sound. Dynamic
-time warping finds the best path through the scores. (Radford et al., 2023; transformers and Whisper's own code.)
+Some heads of Whisper's decoder follow the audio. The key `alignment_heads` of generation_config.json lists these heads.
+Their attention weights are standardised over the tokens and smoothed over the audio. The results score how well a token
+matches a part of the audio. Dynamic time warping finds the best path through the scores. Sources: Radford et al., 2023;
+transformers; Whisper's own code.
 
-Queries are kept with their sequence over the chunks of its prompt, so that times do not depend on the chunks.
+The queries of all chunks of a prompt are stored in the sequence's state. Times are therefore independent of the chunks.
 """
 
 from collections import defaultdict
@@ -27,15 +28,21 @@ from worker_service.session.session import ScheduledChunk, SequenceState
 
 @dataclass(frozen=True)
 class Aligner:
-    """`heads`: numbers of the heads that follow the sound, by layer; `filter_width`: an odd number of encoder
-    tokens."""
+    """Aligns the tokens of prompts with audio.
+
+    heads: for each layer, the numbers of the heads that follow the audio. filter_width: an odd number of encoder
+    tokens.
+    """
 
     heads: Mapping[int, list[int]]
     filter_width: int
 
     @classmethod
     def read(cls, generation: GenerationConfig, config: Any) -> "Aligner | None":
-        """None if the file names no heads. Raises StartError if it names a head that the network does not have."""
+        """The aligner of a model. None if the generation config lists no heads.
+
+        Raises StartError if the file lists a head that the network does not have.
+        """
         heads = defaultdict(list)
         for layer, head in generation.keys.get("alignment_heads", []):
             if layer >= config.num_layers or head >= config.num_kv_heads:
@@ -49,7 +56,7 @@ class Aligner:
     def take(self, chunk: ScheduledChunk, queries: Mapping[int, Tensor], cache: Tensor) -> Tensor | None:
         """Add a chunk of a prompt. After the last chunk, returns the times, [1, dimensions] float32, in encoder tokens.
 
-        queries: by layer, scaled, [chunk's tokens, num_heads, head_dim]; cache: see `CausalModel.forward`. Raises
+        queries: by layer, scaled, [chunk's tokens, num_heads, head_dim]. cache: see `CausalModel.forward`. Raises
         InvalidStepError if tokens before the chunk were not computed on this worker.
         """
         sequence = chunk.sequence
@@ -70,7 +77,9 @@ class Aligner:
         return torch.from_numpy(first_columns(-matches.double().cpu().numpy())[None].astype(np.float32))
 
     def _keys(self, encoder: SequenceState, num_tokens: int, cache: Tensor) -> Tensor:
-        """Keys of the encoder's first tokens for these heads, in their order: [num_tokens, heads, head_dim] float32."""
+        """Keys of the first encoder tokens, [num_tokens, heads, head_dim] float32. The heads are in the order of
+        `heads`.
+        """
         block_size = cache.shape[3]
         table = torch.tensor(encoder.block_ids[: -(-num_tokens // block_size)], device=cache.device)
         found = []
@@ -82,9 +91,12 @@ class Aligner:
 
 
 def _matches(weights: Tensor, filter_width: int) -> Tensor:
-    """weights: [heads, tokens, sound tokens] float32. Returns [tokens, sound tokens]."""
+    """Scores of how well tokens match parts of the audio, [tokens, sound tokens].
+
+    weights: [heads, tokens, sound tokens] float32.
+    """
     deviation, mean = torch.std_mean(weights, dim=1, keepdim=True, correction=0)
-    # If all tokens have equal weights, none matches better than another.
+    # If all tokens have equal weights, no token matches better than another.
     standard = torch.where(deviation > 0, (weights - mean) / deviation, 0.0)
     margin = filter_width // 2
     if standard.shape[2] > margin:
@@ -94,15 +106,15 @@ def _matches(weights: Tensor, filter_width: int) -> Tensor:
 
 
 def first_columns(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """The first column of each row on the cheapest path from corner to corner; the path never goes back.
+    """The first column of each row on the cheapest path from corner to corner. The path never goes back.
 
-    costs: [rows, columns]. A step goes to the next row, the next column or both. Among equal costs the next column
-    wins, as in transformers. Sums are float32 and computed one diagonal at a time, because a cell needs the two
-    diagonals before it. 450 rows of 1,500 columns took 77 ms on a busy machine.
+    costs: [rows, columns]. A step goes to the next row, the next column or both. If costs are equal, the step goes to
+    the next column, as in transformers. Sums are float32. They are computed one diagonal at a time, because a cell
+    needs the two diagonals before it. 450 rows of 1,500 columns took 77 ms on a busy machine.
     """
     num_rows, num_columns = costs.shape
     steps = np.full((num_rows + num_columns + 1, num_rows + 1), -1, dtype=np.int8)
-    before_last = np.full(num_rows + 1, np.inf, dtype=np.float32)  # [row], of diagonal row + column
+    before_last = np.full(num_rows + 1, np.inf, dtype=np.float32)  # [row], of one diagonal row + column
     last = before_last.copy()
     before_last[0] = 0.0
     for diagonal in range(2, num_rows + num_columns + 1):

@@ -1,5 +1,4 @@
-"""Masks of the tokens that forms allow next; the device thread waits for them when it samples. 16 Ids of sequences
-whose mask is late."""
+"""Masks of the tokens that forms (grammars) allow next. The device thread waits for the masks when it samples."""
 
 from collections.abc import Sequence, Set
 from concurrent.futures import Future
@@ -13,25 +12,27 @@ from worker_service.session.session import SequenceState
 
 class FoundMasks(NamedTuple):
     masks: npt.NDArray[np.uint8]
-    """[rows, bytes]"""
+    """[rows, bytes]: a bit for each token that is allowed next."""
     late: Set[int]
-    """Ids of sequences."""
+    """Ids of sequences whose masks are late."""
 
 
 class FormMasks:
-    """Masks of a step's sequences that have a form and sample: one after the last token, one after each draft."""
+    """Masks of a step's sequences that have a form and sample: one after the last token, and one after each draft."""
 
     def __init__(self, rows: dict[tuple[int, int], int], found: "Future[FoundMasks]") -> None:
         self._rows = rows  # by sequence id and number of tokens
         self._found = found
 
     def of(self, sequences: Sequence[SequenceState]) -> npt.NDArray[np.uint8]:
-        """Waits for the masks: [sequences, bytes], a bit for each token, the lowest bit of a byte first.
+        """Wait for the masks. Returns [sequences, bytes], a bit for each token, the lowest bit of a byte first.
 
-        The mask is empty for a sequence whose form cannot continue, and for a late sequence.
+        The mask is empty if the sequence's form cannot continue or the sequence is late.
         """
         return self._found.result().masks[[self._rows[one.sequence_id, len(one.token_ids)] for one in sequences]]
 
     def late(self) -> Set[int]:
-        """Ids of the sequences that do not sample in this step, because earlier tokens are still being read."""
+        """Ids of late sequences. A late sequence does not sample in this step, because its earlier tokens are
+        unread.
+        """
         return self._found.result().late if self._rows else frozenset()

@@ -1,19 +1,22 @@
-"""A process that computes the masks of forms outside of the worker.
+"""A process that computes the masks of output forms (grammars) outside of the worker.
 
-The worker starts it with the tokenizer's file, the size of the vocabulary, the ends of sequence, and a socket as stdin.
-A form can take seconds for a single mask, and the library cannot be interrupted, so forms need a process that can be
-killed. This process reads the tokenizer, which takes up to seconds. For each socket that it receives, it forks a
-process that follows forms, which takes milliseconds and shares the tokenizer. It has no threads that a fork would lose,
-and ends with the worker.
+The worker starts this process with the tokenizer's file, the size of the vocabulary, the end-of-sequence tokens, and a
+socket as stdin. A single mask can take seconds, and the library cannot be interrupted. The masks are therefore computed
+in a process that the worker can kill.
 
-An output that is new to the process may have thousands of tokens to read. They are read in slices, one in each step of
-the output, so masks of other outputs wait for at most a slice. Until all are read the output's answers are late.
+First this process reads the tokenizer, which can take seconds. For each socket that it receives, it forks a child
+process that computes masks. A fork takes milliseconds, and shares the tokenizer's memory. This process has no threads,
+because a fork would lose them. It ends with the worker.
 
-A form is compiled in a slice too. If compiling takes longer than a slice, the other outputs then get as much time. So
-several new forms are compiled over several steps, and their outputs are late until then. When all were compiled in one
-step, 60 forms of 0.2 s each stopped the streams of a worker for 24 s.
+An output that is new to the child process may have thousands of tokens to read. The child reads the tokens in slices,
+one slice in each step of the output. Masks of other outputs therefore wait for at most one slice. Until all tokens are
+read, the output's answers are late.
 
-Masks of a step take `MAX_SECONDS` in total; the remaining ones are late. When all were computed in one step, 200
+A form is compiled in a slice, too. If compiling takes longer than a slice, the next compilation waits for the same
+time, in which other outputs run. Several new forms are therefore compiled over several steps, and their outputs are
+late until then. When one step compiled all forms, 60 forms of 0.2 s each stopped the streams of a worker for 24 s.
+
+The masks of a step take at most `MAX_SECONDS` in total. Further masks are late. When one step computed all masks, 200
 outputs of `s: "=" | s s`, with 0.1 s a mask, stopped the streams of a worker for 20 s.
 """
 
@@ -39,26 +42,31 @@ from pagewire_common.processes.child_process import end_with_the_parent, leave_s
 from worker_service.execution.sampling.form_tokenizer import form_tokenizer
 
 MAX_KEPT = 32
-"""Compiled grammars that are kept. A grammar takes up to some tens of MB, most take less than one."""
+"""Number of compiled grammars that are kept. Most grammars need less than 1 MB of memory, a few need tens of MB."""
 MAX_MEMORY = 4 << 30
-"""Bytes of address space of a process that follows forms."""
+"""Maximum bytes of address space of a child process that computes masks."""
 SLICE_SECONDS = 0.01
 """Seconds of CPU in one step to read tokens that outputs already have, for all outputs together. A forward pass takes
-about as long. A slice reads 6,000 tokens of JSON. A token of a right-recursive list takes up to 0.25 ms before the list
-reaches the library's limit."""
+about the same time. A slice reads 6,000 tokens of JSON. A token of a right-recursive list takes up to 0.25 ms before
+the list reaches the library's limit.
+"""
 FEW_TOKENS = 16
-"""Largest number of unread tokens of an output that is not new (it has accepted drafts). It gets its own slice."""
+"""Largest number of unread tokens of an output that is not new, for example after accepted drafts. Such an output has
+its own slice.
+"""
 HEAD = struct.Struct("<dqI?")
-"""The header of each mask: CPU seconds since the answer before, without compiling; growth of the process's memory in
-bytes; number of tokens read; and whether the answer is late because tokens are left."""
+"""The header of each mask. Its fields: CPU seconds since the previous answer, without compiling; bytes by which the
+process's memory grew; number of tokens read; whether the answer is late because tokens are unread.
+"""
 READY, FORK = b"\0", b"f"
 MAX_REASON = 1000
 
 
 class Work(NamedTuple):
-    """The work for an output: read these tokens. If it `samples`, compute the masks after them and after each draft.
+    """The work for an output: read these tokens. If it `samples`, compute a mask after them and a mask after each
+    draft.
 
-    An output's first work names its `form` and has all of its tokens; if it is `alone`, its form is compiled
+    An output's first work names its `form` and contains all of its tokens. If the work is `alone`, its form is compiled
     separately. Work after a late answer does not repeat the tokens.
     """
 
@@ -75,7 +83,7 @@ class _Output:
     form: str
     is_alone: bool
     matcher: LLMatcher | None = None
-    """None until the form is compiled."""
+    """The matcher of the output's form. None until the form is compiled."""
     unread: deque[int] = field(default_factory=deque)
 
 
@@ -88,7 +96,7 @@ class _Memory:
         self._bytes = self._read()
 
     def growth(self) -> int:
-        """Bytes that the process's memory has grown since the last call, or since the start."""
+        """Bytes by which the process's memory has grown since the last call, or since the start."""
         before, self._bytes = self._bytes, self._read()
         return self._bytes - before
 
@@ -97,7 +105,7 @@ class _Memory:
 
 
 class Follower:
-    """Keeps the matchers of outputs, by keys."""
+    """Stores the matchers of outputs by their keys."""
 
     def __init__(self, tokenizer: LLTokenizer, vocabulary_size: int) -> None:
         self._tokenizer = tokenizer
@@ -107,17 +115,17 @@ class Follower:
         self._outputs: dict[int, _Output] = {}
         self._memory = _Memory()
         self._slice = 0.0  # seconds left of the current slice
-        self._compiles_at = 0.0  # earliest time, by a monotonic clock
+        self._compiles_at = 0.0  # earliest time of the next compilation, by a monotonic clock
 
     def forget(self, key: int) -> None:
         self._outputs.pop(key, None)
 
     def do(self, all_work: Sequence[Work]) -> Iterator[bytes]:
-        """Do a step's work: yields an answer for each output, then an answer for each of its drafts: a `HEAD` and a
-        mask.
+        """Compute a step's work. Yields an answer for each output, then an answer for each of its drafts.
 
-        A mask has a bit for each token that may come next. It is empty if no token may: after a draft that the form
-        forbids or that ends the output. It is also empty if the answer is late or the work does not sample.
+        An answer is a `HEAD` and a mask. A mask has a bit for each token that may come next. The mask is empty if no
+        token may come next, which is the case after a draft that the form forbids or that ends the output. The mask is
+        also empty if the answer is late or the work does not sample.
         """
         self._slice = SLICE_SECONDS
         ends_at = process_time() + MAX_SECONDS
@@ -143,9 +151,9 @@ class Follower:
                 began, num_read = process_time(), 0
 
     def _read(self, matcher: LLMatcher, unread: deque[int], until: float) -> int:
-        """Read an output's tokens until its slice is over; returns the number of tokens read.
+        """Read an output's tokens until its slice is over. Returns the number of tokens read.
 
-        Reads one token at a time: the library cannot be interrupted, but its time for a token is limited.
+        Tokens are read one at a time. The library cannot be interrupted, but it limits the time of one token.
         """
         num_unread = len(unread)
         is_new, began = num_unread > FEW_TOKENS, process_time()
@@ -164,7 +172,7 @@ class Follower:
     def _masks(self, matcher: LLMatcher, work: Work) -> Iterator[bytearray]:
         mask = self._mask(matcher)
         yield mask
-        # A matcher that has failed cannot be rolled back.
+        # The drafts are read by a copy, because a matcher that has failed cannot be rolled back.
         ahead = matcher.deep_copy() if work.drafts and mask else matcher
         for draft in work.drafts:
             may_come = bool(mask) and mask[draft // 8] >> draft % 8 & 1 and not ahead.is_stopped()
@@ -184,17 +192,17 @@ class Follower:
         return mask
 
     def _matcher(self, form: str, alone: bool) -> LLMatcher:
-        """A matcher that has read nothing.
+        """A matcher that has read no tokens.
 
-        Unless it is `alone`, it shares the library's cache for the form with other matchers, and the cache's limits. If
-        these limits end one of the matchers, they end all of them.
+        A matcher that is not `alone` shares the library's cache for the form with other matchers. They also share the
+        cache's limits: if these limits stop one matcher, they stop all of them.
         """
         compiled = self._compiled.pop(form, None)
         if alone or compiled is None or compiled.is_error():
-            # The library's log would name tokens of outputs.
+            # The library's log is off, because it would contain tokens of outputs.
             compiled = LLMatcher(self._tokenizer, form, log_level=0, limits=parser_limits())
-            # Outputs need this mask first. Without it, the first mask behind other tokens may take forever: 69 s in
-            # place of 6 ms behind the z of yyyyy|z(a|aa|aaa){1,1000}…
+            # The first mask is computed here, because all outputs begin with it. Without it, the first mask after other
+            # tokens may take very long. Behind the z of yyyyy|z(a|aa|aaa){1,1000}… the mask took 69 s instead of 6 ms.
             self._mask(compiled)
         if alone:
             return compiled
@@ -204,8 +212,9 @@ class Follower:
         return compiled.deep_copy()
 
     def serve(self, connection: Connection) -> None:
-        """Messages are (keys to forget, work). Each answer is sent separately, so that the worker sees which takes
-        long."""
+        """Answer messages (keys to forget, work). Each answer is sent separately, so that the worker sees the slow
+        answers.
+        """
         while True:
             try:
                 gone, all_work = connection.recv()
@@ -225,7 +234,8 @@ def main() -> None:
     size, ends = int(sys.argv[2]), [int(end) for end in sys.argv[3].split(",")]
     try:
         tokenizer = form_tokenizer(Path(sys.argv[1]).read_text(), size, ends)
-    except Exception as error:  # of the library's own kinds
+    # The library raises its own exceptions.
+    except Exception as error:
         control.send((str(error) or type(error).__name__).encode()[:MAX_REASON])
         return
     control.send(READY)

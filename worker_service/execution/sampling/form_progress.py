@@ -1,4 +1,4 @@
-"""How much of an output its form has read, and how much time the form may still take."""
+"""How many tokens of an output its form has read, and how much CPU time the form may still use."""
 
 from array import array
 from collections import deque
@@ -7,46 +7,48 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 MAX_LEFT = 3.0
-"""Seconds of CPU that an output's form may take in advance; each token adds to them."""
+"""Seconds of CPU that an output's form may use before its first token. Each token adds `TOKEN_SECONDS`."""
 TOKEN_SECONDS = 0.01
-"""Seconds of CPU that each token adds. Three times the slowest of 420 forms: see `MAX_SECONDS`."""
+"""Seconds of CPU that each token adds. The value is three times the slowest of 420 forms, see `MAX_SECONDS`."""
 
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """How far a process has read an output. When this object is freed, its key joins the keys to forget."""
+    """How much of an output a process has read. When this object is freed, its key joins the keys to forget."""
 
     key: int
     gone: deque[int]
     reader: Connection | None = None
     num_tokens: int = 0
-    """Tokens that the process was sent."""
+    """Number of tokens that were sent to the process."""
     num_masks: int = 0
-    """Masks that the process's matcher has computed."""
+    """Number of masks that the process's matcher has computed."""
     left: float = field(default_factory=lambda: MAX_LEFT)
-    """Seconds of CPU that the form may still take."""
+    """Seconds of CPU that the form may still use."""
     taken: float = 0.0
-    """Seconds spent waiting for its answers, over all processes."""
+    """Seconds spent waiting for the output's answers, over all processes."""
     memory: int = 0
-    """Bytes of memory that the process has grown by for it."""
+    """Bytes by which the process's memory has grown for the output."""
     is_over: bool = False
-    """Whether its form took too long."""
+    """Whether the output has ended because of its form."""
     is_alone: bool = False
-    """Whether its form is compiled separately and has no drafts. Outputs of one form, and drafts, share limits of the
-    library, which have stopped some matchers."""
+    """Whether the output's form is compiled separately and has no drafts. Outputs of one form share limits of the
+    library with each other and with drafts. The shared limits have stopped some matchers.
+    """
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the matcher's answer depends on the output's tokens alone: it is separate and has computed no
-        mask."""
+        """Whether the matcher's answer depends only on the output's tokens. The matcher must be separate, and must not
+        have computed a mask.
+        """
         return self.is_alone and not self.num_masks
 
     def begin(self, reader: Connection) -> None:
-        """Have a new matcher of this process read the output from the start."""
+        """Begin to read the output from the start, with a new matcher of this process."""
         self.reader, self.num_tokens, self.num_masks, self.left, self.memory = reader, 0, 0, MAX_LEFT, 0
 
     def charge(self, seconds: float, num_tokens: int) -> None:
-        """Charge these seconds, and credit these tokens."""
+        """Subtract the used seconds, and add the time that the tokens earn."""
         cost = seconds if self.num_masks else seconds / 2
         self.left = min(self.left - cost + num_tokens * TOKEN_SECONDS, MAX_LEFT)
 
@@ -55,7 +57,7 @@ class Progress:
 
 
 class FormedOutput(NamedTuple):
-    """A sequence of the step with a form, as the thread that speaks with the process needs it."""
+    """A sequence of the step with a form, in the shape that the thread for masks needs."""
 
     sequence_id: int
     form: str
@@ -67,5 +69,5 @@ class FormedOutput(NamedTuple):
 
     @property
     def num_masks(self) -> int:
-        """Masks that it needs: one after its last token, and one after each draft."""
+        """Number of masks that the output needs: one after its last token, and one after each draft."""
         return 1 + len(self.drafts) if self.samples else 0

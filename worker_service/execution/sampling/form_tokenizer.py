@@ -1,21 +1,21 @@
-"""The tokenizer of outputs that have a form; it spells text that the form leaves no choice about.
+"""The tokenizer of outputs with a form (grammar). It encodes text that the form prescribes.
 
-If only one text may follow, llguidance encodes that text and allows its first token only. The model's own tokenizer
-would encode `<|im_end|>` in a choice as the end of sequence, not as ten characters; a tokenizer that normalizes would
-change characters. So such text is encoded here, with other tokens if the model's tokens do not spell it. A grammar
-still reaches special tokens by their names.
+If a form allows only one text, llguidance encodes the text and allows only its first token. With the model's own
+tokenizer, `<|im_end|>` in a choice would become the end of sequence and not ten characters. A normalizing tokenizer
+would change characters. This tokenizer therefore encodes such text itself. It uses other tokens if the model's tokens
+do not spell the text. A grammar can still name special tokens.
 """
 
 from llguidance import LLTokenizer
 
 _SPECIAL = b"\xff"
-"""The byte that llguidance puts before a special token's name; no text has this byte."""
+"""The byte that llguidance puts before a special token's name. No text contains this byte."""
 
 
 def form_tokenizer(tokenizer_json: str, vocabulary_size: int, ends: list[int]) -> LLTokenizer:
-    """The tokenizer of a tokenizer.json's text with this number of tokens; `ends` are the ends of sequence.
+    """The tokenizer of a tokenizer.json with `vocabulary_size` tokens. `ends` are the end-of-sequence tokens.
 
-    Raises errors of llguidance's own kinds, for example for a tokenizer whose tokens are not bytes.
+    Raises llguidance's own exceptions, for example if the tokens of the tokenizer are not bytes.
     """
     model = LLTokenizer(tokenizer_json, n_vocab=vocabulary_size, eos_token=ends, slices=[])
     return LLTokenizer(_PlainTokenizer(model), eos_token=ends)  # type: ignore[arg-type]
@@ -36,7 +36,9 @@ class _PlainTokenizer:
         self.tokens = [_bytes(model, token_id, token_id in special) for token_id in token_ids]
 
     def __call__(self, text: str) -> list[int]:
-        """The model's tokens. If they do not spell the text, the longest tokens that do, from left to right."""
+        """The model's tokens of the text. If they do not spell the text, the longest matching tokens from left to
+        right.
+        """
         token_ids = self._model.tokenize_str(text)
         if b"".join(self.tokens[token_id] for token_id in token_ids) == text.encode():
             return token_ids
@@ -44,7 +46,7 @@ class _PlainTokenizer:
 
 
 def _bytes(model: LLTokenizer, token_id: int, is_special: bool) -> bytes:
-    """The bytes of a token in llguidance's trie, which represents a token without bytes by its number."""
+    """The bytes of a token in llguidance's trie. The library shows a token without bytes as its number."""
     shown = model.decode_bytes([token_id])
     if is_special:
         return _SPECIAL + shown

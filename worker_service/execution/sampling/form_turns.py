@@ -1,4 +1,6 @@
-"""The order of outputs with a form in a step, and the outputs that end if memory is short."""
+"""The order in which outputs with a form are computed in a step. Also chooses the outputs that end if memory is
+short.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -10,7 +12,7 @@ from worker_service.execution.sampling.form_process import MAX_MEMORY
 from worker_service.execution.sampling.form_progress import FormedOutput
 
 MAX_TOGETHER = 5 * MAX_MEMORY // 8
-"""Bytes of memory of all outputs together; the address space was up to 1.3 times as large."""
+"""Maximum bytes of memory of all outputs together. The address space was measured at up to 1.3 times the memory."""
 
 WithRows = tuple[FormedOutput, npt.NDArray[np.uint8]]
 """An output, and its rows of the step's masks."""
@@ -19,8 +21,10 @@ WithRows = tuple[FormedOutput, npt.NDArray[np.uint8]]
 def in_turns(
     items: Iterable[WithRows],
 ) -> list[WithRows]:
-    """A first output of each owner, then a second of each, and so on. Owners whose outputs have taken less time come
-    first; so do outputs of an owner."""
+    """One output of each owner, then a second output of each owner, and so on.
+
+    Owners whose outputs have used less time come first. The outputs of one owner are in the order of their used time.
+    """
     of_owner: defaultdict[bytes, float] = defaultdict(float)
     turns: list[tuple[int, WithRows]] = []
     number: Counter[bytes] = Counter()
@@ -35,7 +39,7 @@ def in_turns(
 def largest(
     items: Iterable[WithRows],
 ) -> Iterator[WithRows]:
-    """The largest outputs, without which the other outputs take at most `MAX_TOGETHER`."""
+    """The largest outputs, which must end so that the remaining outputs need at most `MAX_TOGETHER`."""
     alive = [one for one in items if not one[0].progress.is_over]
     by_owner: Counter[bytes] = Counter()
     for item, _ in alive:

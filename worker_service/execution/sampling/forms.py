@@ -1,33 +1,35 @@
-"""Restricts outputs to their forms: the masks of tokens that may come next are computed during the forward pass.
+"""Restricts outputs to their forms (grammars). The masks of allowed next tokens are computed during the forward pass.
 
-A form is a grammar, which llguidance reads: an Earley parser above a lexer, walked along a trie of all tokens. A
-matcher has read an output's tokens so far, and computes the mask of the next. It is a function of these tokens, so it
-can be rebuilt wherever the sequence is: after a preemption, on another worker, in a resumed stream. Matchers run in a
-separate process, form_process.py. A thread here speaks with that process, and the device thread waits for the masks
-when it samples. The scheduler has checked the form.
+The library llguidance reads the grammar: an Earley parser above a lexer, which walks a trie of all tokens. A matcher
+has read an output's tokens so far, and computes the mask of the next token. A matcher depends only on these tokens. It
+can therefore be rebuilt after a preemption, on another worker, or in a resumed stream. Matchers run in a separate
+process, form_process.py. A thread of this file communicates with the process, and the device thread waits for the masks
+when it samples. The scheduler has already checked the form.
 
-The cost of a form is charged to its own output, and may end that output alone:
+The time of a form is charged to its own output, and can end only this output:
 
-- One token or mask may take `MAX_SECONDS`. Beyond that the process is killed, and a new process continues the other
-  outputs. For `BAN_SECONDS` the same owner's new outputs of the form end at once. Only the form is to blame: one token
-  or mask took that long, whatever was read before. Outputs that have begun continue, until it happens again.
-- All tokens may take `MAX_LEFT`, and `TOKEN_SECONDS` more for each token.
-- If a sequence is new to the process, its output is read again, in slices between the masks of other outputs. Its
-  answers are late until then, and it gains no token in those steps. Reading is charged half. It costs at most as much
-  as the first time, so it does not end an output that has come so far.
+- One token or mask may take `MAX_SECONDS`. After this time the process is killed, and a new process continues the
+  other outputs. For `BAN_SECONDS`, new outputs of the same form and owner end at once. Their form alone is slow: one
+  token or mask exceeded the limit, whatever was read before. Outputs that have begun continue until the form exceeds
+  the limit again.
+- All tokens together may take `MAX_LEFT`, plus `TOKEN_SECONDS` for each token.
+- If an output is new to the process, the process reads the output's tokens again, in slices between the masks of other
+  outputs. Until all tokens are read, the output is late and gains no token. Reading again is charged at half its time.
+  It takes at most the time of the first reading, so it cannot end an output.
 
-So a form delays other outputs by at most three times `MAX_SECONDS` in a step: for its mask, for the masks after
-drafts, and for a second mask without drafts if it fails and is read again. The average delay is `TOKEN_SECONDS`. Slow
-forms end at most `MAX_ENDED` processes in one step. One or a few new forms are compiled in a step, in at most half of
-the time; others are late.
+In one step, a form therefore delays other outputs by at most three times `MAX_SECONDS`: for its mask, for the masks
+after drafts, and for a repeated mask without drafts. The mask is repeated if it failed. The average delay is
+`TOKEN_SECONDS`. In one step, at most `MAX_ENDED` processes are killed because of slow forms. A step compiles one or a
+few new forms, in at most half of its time; the other new forms are late.
 
-Work that a step has no time for is late: compiling, reading and masks. So outputs take turns: an output of each owner,
-then a second output of each; the owner with the least time used comes first. Without turns a tenant's new output would
-wait for all earlier outputs of others. After the process was killed, all outputs of the tenant would wait.
+Compiling, reading and masks are late if the step has no time left. Outputs therefore take turns: one output of each
+owner, then a second output of each owner. The owner with the least used time comes first. Without turns a tenant's new
+output would wait for all earlier outputs of other tenants. After the process was killed, all outputs of the tenant
+would wait.
 
-Memory is limited for all outputs together. If they take more than `MAX_TOGETHER`, the owner whose outputs take most
-loses its largest output. If the process died instead, all outputs would be read again, reach the same limit, and so on
-for ever.
+Memory is limited for all outputs together. If the outputs exceed `MAX_TOGETHER`, the owner with the most memory loses
+its largest output. If instead the process died, all outputs would be read again and would reach the same limit again,
+forever.
 """
 
 import contextlib
@@ -66,28 +68,31 @@ START_SECONDS = 60.0
 BAN_SECONDS = 60.0
 MAX_BANS = 1024
 MAX_ENDED = 3
-"""Processes that a step may end before its remaining outputs are late. An output that ends a process twice has
-ended."""
+"""Number of processes that may be killed in a step. After this number the remaining outputs are late. An output that
+causes the death of two processes ends.
+"""
 
 
 class Forms:
-    """Speaks with the process that follows forms, for one model."""
+    """Communicates with the process that computes masks, for one model."""
 
     def __init__(self, tokenizer: Path, vocabulary_size: int, ends: Sequence[int]) -> None:
         self._arguments = [str(tokenizer), str(vocabulary_size), ",".join(map(str, ends))]
         self._vocabulary_size = vocabulary_size
         self._keys = itertools.count()
         self._gone: deque[int] = deque()
-        # (end of the ban, number of bans) by the hash of `_ban`: a form may have 64 KiB.
+        # (end of the ban, number of bans) for each banned form. The key is a hash, because a form may have 64 KiB.
         self._bans: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "forms")
         self._reader: Connection | None = None
-        self._process: psutil.Process  # notices if its id has been reused by another process
+        self._process: psutil.Process  # psutil detects if another process has reused the id
         self._start()
 
     @classmethod
     def load(cls, files: Sequence[Path], vocabulary_size: int) -> "Forms | None":
-        """None for a model without tokenizer or end of sequence. The process may still be starting: see `is_ready`."""
+        """Start the process, which may still be starting afterwards: see `is_ready`. None for a model without a
+        tokenizer or end of sequence.
+        """
         by_name = {file.name: file for file in files}
         if "tokenizer.json" not in by_name:
             return None
@@ -97,8 +102,9 @@ class Forms:
         return cls(by_name["tokenizer.json"].resolve(), vocabulary_size, ends) if ends else None
 
     def is_ready(self) -> bool:
-        """Wait for the process. False if it cannot follow forms, for example if the tokenizer's tokens are not
-        bytes."""
+        """Wait until the process is ready. False if it cannot compute masks, for example if the tokens are not
+        bytes.
+        """
         try:
             self._fork()
         except OSError as error:
@@ -107,16 +113,16 @@ class Forms:
         return True
 
     def close(self) -> None:
-        """End the process; otherwise it ends with the worker."""
+        """End the process. Without this call the process ends with the worker."""
         self._thread.shutdown()
         self._end()
         self._control.close()
         self._template.wait()
 
     def begin(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
-        """Start computing masks for the chunks that have a form; None if no chunk has a form.
+        """Start computing masks for the chunks that have a form. None if no chunk has a form.
 
-        Chunks that do not sample yet have their tokens read. All tokens must be known.
+        If a chunk does not sample yet, the process only reads its tokens. All tokens must be known.
         """
         formed = [chunk for chunk in chunks if chunk.sequence.sampling.form]
         if not formed:
@@ -140,18 +146,19 @@ class Forms:
             progress.is_over = not output and self._is_banned(form, owner)
         return FormedOutput(sequence.sequence_id, form, owner, progress, output, chunk.samples, chunk.drafts)
 
-    # ---- on the thread
+    # ---- the thread that communicates with the process
 
     def _find(self, items: Sequence[FormedOutput], num_rows: int) -> FoundMasks:
-        """The result of `FormMasks`."""
+        """Compute the masks of a step, the result of `FormMasks`."""
         masks = np.zeros((num_rows, -(-self._vocabulary_size // 32) * 4), np.uint8)
         late: set[int] = set()
         ends = itertools.accumulate(item.num_masks for item in items)
         every = [(item, masks[end - item.num_masks : end]) for item, end in zip(items, ends, strict=True)]
         left, num_ended = deque(form_turns.in_turns(every)), 0
-        died: set[int] = set()  # keys of outputs that were being answered when a process died
+        # Keys of outputs whose answer was expected when a process died.
+        died: set[int] = set()
         while left := deque(self._followed(left)):
-            if num_ended == MAX_ENDED:  # many forms may be slow, each once
+            if num_ended == MAX_ENDED:  # many forms may each be slow once
                 late.update(item.sequence_id for item, _ in left if item.samples)
                 break
             again: list[WithRows] = []
@@ -183,7 +190,7 @@ class Forms:
                             rows[number] = mask
                         elif item.samples and number == 0:
                             has_failed = True
-                    left.popleft()  # repeated only if it is in `again`
+                    left.popleft()  # outputs in `again` are sent once more
                     progress.taken += time.monotonic() - began
                     if progress.left < 0:
                         self._end_output(item, f"its tokens take more than {form_progress.TOKEN_SECONDS:g} s each")
@@ -194,7 +201,8 @@ class Forms:
                         again.append((item, rows))
                     elif item.samples and item.sequence_id not in late:
                         progress.num_masks += 1
-            except (OSError, EOFError) as error:  # it takes too long, or has died, perhaps for lack of memory
+            # The process was too slow, or has died, perhaps because memory ran out.
+            except (OSError, EOFError) as error:
                 self._end()
                 num_ended += 1
                 item = left[0][0]
@@ -214,7 +222,7 @@ class Forms:
         return FoundMasks(masks, late)
 
     def _followed(self, items: Iterable[WithRows]) -> Iterator[WithRows]:
-        """The outputs that have not ended, without drafts if masks after drafts are switched off for them."""
+        """The outputs that have not ended. Drafts are removed from outputs that may not have masks after drafts."""
         for item, rows in items:
             if not item.progress.is_over and self._is_banned(item.form, item.owner, times=2):
                 self._end_output(item, "other outputs of the form have taken too long twice in a minute")
@@ -234,7 +242,7 @@ class Forms:
         reader.send((gone, work))
 
     def _receive(self, reader: Connection) -> bytes:
-        """The next answer. Raises TimeoutError if computing it takes too long, OSError if the process is stuck."""
+        """The next answer. Raises TimeoutError if the computation takes too long, OSError if the process is stuck."""
         if not reader.poll(LOOK_SECONDS):
             used, began = _processor_seconds(self._process), time.monotonic()
             while not reader.poll(LOOK_SECONDS):
@@ -244,7 +252,10 @@ class Forms:
         return reader.recv_bytes()
 
     def _check_used(self, seconds: float) -> None:
-        """Raises TimeoutError if the process has used more than its share of CPU. seconds: its use at the start."""
+        """Raise TimeoutError if the process has used more CPU time than one answer may take.
+
+        seconds: the process's CPU time at the start of the answer.
+        """
         if _processor_seconds(self._process) - seconds > MAX_SECONDS + SLICE_SECONDS:
             raise TimeoutError(f"it takes more than {MAX_SECONDS:g} s")
 
@@ -253,9 +264,9 @@ class Forms:
         log.warning("an output has ended: its form cannot be followed", reason=why)
 
     def _ban(self, item: FormedOutput, is_draft: bool, why: str) -> None:
-        """Ban new outputs of this form and owner for a while; at the second ban, end the old ones too.
+        """Ban new outputs of this form and owner for a while. A second ban also ends the outputs that have begun.
 
-        is_draft: a draft token took too long, so that only drafts are banned.
+        is_draft: whether a draft token took too long. If so, only drafts are banned.
         """
         if not is_draft:
             self._end_output(item, why)
@@ -273,8 +284,11 @@ class Forms:
     # ---- the processes
 
     def _living_reader(self) -> Connection:
-        """The process that follows forms, or a new process if it has died. Raises OSError."""
-        if self._reader is not None and self._reader.poll(0):  # nothing was asked: the message is its end
+        """The connection to the process that computes masks. If the process has died, a new process is forked. Raises
+        OSError.
+        """
+        # No answer is expected, so readable data means that the process has ended.
+        if self._reader is not None and self._reader.poll(0):
             self._end()
         return self._reader or self._fork()
 
@@ -291,7 +305,7 @@ class Forms:
         self._has_started = False
 
     def _fork(self) -> Connection:
-        """A new process that follows forms. Raises OSError."""
+        """A connection to a new process that computes masks. Raises OSError."""
         if self._template.poll() is not None and self._has_started:
             self._control.close()
             self._start()
@@ -305,7 +319,8 @@ class Forms:
         reader = Connection(ours.detach())
         if not reader.poll(DEAF_SECONDS):
             raise OSError("the process that follows forms does not start")
-        with contextlib.suppress(psutil.Error):  # it has ended already; the first message will fail
+        # The process may have ended already. The first message to it then fails.
+        with contextlib.suppress(psutil.Error):
             self._process = psutil.Process(reader.recv())
         self._reader = reader
         return reader

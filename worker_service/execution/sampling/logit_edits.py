@@ -1,8 +1,9 @@
-"""Edits of logits by sampling parameters before a token is sampled: bans, biases and penalties.
+"""Edits logits by sampling parameters before a token is sampled: bans, biases and penalties.
 
-First, forms, allowed tokens, bad words and minimum length ban tokens. Then biases are added. Then repetition, frequency
-and presence penalties apply. The rules of transcripts come last, because they look at the logits. This file turns each
-row's parameters into places in the matrix of logits; `kernels.sampling.logit_edits` changes all rows at once.
+First, forms, allowed tokens, bad words and minimum length ban tokens. Next, biases are added. Next, repetition,
+frequency and presence penalties are applied. The rules of transcripts come last, because they read the edited logits.
+This file turns each row's parameters into indices of the matrix of logits. `kernels.sampling.logit_edits` changes all
+rows at once.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,11 @@ _Bits = npt.NDArray[np.uint8]
 
 
 def edit_logits(logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None) -> None:
-    """Edit in place. logits: [rows, vocabulary_size] float32, contiguous; sequences: one for each row; masks: of the
-    sequences that have a form."""
+    """Edit logits in place.
+
+    logits: [rows, vocabulary_size] float32, contiguous. sequences: one sequence for each row. masks: the masks of
+    sequences that have a form.
+    """
     formed = [row for row, sequence in enumerate(sequences) if sequence.sampling.form]
     mask: _Bits = np.empty((0, 0), dtype=np.uint8)
     if formed:
@@ -93,8 +97,8 @@ def _banned(sequence: SequenceState) -> list[int]:
 def _penalties(sequence: SequenceState) -> tuple[_Ids, _Floats]:
     """The distinct tokens seen so far, and the amount to subtract from each token's logit.
 
-    Frequency is subtracted for each occurrence in the output, presence once if there is any. Repetition also counts the
-    prompt.
+    The frequency penalty is subtracted once for each occurrence in the output. The presence penalty is subtracted once
+    if the token occurs in the output. The repetition penalty applies to tokens of prompt and output.
     """
     params = sequence.sampling
     tokens = np.array(sequence.token_ids, dtype=np.int64)

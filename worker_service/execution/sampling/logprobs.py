@@ -1,4 +1,6 @@
-"""Reports of `kernels.sampling.log_probabilities` on tokens of a prompt and on sampled ones."""
+"""Reports of log-probabilities of prompt tokens and sampled tokens, computed by
+`kernels.sampling.log_probabilities`.
+"""
 
 from collections.abc import Sequence
 
@@ -11,11 +13,12 @@ from worker_service.session.session import SequenceState
 from worker_service.session.step import SampleLogprobs
 
 _MIN = -9999.0
-"""Smallest log-probability that is reported, the same as vLLM's: JSON has no infinity, and a logit may be -inf."""
+"""Smallest reported log-probability, the same as vLLM's. JSON has no infinity, and a logit may be -inf."""
 
 
 def check_finite(logits: Tensor) -> None:
-    """Raise FloatingPointError if a row has no log-probabilities: a logit is NaN or +inf, or all are -inf.
+    """Raise FloatingPointError if a row has no log-probabilities. A row has none if a logit is NaN or +inf, or all are
+    -inf.
 
     logits: [positions, vocabulary_size]. Waits for a GPU.
     """
@@ -27,9 +30,9 @@ def check_finite(logits: Tensor) -> None:
 def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top: int) -> SampleLogprobs:
     """Report consecutive positions of one sequence.
 
-    logits: [positions, vocabulary_size], any float type; token_ids: [positions] int64, the token at each position;
-    num_top: how many of the likeliest tokens to add. Equally likely tokens are in the order of their ids.
-    Log-probabilities below the least are raised to it.
+    logits: [positions, vocabulary_size], any float type. token_ids: [positions] int64, the token at each position.
+    num_top: the number of likeliest tokens to add. Equally likely tokens are sorted by id. Log-probabilities below
+    `_MIN` are reported as `_MIN`.
     """
     ids, logprobs, ranks = sampling_ops_for(logits.device).log_probabilities(logits, token_ids, num_top)
     return SampleLogprobs(
@@ -44,12 +47,12 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top
 def sample_logprobs(
     logits: Tensor, token_ids: Sequence[int], rows_of: Sequence[tuple[SequenceState, range]]
 ) -> list[SampleLogprobs]:
-    """Report sampled tokens of sequences that ask for log-probabilities. rows_of: each sequence with its rows.
+    """Report sampled tokens of sequences that request log-probabilities.
 
-    logits: [rows, vocabulary_size], token_ids: the sampled token of each row.
+    logits: [rows, vocabulary_size]. token_ids: the sampled token of each row. rows_of: each sequence with its rows.
     """
     reports: dict[int, SampleLogprobs] = {}
-    # Rows with equal parameters are computed together: a row's result does not depend on its neighbours.
+    # Rows with equal parameters are computed together. A row's result does not depend on other rows.
     for num_top in {sequence.sampling.logprobs for sequence, _ in rows_of}:
         assert num_top is not None
         asking = [(sequence, rows) for sequence, rows in rows_of if sequence.sampling.logprobs == num_top]

@@ -1,7 +1,7 @@
-"""Vectors from the states of prompts, a chunk at a time.
+"""Pools the hidden states of prompts into vectors, a chunk at a time.
 
-Partial sums over chunks are kept with their sequence, so a swap loses nothing; a recomputed sequence starts again. Sums
-are float64: a mean is equal to the last bit or two for any chunks.
+Partial sums over chunks are stored in the sequence's state. A swap therefore loses nothing, and a recomputed sequence
+starts again. Sums are float64, so that the chunks change at most the last two bits of a mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,16 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import PoolingParams, PoolingType, SequenceVectors
 
 Classify = Callable[[Tensor], Tensor]
-"""A function from a text's states, [tokens, hidden_size], to [classes]."""
+"""A function from a text's states, [tokens, hidden_size], to scores, [classes]."""
 
 
 def pool_all(
     chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor, classify: Classify | None = None
 ) -> list[tuple[ScheduledChunk, Tensor]]:
-    """The vectors that the chunks of a step complete. hidden: [rows, hidden_size]; a chunk's rows begin at its
-    `query_start`."""
+    """The vectors that the chunks of a step complete.
+
+    hidden: [rows, hidden_size]. query_start: the first row of each chunk.
+    """
     completed = []
     for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False):
         if chunk.sequence.sampling.pooling is not None:
@@ -33,9 +35,10 @@ def pool_all(
 
 
 def pool(chunk: ScheduledChunk, hidden: Tensor, classify: Classify | None = None) -> Tensor | None:
-    """Add a chunk's states, [its tokens, hidden_size]; returns the vectors that it completes, [vectors, dimensions].
+    """Add a chunk's states, [chunk's tokens, hidden_size]. Returns the vectors that the chunk completes, [vectors,
+    dimensions].
 
-    None if it completes no vector. Raises InvalidStepError if earlier states were not computed on this worker.
+    None if the chunk completes no vector. Raises InvalidStepError if earlier states were not computed on this worker.
     """
     sequence = chunk.sequence
     pooling = sequence.sampling.pooling
@@ -58,24 +61,24 @@ def pool(chunk: ScheduledChunk, hidden: Tensor, classify: Classify | None = None
             sequence.pooled = total
             vectors = total / chunk.stop
         case PoolingType.SCORE:
-            assert classify is not None  # the limits guarantee it
+            assert classify is not None  # the limits guarantee a classifier
             vectors = classify(hidden)[None]
         case PoolingType.ALIGNMENT:
-            raise AssertionError("an Aligner takes these")  # the session has checked it
+            raise AssertionError("an Aligner takes these")  # the session has already refused it
     if not chunk.samples and pooling.type is not PoolingType.ALL:
         return None
     return finished(vectors, pooling)
 
 
 def finished(vectors: Tensor, pooling: PoolingParams) -> Tensor:
-    """Truncate vectors, [vectors, numbers], to their dimensions, and scale them to length 1 if asked: float32."""
-    # A copy, because a captured graph overwrites its states in every step.
+    """Truncate vectors, [vectors, numbers], to their dimensions, as float32. Scale them to length 1 if requested."""
+    # The result is a copy, because a captured graph overwrites its states in every step.
     cut = vectors[:, : pooling.dimensions].to(torch.float32, copy=True)
     return functional.normalize(cut, dim=1) if pooling.normalize else cut
 
 
 def encode(sequence_id: int, vectors: Tensor, pooling: PoolingParams) -> SequenceVectors | None:
-    """Copy vectors to the host; None if a number is not finite in the type that it is sent as."""
+    """Copy vectors to the host. None if a number is not finite in the type of the message."""
     numbers = vectors.to("cpu", torch.float16 if pooling.half else torch.float32)
     if not numbers.isfinite().all():
         return None

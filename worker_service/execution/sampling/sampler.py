@@ -1,9 +1,9 @@
 """Chooses one token for each row of logits.
 
-A row's token depends on its own logits, parameters, seed and tokens alone, never on its neighbours. So a sequence
-samples the same tokens alone and in a batch. Temperature 0 takes the largest logit, and the lowest id among equals.
-Above 0 a token is drawn as `argmax(logit / temperature + gumbel)` among the tokens that pass the filters. This file
-turns sequences into tensors; `kernels.sampling.eager` computes. Nothing here waits for a GPU.
+A row's token depends only on its own logits, parameters, seed and tokens. A sequence therefore samples the same tokens
+alone and in a batch. With temperature 0 the token has the largest logit, and the lowest id among equal logits. With a
+higher temperature the token is `argmax(logit / temperature + gumbel)` among the tokens that pass the filters. This file
+turns sequences into tensors, and `kernels.sampling.eager` computes. Nothing in this file waits for a GPU.
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ from worker_service.session.session import SequenceState
 FAILED = -1
 """The token of a row whose logits were not finite."""
 BARRED = -2
-"""The token of a row with finite logits all of whose tokens are banned by the sequence's parameters or form."""
+"""The token of a row with finite logits whose tokens are all banned by the sequence's parameters or form."""
 
 
 def sample(
     logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None, *, may_edit: bool = False
 ) -> Tensor:
-    """The new token of each row, [rows] int64 on the device of the logits; FAILED or BARRED for a row without a token.
+    """The new token of each row, [rows] int64 on the device of the logits. FAILED or BARRED for a row without a token.
 
-    logits: [rows, vocabulary_size], any float type; with `may_edit` they are overwritten, which saves a copy;
-    sequences: one for each row; masks: of the sequences that have a form.
+    logits: [rows, vocabulary_size], any float type. If `may_edit`, the logits are overwritten, which saves a copy.
+    sequences: one sequence for each row. masks: the masks of sequences that have a form.
     """
     plain = [row for row, sequence in enumerate(sequences) if not sequence.sampling.edits_logits]
     token_ids, finite = _choose(logits, sequences, plain)
@@ -49,7 +49,7 @@ def sample(
 
 
 def _choose(logits: Tensor, sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Every row's token, and whether the row allows any. Rows in `rows` with a temperature are drawn."""
+    """Every row's token, and whether the row allows any token. Tokens of `rows` with a temperature are drawn."""
     ops = sampling_ops_for(logits.device)
     token_ids, largest = ops.greedy(logits)
     drawing = [row for row in rows if sequences[row].sampling.temperature]

@@ -1,8 +1,8 @@
-"""The tokens of a transcript that may come next: times come in pairs around text, and never decrease.
+"""The tokens that may come next in a transcript of speech. Time tokens come in pairs around text and never decrease.
 
-A time token stands before and after each part of the text. The closing time is followed by the next part's opening
-time, or by the end. These are the rules of Whisper's own decoding (Radford et al., 2023). The time that ends a part may
-also begin the next, and no part has length zero.
+A time token stands before and after each part of the text. A part's closing time is followed by the next part's opening
+time, or by the end of the transcript. A part's opening time may equal the previous part's closing time. No part has
+length zero. These are the rules of Whisper's own decoding (Radford et al., 2023).
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from worker_service.session.step import TranscriptParams
 def edit_transcript(logits: Tensor, sequence: SequenceState) -> None:
     """Edit one row in place. logits: [vocabulary_size] float32.
 
-    If all times together are likelier than the likeliest other token, every other token is banned as well. The sum is
-    taken over a single row, so that it depends on no other row.
+    If the total probability of all times exceeds the probability of every other token, all other tokens are banned. The
+    total is computed from a single row, so that it is independent of other rows.
     """
     params = sequence.sampling.transcript
     assert params is not None
