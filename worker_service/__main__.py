@@ -1,10 +1,11 @@
-"""`python -m worker_service`: run a worker; `--help` lists its settings."""
+"""`python -m worker_service` runs a worker. `--help` lists its settings."""
 
 import os
 import sys
 
-# torch's own threads must not spin for milliseconds after a parallel loop: our kernels have their own threads, and the
-# scheduler may run on the same cores. The variable counts spins of some 15 ns, and torch reads it when imported.
+# torch's OpenMP threads must not spin for milliseconds after a parallel loop. The kernels have their own threads, and
+# the scheduler may run on the same cores. The variable counts spins of about 15 ns. It must be set before torch is
+# imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from pagewire_common.serving.server import run
@@ -27,7 +28,7 @@ def main() -> None:
     elif is_rank():
         run("worker_service", lambda: run_rank(settings))
     else:
-        from worker_service.serving.launcher import launch  # imports torch
+        from worker_service.serving.launcher import launch  # this module imports torch
 
         sys.exit(launch([sys.executable, "-m", "worker_service", *sys.argv[1:]], settings.tensor_parallel_size))
 

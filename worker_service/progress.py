@@ -1,4 +1,4 @@
-"""Progress of loading: a bar on a terminal, otherwise a log line every few seconds."""
+"""Shows the progress of loading: a bar on a terminal, or a log line every few seconds."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ def stage(name: str) -> None:
 
 
 class Progress:
-    """A context that shows progress; call `update` with the amount done."""
+    """A context that shows progress. Call `update` with the amount done."""
 
     def __init__(self, what: str, total: int | None, unit: str) -> None:
         self._what, self._total, self._done = what, total, 0
@@ -37,7 +37,7 @@ class Progress:
             log.info("loading", stage=self._what, done=self._done, total=self._total)
 
     def reset(self, total: int) -> None:
-        """Start again, with this total."""
+        """Start again with a new total."""
         self._done, self._total = 0, total
         if self._bar is not None:
             self._bar.reset(total)
@@ -51,7 +51,7 @@ class Progress:
 
 
 def byte_progress(what: str, num_bytes: int | None = None) -> Progress:
-    """Progress in bytes; without `num_bytes`, `reset` sets the total."""
+    """Progress in bytes. If `num_bytes` is missing, `reset` sets the total."""
     return Progress(what, num_bytes, "B")
 
 

@@ -1,6 +1,6 @@
 """A JSON object whose values have types and limits, and that records which keys were read.
 
-Every read names the type of its value, so no value is converted silently. The keys that `unread` returns at the end
+Every read names the type of its value, so no value is converted silently. At the end, `unread` returns the keys that
 were not understood.
 """
 
@@ -12,25 +12,29 @@ from worker_service.wording import named, shown
 D = TypeVar("D")
 
 LARGEST = 2**31
-"""Largest count of a network."""
+"""Maximum of counts in a network's config, such as its number of layers."""
 _SMALLEST, _GREATEST = 1e-15, 1e15
-"""Limits of numbers. float32 holds the squares of numbers within them, and the inverses of the squares."""
+"""Limits of the absolute value of numbers. Within these limits float32 can store a number's square, and the inverse of
+the square.
+"""
 REFUSED: Any = object()
 """The `default` of a required key, and the `null` of a key that must not be null."""
 
 
 class ReadKeys:
-    """Every read raises ValueError with the key's name if the value has another type or is outside its limits.
+    """A JSON object. Every read raises ValueError with the key's name if the value has another type or is outside its
+    limits.
 
-    default: the value if the key is missing; without it the key is required. null: the value if the key is null;
-    without it, null has the wrong type. Nested objects are `ReadKeys` too. `in` does not count as reading a key.
+    default: the value if the key is missing. Without a default, the key is required. null: the value if the key is
+    null. Without `null`, null counts as a wrong type. Nested objects are also `ReadKeys`. The operator `in` does not
+    mark a key as read.
     """
 
     def __init__(self, json: "Mapping[str, Any] | ReadKeys", where: str = "") -> None:
         self.plain: Mapping[str, Any] = json.plain if isinstance(json, ReadKeys) else json
         """The object itself. Reading from it marks no key as read."""
         self._where = where
-        """The prefix of a key's name in a sentence."""
+        """The prefix of a key's name in error messages."""
         self._read: set[str] = set()
         self._within: dict[str, ReadKeys] = {}
 
@@ -41,14 +45,14 @@ class ReadKeys:
         return name in self.plain
 
     def boolean(self, name: str, default: bool | D = REFUSED, *, null: bool | D = REFUSED) -> bool | D:
-        """True or false."""
+        """Read true or false."""
         found: bool | D = self._value(name, default, null, "true or false", lambda value: type(value) is bool)
         return found
 
     def integer(
         self, name: str, default: int | D = REFUSED, *, null: int | D = REFUSED, least: int = 1, most: int = LARGEST
     ) -> int | D:
-        """An integer, written as an integer: 2.0 is refused."""
+        """Read an integer, which must be written as an integer: 2.0 is refused."""
         wanted = f"a whole number from {least} to {most}"
         found: int | D = self._value(
             name, default, null, wanted, lambda value: type(value) is int and least <= value <= most
@@ -64,7 +68,7 @@ class ReadKeys:
         least: float = _SMALLEST,
         most: float = _GREATEST,
     ) -> float | D:
-        """A finite number."""
+        """Read a finite number."""
         wanted = f"a number from {least:g} to {most:g}"
         found: float | D = self._value(name, default, null, wanted, lambda value: _is_number(value, least, most))
         return found
@@ -72,7 +76,7 @@ class ReadKeys:
     def choice(
         self, name: str, options: Collection[str], default: str | D = REFUSED, *, null: str | D = REFUSED
     ) -> str | D:
-        """One of the options."""
+        """Read a string that must be one of `options`."""
         found: str | D = self._value(name, default, null, _one_of(options), lambda value: _is_of(value, options))
         return found
 
@@ -83,7 +87,7 @@ class ReadKeys:
         return found
 
     def integers(self, name: str, count: int | None = None, *, least: int, most: int) -> list[int] | None:
-        """A list of `count` integers, or of any number. None if the key is missing or null."""
+        """A list of `count` integers, or of any length if `count` is None. None if the key is missing or null."""
         wanted = f"a list of {'' if count is None else f'{count} '}whole numbers from {least} to {most}"
         found: list[int] | None = self._list(
             name, wanted, lambda value: type(value) is int and least <= value <= most, count
@@ -101,26 +105,28 @@ class ReadKeys:
         return found
 
     def group(self, name: str) -> "ReadKeys":
-        """An object; an empty object if the key is missing or null."""
+        """A nested object. An empty object if the key is missing or null."""
         found: Mapping[str, Any] | None = self._value(
             name, None, None, "an object", lambda value: isinstance(value, Mapping)
         )
         return self._within.setdefault(name, ReadKeys(found or {}, f"{self._where}{named(name)}."))
 
     def without_effect(self, *names: str) -> None:
-        """Mark these keys as read: the reader knows that they change nothing."""
+        """Mark these keys as read, because the caller can ignore their values."""
         for name in names:
             self._read.add(name)
             self._within.pop(name, None)
 
     def neutral(self, **values: object) -> None:
-        """Mark each key as read that has this value, which is what the reader does anyway. Any other value stays
-        unread."""
+        """Mark each key as read if it has the given value, which is the caller's own behaviour. Other values stay
+        unread.
+        """
         self.without_effect(*(name for name, value in values.items() if _is_same(self.plain.get(name), value)))
 
     def unread(self) -> dict[str, Any]:
-        """The unread keys and their values, as "rope_scaling.factor". Null, {} and [] have no effect and are left
-        out."""
+        """The unread keys and their values, with names such as "rope_scaling.factor". Null, {} and [] are omitted,
+        because they have no effect.
+        """
         found = {name: value for name, value in self.plain.items() if name not in self._read}
         for name, within in self._within.items():
             found |= {f"{name}.{key}": value for key, value in within.unread().items()}

@@ -1,4 +1,4 @@
-"""A worker's settings, by flags and environment."""
+"""A worker's settings, from flags and environment variables."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from worker_service.speculative_config import OLD_METHODS, SpeculativeConfig
 
 
 class WorkerSettings(ServiceSettings):
-    """The worker's settings; those without a default here are chosen at start from the model and the device."""
+    """The worker's settings. A setting whose default is None is chosen at start, by the model and the device."""
 
     old_names: ClassVar[Mapping[str, str]] = {
         "num_device_blocks": "num_gpu_blocks_override",
@@ -155,17 +155,17 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How the worker drafts tokens; None if it does not."""
+        """How the worker drafts tokens. None without speculation."""
         return SpeculativeConfig.parse(self.speculative_config) if self.speculative_config is not None else None
 
     @property
     def num_drafts(self) -> int:
-        """The most drafts for one sequence in one step; 0 without speculation."""
+        """The maximum number of drafts for one sequence in one step. 0 without speculation."""
         return self.speculation.num_speculative_tokens if self.speculation is not None else 0
 
     @property
     def metrics_readers(self) -> list[str]:
-        """Names, one of which a reader's certificate must have; none where any reader may."""
+        """The names of which a metrics reader's certificate must have one. Empty if every reader is allowed."""
         return [name for name in (self.scheduler_identity, self.metrics_identity) if name]
 
 

@@ -1,6 +1,6 @@
-"""`--speculative-config`: how a worker drafts tokens, in the JSON that vLLM's flag of this name takes.
+"""`--speculative-config`: how a worker drafts tokens. The JSON is the same as for vLLM's flag of this name.
 
-Keys and methods have vLLM's meaning. What is not obeyed here is refused by name.
+Keys and methods have vLLM's meaning. A key or method that is not supported is refused by name.
 """
 
 from typing import Literal, Self
@@ -11,12 +11,12 @@ from pagewire_common.model_files.json_text import loads
 
 Method = Literal["ngram", "draft_model", "eagle3", "mtp"]
 OLD_METHODS: dict[str, Method] = {"ngram": "ngram", "draft": "draft_model", "eagle": "eagle3", "mtp": "mtp"}
-"""Methods by the values of `--speculate`, the flag of the release before."""
+"""Today's method for each value of `--speculate`, the flag of the previous release."""
 
 FEWEST = 2
-"""Fewest tokens that an earlier occurrence must match: a single token has nearly always occurred before."""
+"""Minimum number of tokens that an earlier occurrence must match. A single token has nearly always occurred before."""
 MAX = 16
-"""Most tokens that are compared: longer matches are not better."""
+"""Maximum number of tokens that are compared. Longer matches did not give better drafts."""
 
 
 class SpeculativeConfig(BaseModel):
@@ -32,7 +32,7 @@ class SpeculativeConfig(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError with a sentence."""
+        """Parse the setting's text. Raises ValueError with a sentence."""
         try:
             config = cls.model_validate_json(text)
         except ValidationError as error:
@@ -42,7 +42,7 @@ class SpeculativeConfig(BaseModel):
                 known = ", ".join(cls.model_fields)
                 raise ValueError(f"the key {key!r} is not known here; known are {known}") from None
             raise ValueError(f"{key}: {first['msg']}" if key else first["msg"].removeprefix("Value error, ")) from None
-        loads(text)  # refuses a key with two values, which the other parser would drop
+        loads(text)  # refuses duplicate keys, of which the other parser keeps only one
         return config
 
     @model_validator(mode="after")
@@ -57,15 +57,15 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def flag(self) -> str:
-        """The setting's name in errors."""
+        """The setting's name in error messages."""
         return f'--speculative-config with the method "{self.method}"'
 
     @property
     def fewest(self) -> int:
-        """Tokens that must have come before in the same order."""
+        """Minimum number of last tokens that must have occurred before, in the same order."""
         return self.prompt_lookup_min or min(FEWEST, self.prompt_lookup_max or FEWEST)
 
     @property
     def longest(self) -> int:
-        """Tokens back that are compared."""
+        """Maximum number of last tokens that are compared."""
         return self.prompt_lookup_max or max(MAX, self.prompt_lookup_min or MAX)

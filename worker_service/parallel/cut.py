@@ -1,4 +1,4 @@
-"""The part of a checkpoint's tensor that this rank holds; other ranks hold the rest."""
+"""The part of a checkpoint's tensor that this rank stores. Other ranks store the other parts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Cut:
-    """Some rows of a matrix or vector, and some columns of these rows."""
+    """A part of a matrix or vector: some rows, and some columns of these rows."""
 
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
     rows: Sequence[range]
-    """Ranges of the first dimension, concatenated in the part."""
+    """Ranges of the first dimension. The part is their concatenation."""
     columns: range
-    """A range of the second dimension; range(1) for a vector."""
+    """A range of the second dimension. range(1) for a vector."""
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of a whole tensor in memory."""
@@ -24,9 +24,9 @@ class Cut:
         return rows if rows.dim() == 1 else rows[:, self.columns.start : self.columns.stop]
 
     def of_halves(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of this part of a whole tensor `b @ a`, in memory of their own.
+        """Factors of this part of a whole tensor `b @ a`, as copies.
 
-        a: [inner units, columns]; b: [rows, inner units].
+        a: [inner units, columns]. b: [rows, inner units].
         """
         own_b = torch.cat([b[stretch.start : stretch.stop] for stretch in self.rows])
         return a[:, self.columns.start : self.columns.stop].clone(), own_b

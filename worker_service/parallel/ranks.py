@@ -1,8 +1,8 @@
 """The collectives of a worker's ranks: all-reduce, all-gather, broadcast and agreement.
 
-Every collective is entered by all ranks, in the same order. Numbers, steps and adapters use Gloo; a step's tensors use
-NCCL on GPUs. There is no time limit, because ranks may wait for the next step for any time. If a rank dies, `launcher`
-ends the others, wherever they wait.
+All ranks call every collective, in the same order. Numbers, steps and adapters use Gloo. A step's tensors use NCCL on
+GPUs. Collectives have no time limit, because the next step may arrive at any time. If a rank dies, the launcher ends
+the other ranks, even if they wait in a collective.
 """
 
 import logging
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 _FOREVER = timedelta(days=365)
 _PACKET_BYTES = 4096
-"""Bytes of the first broadcast of a message; a steady step of 256 sequences is under 2 KB."""
+"""Bytes of the first broadcast of a message. A step that decodes 256 sequences has less than 2 KB."""
 _HEADER_BYTES = 24
 BETWEEN_STEPS = 0
-"""The epoch of a message that is not a step; no session has it."""
+"""The epoch of a message that is not a step. No session has this epoch."""
 
 
 class Ranks:
@@ -44,7 +44,7 @@ class Ranks:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' x, concatenated along columns. x: [rows, columns]; returns [rows, size * columns]."""
+        """All ranks' x, concatenated along columns. x: [rows, columns]. Returns [rows, size * columns]."""
         if self.size == 1:
             return x
         if not len(x):
@@ -68,9 +68,9 @@ class Ranks:
         return [int(other) for other in numbers]
 
     def send(self, epoch: int, message: bytes, drafts: Sequence["array[int]"] = ()) -> None:
-        """Send a step and each chunk's drafts from the first rank to all others; there is at least one other rank.
+        """Send a step and each chunk's drafts from the first rank to all other ranks. Requires at least two ranks.
 
-        epoch: of the step, or `BETWEEN_STEPS` for another message.
+        epoch: the epoch of the step, or `BETWEEN_STEPS` for another message.
         """
         drafted = (
             array("q", chain.from_iterable((len(draft), *draft) for draft in drafts)).tobytes() if any(drafts) else b""
@@ -84,8 +84,11 @@ class Ranks:
                 dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0)
 
     def receive(self) -> "tuple[int, bytes, list[array[int]]] | None":
-        """Wait for the first rank's next message: its epoch (`BETWEEN_STEPS` if it is not a step), the message, and
-        each chunk's drafts (empty if no chunk has any). None once the first rank has ended."""
+        """Wait for the first rank's next message. None once the first rank has ended.
+
+        Returns the message's epoch, the message, and each chunk's drafts. The epoch is `BETWEEN_STEPS` if the message
+        is not a step. The list of drafts is empty if no chunk has drafts.
+        """
         packet = torch.empty(_PACKET_BYTES, dtype=torch.uint8)
         try:
             dist.broadcast(packet, 0)
@@ -104,10 +107,11 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for work that all ranks do together. A rank that fails is out of step: it ends, and so do the
-        others.
+        """A context for work that all ranks do together. If one rank fails, it can no longer join collectives. The
+        whole worker therefore ends.
 
-        InvalidStepError passes: all ranks raise it for the same step, before any rank waits for another.
+        InvalidStepError is raised as usual. All ranks raise it for the same step, before any rank waits for another
+        rank.
         """
         if self.size == 1:
             yield
@@ -127,7 +131,7 @@ ALONE = Ranks(0, 1)
 
 
 def join_ranks(size: int, device: torch.device) -> Ranks:
-    """Join the other ranks; returns when all have joined. Raises StartError if their number is wrong.
+    """Join the other ranks. Returns when all ranks have joined. Raises StartError if the number of ranks is wrong.
 
     device: the device of this rank's tensors.
     """

@@ -1,5 +1,4 @@
-"""WorkerService on its port: the session that owns the worker, the order of its steps, and the start and end of
-processes.
+"""WorkerService on its port: the open session, the order of its steps, and the start and end of processes.
 
-`execution` computes the steps.
+The package `execution` computes the steps.
 """

@@ -1,7 +1,7 @@
-"""The adapter call that may proceed: the newest call, of the newest session, and only while it makes progress.
+"""Decides which adapter call may proceed: only the newest call of the newest session, while it makes progress.
 
-No lock is held while the scheduler's next piece is awaited. The next call, a session of a newer epoch, or a timeout
-ends a stalled call.
+No lock is held while the worker waits for the scheduler's next piece. A stalled call is ended by the next call, by a
+session of a newer epoch, or by a timeout.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from pagewire.v1.worker_service_pb2 import TakeAdapterRequest
 from pagewire_common.calls.errors import RequestError
 
 STALL_SECONDS = 30.0
-"""Time limit for the next piece, which has at most some MiB."""
+"""Maximum seconds until the next piece, which has at most a few MiB."""
 MAX_SECONDS = 600.0
-"""Time limit for a whole call: twice the scheduler's own limit."""
+"""Maximum seconds of a whole call, twice the scheduler's own limit."""
 
 Pieces = AsyncIterator[TakeAdapterRequest]
 
@@ -32,27 +32,29 @@ class _Handing:
 
 
 class AdapterCalls:
-    """The adapter calls of one worker; `newest_epoch` is its sessions' newest epoch."""
+    """The adapter calls of one worker. `newest_epoch` returns the newest epoch of the worker's sessions."""
 
     def __init__(self, newest_epoch: Callable[[], int]) -> None:
         self._newest_epoch = newest_epoch
         self._handing: _Handing | None = None
 
     def check(self, epoch: int) -> int:
-        """The epoch of a call, or the newest session's if the call names none. Raises ABORTED for an older epoch."""
+        """The epoch of a call, or the newest session's epoch if the call names no epoch. Raises ABORTED for an older
+        epoch.
+        """
         newest = self._newest_epoch()
         if 0 < epoch < newest:
             raise _aborted(f"epoch {epoch} is over: this worker has served epoch {newest}")
         return epoch or newest
 
     async def take(self, pieces: Pieces, load: Callable[[Pieces], Coroutine[Any, Any, None]]) -> None:
-        """Load the pieces of one call. Raises RequestError, also if another call or session ends it."""
+        """Load the pieces of one call. Raises RequestError, also if another call or a newer session ends this call."""
         pieces = _in_time(pieces)
         first = await anext(pieces, None)
-        epoch = self.check(first.epoch if first is not None else 0)  # an older call ends no other
+        epoch = self.check(first.epoch if first is not None else 0)  # an older call must not end the current call
         while self._handing is not None:
             await self._end(self._handing, "another call hands an adapter over")
-        epoch = self.check(epoch)  # a session may have begun meanwhile
+        epoch = self.check(epoch)  # a session may have begun in the meantime
         handing = _Handing(epoch, asyncio.create_task(load(_behind(first, pieces))))
         self._handing = handing
         try:
@@ -80,7 +82,7 @@ class AdapterCalls:
 
 
 async def _in_time(pieces: Pieces) -> Pieces:
-    """The pieces as they arrive. Raises DEADLINE_EXCEEDED, and INVALID_ARGUMENT for an empty piece."""
+    """The pieces as they arrive. Raises DEADLINE_EXCEEDED if they are late, INVALID_ARGUMENT for an empty piece."""
     loop = asyncio.get_running_loop()
     end, is_first = loop.time() + MAX_SECONDS, True
     while True:
@@ -108,5 +110,5 @@ async def _behind(first: TakeAdapterRequest | None, pieces: Pieces) -> Pieces:
 
 
 def _aborted(reason: str) -> RequestError:
-    """ABORTED: the adapter may be sent again; it has no fault."""
+    """An error with status ABORTED. The scheduler may send the adapter again, because the adapter has no fault."""
     return RequestError(grpc.StatusCode.ABORTED, reason)

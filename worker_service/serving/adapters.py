@@ -1,4 +1,4 @@
-"""Moves an adapter from the scheduler to the host memory of every rank, and drops it, while steps run."""
+"""Loads an adapter from the scheduler into the host memory of every rank, and drops it, while steps run."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,8 @@ from pagewire_common.processes.temporary import TemporaryFolder
 from worker_service.serving.device_thread import DeviceThread
 
 if TYPE_CHECKING:
-    from worker_service.execution.worker import Worker  # imports torch
+    # This module imports torch.
+    from worker_service.execution.worker import Worker
     from worker_service.loading.adapter import Adapter
 
 log = structlog.get_logger()
@@ -27,10 +28,10 @@ MAX_CONFIG_BYTES = 1 << 20
 async def load_adapter(
     worker: "Worker", device_thread: DeviceThread, pieces: AsyncIterator[TakeAdapterRequest]
 ) -> None:
-    """Receive an adapter, check it, and add it. `AdapterCalls` ensures that one call runs at a time. Raises
-    RequestError.
+    """Receive an adapter, check it, and add it. Raises RequestError. `AdapterCalls` allows only one such call at a
+    time.
 
-    When it returns, steps submitted to the device thread from now on may name the adapter. If cancelled, it has changed
+    After it returns, steps that are submitted to the device thread may name the adapter. If it is cancelled, it changes
     nothing.
     """
     refusal: RequestError | None = None
@@ -39,14 +40,16 @@ async def load_adapter(
     except RequestError as error:
         refusal = error
     with contextlib.suppress(RequestError):
-        async for _ in pieces:  # gRPC may lose the status of a call that ends while the client still writes
+        # If a call ends while the client still writes, gRPC may lose its status. The remaining pieces are therefore
+        # read.
+        async for _ in pieces:
             pass
     if refusal is not None:
         raise refusal
 
 
 def drop_adapter(worker: "Worker", device_thread: DeviceThread, fingerprint: str) -> None:
-    """Drop an adapter, after the steps submitted to the device thread."""
+    """Drop an adapter after the steps that were submitted to the device thread."""
     from worker_service.execution.adapters.rank_adapters import drop
 
     if fingerprint in worker.adapters.fingerprints:
@@ -79,7 +82,7 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
 
     with TemporaryFolder("adapter") as folder:
         digest, num_bytes = hashlib.sha256(), 0
-        with open(folder / WEIGHTS, "wb") as file:  # noqa: ASYNC230  # a thread's would stay open when cancelled
+        with open(folder / WEIGHTS, "wb") as file:  # noqa: ASYNC230  # in a thread, a cancelled call would leave it open
             piece: TakeAdapterRequest | None = first
             while piece is not None:
                 num_bytes += len(piece.data)
@@ -96,9 +99,9 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
             raise _invalid("what came does not have the fingerprint that was said")
 
         def read() -> "tuple[Adapter, Adapter]":
-            # Sets the limit of this thread and of later ones: several threads would wait for the threads that compute
-            # steps. On two busy cores, reading an adapter of 77 MiB (for 7 billion weights) took 4 to 17 s with two
-            # threads, and 0.6 s with one.
+            # One thread reads, because several threads would wait for the threads that compute steps. The limit applies
+            # to this thread and to threads started later. On two busy cores, reading an adapter of 77 MiB (for 7
+            # billion weights) took 4 to 17 s with two threads. With one thread it took 0.6 s.
             torch.set_num_threads(1)
             found = read_adapter(first.config, folder, adapters.shapes, adapters.room.max_rank, adapters.dtype)
             return found, found.part(adapters.cuts)
@@ -114,18 +117,22 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
 async def _hold(
     worker: "Worker", device_thread: DeviceThread, fingerprint: str, adapter: "Adapter", own: "Adapter"
 ) -> None:
-    """Add an adapter: each rank stores its part. own: the first rank's part."""
+    """Add an adapter in all ranks. Each rank stores its part.
+
+    own: the first rank's part.
+    """
     from worker_service.execution.adapters.rank_adapters import PIECE_BYTES, abandon, hand_over, hold
 
     if worker.ranks.size > 1:
         try:
             for piece in adapter.pieces(PIECE_BYTES):
-                # Each piece waits for the piece before, so that steps submitted meanwhile go first.
+                # Each piece is submitted after the piece before has been sent. Steps submitted in between therefore run
+                # first.
                 await asyncio.wrap_future(device_thread.submit(partial(hand_over, worker.ranks, piece)))
         except asyncio.CancelledError:
             device_thread.submit(partial(abandon, worker.ranks))
             raise
-    # Need not be awaited: the thread keeps the order of submission.
+    # No await is needed, because the thread runs work in the order of submission.
     device_thread.submit(partial(hold, worker.ranks, worker.adapters, fingerprint, own))
     worker.adapters.fingerprints.append(fingerprint)
 

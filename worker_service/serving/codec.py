@@ -1,7 +1,7 @@
-"""Conversion between protobuf messages and the worker's own types; no other file knows both.
+"""Converts between protobuf messages and the worker's own types. No other file uses both.
 
-Decoding checks every value against the worker's limits, independently of the session: block and token numbers, columns
-of equal length, ranges of parameters. Decoded values are safe as memory indices.
+Decoding checks every value against the worker's limits, independently of the session. The checks include block and
+token numbers, columns of equal length, and ranges of parameters. Decoded values are safe as memory indices.
 """
 
 from array import array
@@ -37,7 +37,7 @@ _PREFIX = "POOLING_TYPE_"
 
 
 def _in_32_bits(value: float) -> float:
-    """The value rounded to float32, as on the device; infinite if it is too large."""
+    """The value rounded to float32, as on the device. Infinite if it is too large."""
     return c_float(value).value
 
 
@@ -47,16 +47,18 @@ _BOUNDS = {
     else number.bounds._replace(low=_in_32_bits(number.bounds.low), high=_in_32_bits(number.bounds.high))
     for name, number in NUMBERS.items()
 }
-"""The bounds of requests, rounded to float32, where 5e-324 is 0. Values beyond them would make logits infinite and fail
-a step."""
+"""The bounds of requests, rounded to float32, in which 5e-324 is 0. Values outside the bounds would make logits
+infinite, and the step would fail.
+"""
 
 
 def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> SchedulerOutput:
-    """Read a step. Raises InvalidStepError with a sentence that names the field and the limit."""
+    """Decode a step. Raises InvalidStepError with a sentence that names the field and the limit."""
     sequence_ids = tuple(message.sequence_ids)
     if len(set(sequence_ids)) != len(sequence_ids):
         raise InvalidStepError("sequence_ids: a sequence is scheduled twice")
-    most_sequences = limits.max_num_seqs * (2 if limits.max_encoder_len else 1)  # and an encoder's input for each
+    # Each sequence may have an encoder input, which is also a sequence.
+    most_sequences = limits.max_num_seqs * (2 if limits.max_encoder_len else 1)
     if len(sequence_ids) > most_sequences:
         raise InvalidStepError(f"sequence_ids: {len(sequence_ids)} sequences; the limit is {most_sequences}")
     num_scheduled_tokens = tuple(message.num_scheduled_tokens) or (1,) * len(sequence_ids)
@@ -75,7 +77,7 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         )
     if 0 in num_scheduled_tokens:
         raise InvalidStepError("num_scheduled_tokens: an entry is 0")
-    # The session knows which of the sequences are encoders' inputs, and checks the rest.
+    # Only the session knows which sequences are encoder inputs. It checks the two limits separately.
     most = limits.max_num_batched_tokens + limits.max_num_encoder_tokens
     if sum(num_scheduled_tokens) > most:
         raise InvalidStepError(f"num_scheduled_tokens: {sum(num_scheduled_tokens)} tokens; the limit is {most}")
@@ -113,7 +115,7 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
 
 
 def encode_model_output(epoch: int, step_id: int, output: ModelOutput) -> pb.ModelOutput:
-    """Write the answer to a step."""
+    """Encode the answer to a step."""
     return pb.ModelOutput(
         epoch=epoch,
         step_id=step_id,
@@ -144,8 +146,10 @@ def encode_worker_info(
     instance_id: str = "",
     adapters: Sequence[str] = (),
 ) -> GetWorkerInfoResponse:
-    """Write the worker's properties. `epoch` is the newest that it has served; its session may still be open
-    (`in_session`)."""
+    """Encode the worker's properties.
+
+    epoch: the newest epoch that the worker has served. in_session: whether its session is still open.
+    """
     return GetWorkerInfoResponse(
         protocol_version=PROTOCOL_VERSION,
         model_id=info.model_id,

@@ -16,14 +16,14 @@ _LOOK_SECONDS = 1e-4
 
 
 class Pending(ABC, Generic[Result]):
-    """Work that the device still computes; `settle` puts its result into `future`."""
+    """Work that the device still computes. `settle` puts the result into `future`."""
 
     def __init__(self) -> None:
         self.future: Future[Result] = Future()
 
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether `finish` would return at once."""
+        """Whether `finish` would return without waiting."""
 
     @abstractmethod
     def finish(self) -> Result:
@@ -34,14 +34,17 @@ class Pending(ABC, Generic[Result]):
         return self.future.done()
 
     def is_due(self) -> bool:
-        """Whether `settle` would return at once. A device that raises an error when asked counts as done."""
+        """Whether `settle` would return without waiting. If asking the device raises an error, the work counts as
+        done.
+        """
         try:
             return self.is_settled or self.is_done()
-        except Exception:  # `finish` raises it again, and the future then holds it
+        # `finish` raises the error again, and the future then reports it.
+        except Exception:
             return True
 
     def settle(self) -> None:
-        """Finish, unless already finished. Call it on the device thread."""
+        """Finish the work and set the future, unless the work is settled. Call it on the device thread."""
         if self.is_settled:
             return
         try:
@@ -51,9 +54,10 @@ class Pending(ABC, Generic[Result]):
 
 
 class DeviceThread:
-    """A single worker thread. Unlike an executor's thread it is a daemon: a process may end while it is busy.
+    """A single worker thread. Unlike an executor's thread it is a daemon thread, so that a process can end while it is
+    busy.
 
-    Work may return a `Pending`, which is settled when it is due; other work may run before.
+    Work may return a `Pending`, which is settled when its result is due. Other work may run before.
     """
 
     def __init__(self) -> None:
@@ -64,11 +68,11 @@ class DeviceThread:
 
     @property
     def idle(self) -> bool:
-        """Whether everything submitted so far is done or cancelled."""
+        """Whether all submitted work is done or cancelled."""
         return self._last is None or self._last.done()
 
     def submit(self, work: Callable[[], Result | Pending[Result]]) -> "Future[Result]":
-        """Run `work` after everything submitted before; the future carries its result or exception."""
+        """Run `work` after all work that was submitted before. The future receives the result or the exception."""
         future: Future[Result] = Future()
         self._last = future
         self._work.put((future, work))

@@ -1,8 +1,8 @@
 """Starts a worker's ranks as processes of this machine, and ends them together.
 
-It does the same as torchrun, with the same library and environment, except at the end. No rank is restarted, and when a
-rank has ended, the others are killed at once, wherever they wait for it. Signals go to the first rank, whose exit
-status is the worker's.
+The launcher uses torchrun's library and environment. It differs from torchrun at the end: no rank is restarted. When
+one rank has ended, the launcher kills the other ranks at once, even if they wait in a collective. Signals go to the
+first rank. Its exit status becomes the worker's exit status.
 """
 
 import logging
@@ -29,17 +29,17 @@ log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _LOOK_SECONDS = 0.1
 _FAREWELL_SECONDS = 0.5
-"""Seconds for the first rank to end when another rank has failed: it may be ending by itself."""
+"""Seconds that the first rank has to end after another rank has failed. The first rank may be ending already."""
 _STOPPED = (0, -signal.SIGTERM, -signal.SIGINT)
 """Exit statuses of a first rank that was told to stop, perhaps before it could drain."""
 _EXPLAINED = (0, 1)
-"""Exit statuses of a rank that has ended itself and logged the reason."""
+"""Exit statuses of a rank that has ended by itself and logged the reason."""
 
 
 def launch(command: Sequence[str], size: int) -> int:
-    """Run `command` in `size` ranks until the first ends or another fails; returns the exit status of the worker.
+    """Run `command` in `size` ranks until the first rank ends or another rank fails. Returns the worker's exit status.
 
-    Call it on the main thread. SIGTERM and SIGINT go to the first rank, which drains.
+    Call it on the main thread. SIGTERM and SIGINT are passed to the first rank, which drains.
     """
     store = _open_store()
     shared = {
@@ -49,7 +49,7 @@ def launch(command: Sequence[str], size: int) -> int:
         "TORCHELASTIC_RUN_ID": "pagewire",
         LAUNCHER: str(os.getpid()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # Ranks of one machine need no network, and must not be reachable through it.
+        # Ranks of one machine need no network. They must not be reachable through the network.
         "GLOO_SOCKET_IFNAME": _loopback(),
         "NCCL_SOCKET_IFNAME": _loopback(),
     }
@@ -71,8 +71,10 @@ def launch(command: Sequence[str], size: int) -> int:
 
 
 def wait_for_end(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
-    """Wait until the first rank ends or another fails, and end the rest; returns the exit status of the worker."""
-    # The other ranks end with status 0 when the first rank has gone, even if the first rank's own exit takes longer.
+    """Wait until the first rank ends or another rank fails, and kill the remaining ranks. Returns the worker's exit
+    status.
+    """
+    # When the first rank ends, the other ranks end with status 0, perhaps before the first rank's process has exited.
     while ranks[0].poll() is None and not any(process.poll() for process in ranks):
         time.sleep(_LOOK_SECONDS)
     try:
@@ -89,7 +91,10 @@ def wait_for_end(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
 
 
 def _open_store() -> TCPStore:
-    """The store where the ranks meet, on a free port. TCPStore alone would listen on all addresses of the machine."""
+    """The store through which the ranks find each other, on a free port of the loopback address.
+
+    By default TCPStore would listen on all addresses of the machine.
+    """
     listening = socket.create_server((_HOST, 0))
     port = listening.getsockname()[1]
     return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
@@ -100,7 +105,7 @@ def _loopback() -> str:
 
 
 class _OwnStreams(LogsSpecs):
-    """Ranks write to the streams of the process that started them, without files in between."""
+    """Makes ranks write to the output streams of the launcher, without files in between."""
 
     @property
     def root_log_dir(self) -> str:

@@ -10,7 +10,7 @@ from pagewire.v1.scheduler_output_pb2 import ModelOutput, SchedulerOutput
 
 @dataclass(slots=True)
 class WorkerStatistics:
-    """Counts since the worker started; times are in microseconds."""
+    """Counts since the worker started. Times are in microseconds."""
 
     num_sessions: int = 0
     num_steps: int = 0
@@ -37,7 +37,10 @@ class WorkerStatistics:
 def families(
     statistics: WorkerStatistics, *, num_sequences: int, num_device_blocks: int, num_host_blocks: int, draining: bool
 ) -> Iterator[Metric]:
-    """The current metrics. `num_sequences`: live in the open session; block numbers are 0 while the model loads."""
+    """The current metrics.
+
+    num_sequences: live sequences of the open session. num_device_blocks, num_host_blocks: 0 while the model loads.
+    """
     for name, text, value in (
         ("sequences", "Sequences that live in the open session.", num_sequences),
         ("device_blocks", "Blocks in device memory; 0 until the model is loaded.", num_device_blocks),

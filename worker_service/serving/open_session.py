@@ -18,42 +18,50 @@ from worker_service.serving.traces import Stays
 from worker_service.session.session import Session
 
 if TYPE_CHECKING:
-    from worker_service.execution.worker import Worker  # imports torch, which the server does after its port is bound
+    # This module imports torch. The server imports torch after it has bound its port.
+    from worker_service.execution.worker import Worker
 
 log = structlog.get_logger()
 
 _STEPS_IN_HAND = 2
-"""Limit of a session's steps that are read and not yet answered: the current step, and one that can follow without
-waiting for a message."""
+"""Maximum number of a session's steps that are read and not yet answered. The second step can start without waiting for
+a message when the first step ends.
+"""
 _FAILURES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
 
 
 class OpenSession:
-    """Only the device thread calls `compute`; either thread sets `end`, and the event loop uses the rest."""
+    """An open session. Only the device thread calls `compute`. Both threads set `end`. The event loop uses all other
+    members.
+    """
 
     def __init__(self, worker: "Worker", epoch: int, stays: Stays | None = None) -> None:
-        """stays: spans of its sequences, if tracing is on."""
+        """Open a session.
+
+        stays: the trace spans of its sequences, if tracing is on.
+        """
         self.session = Session(epoch, worker.limits)
         self.answers: asyncio.Queue[asyncio.Future[ModelOutput] | None] = asyncio.Queue()
-        """Answers in the order of the steps; None after the last."""
+        """Answers in the order of the steps. None after the last answer."""
         self.awaited: asyncio.Future[ModelOutput] | None = None
         """The answer that the gRPC call is waiting for."""
         self.room = asyncio.Semaphore(_STEPS_IN_HAND)
         self.stays = stays
         self.end: RequestError | None = None
-        """The reason why no further step may start; None while the session is open."""
+        """The reason why no further step may start. None while the session is open."""
         self._worker = worker
-        self._last: StepInFlight | None = None  # the last launched step, if the worker runs ahead
+        # The last launched step, if the worker runs ahead.
+        self._last: StepInFlight | None = None
 
     @property
     def has_failed(self) -> bool:
-        """Whether an error in a step has ended it."""
+        """Whether an error in a step has ended the session."""
         return self.end is not None and self.end.code in _FAILURES
 
     def close(self, reason: RequestError) -> None:
         """Start no further step, and fail the next answer."""
         self.end = reason
-        # Wakes the call wherever it waits: for the device, or for its next step.
+        # The error wakes the gRPC call, whether it waits for the device or for its next step.
         if self.awaited is not None and not self.awaited.done():
             self.awaited.set_exception(reason)
         else:
@@ -64,7 +72,7 @@ class OpenSession:
     def compute(self, message: SchedulerOutput) -> ModelOutput | StepInFlight:
         """Compute one step. An error ends the session, including the steps that were sent ahead.
 
-        If the worker runs ahead, this returns when the step is launched, and the next step may follow.
+        If the worker runs ahead, `compute` returns when the step is launched, and the next step may follow.
         """
         worker, ranks = self._worker, self._worker.ranks
         with self._failures_end():
@@ -78,18 +86,21 @@ class OpenSession:
             if before is not None and not worker.runner.follow(step.chunks):
                 before.settle()
                 before = None
-            if ranks.size > 1:  # a rank that got the step waits for its sums: no other work may come between
+            # The ranks wait for each other's sums in a step. No other work may come in between.
+            if ranks.size > 1:
                 ranks.send(self.session.epoch, message.SerializeToString(), [chunk.drafts for chunk in step.chunks])
             step.launch(before)
-            if not worker.runner.runs_ahead or ranks.size > 1:  # ranks finish a step before they take another
+            # With several ranks, the ranks finish each step before they receive the next step.
+            if not worker.runner.runs_ahead or ranks.size > 1:
                 return step.answer()
             self._last = step
         return step
 
     @contextlib.contextmanager
     def _failures_end(self) -> Iterator[None]:
-        """A context for work on the device thread: skips the work if the session has ended, and ends the session on
-        errors."""
+        """A context for work on the device thread. If the session has ended, it skips the work. On an error, it ends
+        the session.
+        """
         if self.end is not None:
             raise self.end
         try:

@@ -1,7 +1,7 @@
-"""The process of one of several ranks: the first serves as if it were alone, the others follow.
+"""The process of one of several ranks. The first rank serves gRPC, and the other ranks follow it.
 
 A follower computes every step that the first rank sends, on its own parts of weights, cache and adapters. It computes
-the same answer, and discards it. It ends when the first rank has ended.
+the same answer, and discards it. A follower ends after the first rank has ended.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 async def run_rank(settings: WorkerSettings) -> None:
-    """Serve, or follow the rank that serves. Raises StartError in only one rank, which reports it."""
+    """Serve, or follow the rank that serves. If starting fails, only one rank raises StartError, and reports it."""
     _die_with_launcher()
     try:
         if int(os.environ["RANK"]) == 0:
@@ -34,9 +34,9 @@ async def run_rank(settings: WorkerSettings) -> None:
             _follow(settings)
     except StartError:
         if not _is_first_to_fail():
-            threading.Event().wait()  # until the launcher has seen the end of the first rank
+            threading.Event().wait()  # waits until the launcher sees the end of the first rank
         raise
-    # Nothing is left to do. torch's own clean-up would wait for other ranks, or report that they are gone.
+    # The process exits at once. torch's own clean-up would wait for other ranks, or report that they are gone.
     logging.shutdown()
     os._exit(0)
 
@@ -53,13 +53,17 @@ def _follow(settings: WorkerSettings) -> None:
     configure_logging(settings.log_level, settings.log_format)
     structlog.contextvars.bind_contextvars(rank=int(os.environ["RANK"]))
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the first rank drains, and needs the others for it
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # signals are ignored, because the first rank drains, and the others must compute its steps
 
     from worker_service.errors import FencingError, InvalidStepError
     from worker_service.execution.adapters.rank_adapters import AdapterFollower
     from worker_service.execution.worker import load_worker
     from worker_service.parallel.ranks import BETWEEN_STEPS
-    from worker_service.serving.codec import decode_scheduler_output  # torch takes a second to import
+
+    # These modules import torch, which takes a second.
+    from worker_service.serving.codec import decode_scheduler_output
     from worker_service.serving.step_in_flight import StepInFlight
     from worker_service.session.session import Session
 
@@ -73,7 +77,9 @@ def _follow(settings: WorkerSettings) -> None:
             continue
         if session is None or session.epoch != epoch:
             session = Session(epoch, worker.limits)
-        with contextlib.suppress(InvalidStepError, FencingError):  # it ends the session in the first rank, too
+        with contextlib.suppress(
+            InvalidStepError, FencingError
+        ):  # the first rank raises the same error, and ends the session
             output = decode_scheduler_output(SchedulerOutput.FromString(message), worker.limits)
             step = StepInFlight.follow(worker, session, output, drafts)
             step.launch()
@@ -81,7 +87,9 @@ def _follow(settings: WorkerSettings) -> None:
 
 
 def _is_first_to_fail() -> bool:
-    """Whether this rank is the first to fail. If a model cannot be loaded, every rank fails, and one reports it."""
+    """Whether this rank is the first to fail. If a model cannot be loaded, every rank fails, but only one reports
+    it.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

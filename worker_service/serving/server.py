@@ -1,4 +1,6 @@
-"""Starts a worker: first the port, so that probes are answered, then the model, then sessions until SIGTERM."""
+"""Starts a worker. It first binds the port, so that probes are answered. It then loads the model, and serves sessions
+until SIGTERM.
+"""
 
 import asyncio
 import logging
@@ -54,7 +56,8 @@ async def serve(settings: WorkerSettings) -> None:
         logging.shutdown()
         os._exit(1)  # CUDA's own clean-up may hang
     if not device_thread.idle:
-        # A model that still loads, or a step that takes longer than the grace, cannot be interrupted: exit at once.
+        # The process exits at once, because loading a model, or a step longer than the grace period, cannot be
+        # interrupted.
         log.info("stopped", cut_off="a step, or the loading of the model")
         logging.shutdown()
         os._exit(0)
@@ -78,7 +81,7 @@ async def _load(
     stop: asyncio.Event,
     started: float,
 ) -> None:
-    """Load the model and report SERVING, unless `stop` comes first."""
+    """Load the model and report SERVING. If `stop` is set first, return without a model."""
     log.info("loading", model=settings.model)
     loading = asyncio.wrap_future(device_thread.submit(lambda: _import_and_load(settings)))
     stopping = asyncio.create_task(stop.wait())
@@ -101,6 +104,7 @@ async def _load(
 
 
 def _import_and_load(settings: WorkerSettings) -> "Worker":
-    from worker_service.execution.worker import load_worker  # torch takes a second to import, after the port is bound
+    # This module imports torch, which takes a second. The port is already bound.
+    from worker_service.execution.worker import load_worker
 
     return load_worker(settings)

@@ -1,7 +1,7 @@
 """WorkerService over gRPC: readiness, fencing between sessions, and the order of steps within a session.
 
-The event loop only moves messages; decoding, computing and encoding of a step happen on the device thread. The newest
-session owns the worker: once it has begun, no step of an older session starts.
+The event loop only moves messages. The device thread decodes, computes and encodes each step. Only the newest session
+may use the worker: once it has begun, no step of an older session starts.
 """
 
 import asyncio
@@ -42,7 +42,8 @@ from worker_service.serving.open_session import OpenSession
 from worker_service.serving.traces import Stays
 
 if TYPE_CHECKING:
-    from worker_service.execution.worker import Worker  # imports torch, which the server does after its port is bound
+    # This module imports torch. The server imports torch after it has bound its port.
+    from worker_service.execution.worker import Worker
 
 log = structlog.get_logger()
 
@@ -52,9 +53,10 @@ _SHUTTING_DOWN = RequestError(grpc.StatusCode.ABORTED, "the worker is shutting d
 
 
 class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
-    """Serves one session at a time. Create it inside the running event loop; UNAVAILABLE until `set_ready`.
+    """Serves one session at a time. Create it inside the running event loop. Calls fail with UNAVAILABLE before
+    `set_ready`.
 
-    `device_lost` is set when this process can compute no further step.
+    The event `device_lost` is set when this process cannot compute further steps.
     """
 
     def __init__(self, device_thread: DeviceThread, tracer: Tracer | None = None) -> None:
@@ -73,7 +75,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
 
     @property
     def in_session(self) -> bool:
-        """Whether a scheduler has a session."""
+        """Whether a scheduler has an open session."""
         return self._open is not None
 
     def set_ready(self, worker: "Worker") -> None:
@@ -81,7 +83,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self._worker = worker
 
     async def drain(self, grace: float) -> None:
-        """Accept no more sessions; end the open session when it has no live sequences, or after `grace` seconds."""
+        """Accept no further sessions. The open session ends when it has no live sequences, or after `grace` seconds."""
         self._draining.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
@@ -119,7 +121,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[TakeAdapterRequest], context: Context
     ) -> TakeAdapterResponse:
         worker = self._ready_worker()
-        # One adapter at a time is in memory twice, and on its way to other ranks.
+        # One adapter is loaded at a time, because it is in memory twice and is sent to other ranks.
         await self._adapter_calls.take(
             aiter(request_iterator), lambda pieces: load_adapter(worker, self._device_thread, pieces)
         )
@@ -156,7 +158,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             while not opened.answers.empty():
                 unanswered = opened.answers.get_nowait()
                 if unanswered is not None and not unanswered.cancel():
-                    unanswered.exception()  # otherwise asyncio logs that the error was never retrieved
+                    unanswered.exception()  # without this call asyncio logs an error that nobody read
 
     def _ready_worker(self) -> "Worker":
         if self._worker is None:
@@ -164,8 +166,9 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         return self._worker
 
     async def _first(self, steps: AsyncIterator[SchedulerOutput]) -> SchedulerOutput | None:
-        """The first step of a session; None if the scheduler ends the call without a step. Raises ABORTED if
-        draining."""
+        """The first step of a session. None if the scheduler ends the call without a step. Raises ABORTED during
+        draining.
+        """
         step = asyncio.ensure_future(anext(steps, None))
         draining = asyncio.ensure_future(self._draining.wait())
         try:
@@ -215,7 +218,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             self._idle.set()
 
     async def _read(self, opened: OpenSession, first: SchedulerOutput, steps: AsyncIterator[SchedulerOutput]) -> None:
-        """Submit steps to the device thread as they arrive; it computes them in order."""
+        """Submit arriving steps to the device thread, which computes them in order."""
         try:
             step: SchedulerOutput | None = first
             while step is not None:
@@ -227,13 +230,15 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             opened.answers.put_nowait(None)
 
     def _submit(self, opened: OpenSession, step: SchedulerOutput) -> "asyncio.Future[ModelOutput]":
-        """Compute a step on the device thread. Unlike a wrapped future, the result may be failed before it is done."""
+        """Compute a step on the device thread. Unlike the future of `wrap_future`, the result can fail before the step
+        ends.
+        """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[ModelOutput] = loop.create_future()
         computed = self._device_thread.submit(partial(opened.compute, step))
 
         def settle(done: "Future[ModelOutput]") -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
+            with contextlib.suppress(RuntimeError):  # the loop is closed if the worker has ended
                 loop.call_soon_threadsafe(self._settle, opened, step, answer, done)
 
         computed.add_done_callback(settle)

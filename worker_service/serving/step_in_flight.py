@@ -1,7 +1,7 @@
-"""One step from message to answer: check it, draft for it, compute it, and append the sampled tokens to the session.
+"""One step from message to answer: check it, draft tokens, compute it, and append the sampled tokens to the session.
 
-All methods run on the device thread. `begin`, `follow` and `launch` raise InvalidStepError and FencingError, in every
-rank alike. `launch` and `answer` also raise torch's errors. Any error ends the session.
+All methods run on the device thread. `begin`, `follow` and `launch` raise InvalidStepError and FencingError, in all
+ranks for the same steps. `launch` and `answer` also raise torch's errors. Any error ends the session.
 """
 
 import time
@@ -19,18 +19,18 @@ from worker_service.session.session import NO_DRAFTS, ScheduledChunk, Session
 from worker_service.session.step import SchedulerOutput
 
 if TYPE_CHECKING:
-    # These import torch, which the server does after its port is bound.
+    # These modules import torch. The server imports torch after it has bound its port.
     from worker_service.execution.steps.running_step import RunningStep
     from worker_service.execution.worker import Worker
 
 Guard = Callable[[], AbstractContextManager[None]]
-"""A context around work that the device thread resumes later."""
+"""A context for work that the device thread finishes later."""
 
 
 class StepInFlight(Pending[ModelOutput]):
-    """A step that has been applied to its session; next it is launched, then answered.
+    """A step that has been applied to its session. Afterwards it is launched, then answered.
 
-    The runner's `RunningStep` is its part on the device, without messages or sessions.
+    The runner's `RunningStep` is the step's part on the device, without messages or sessions.
     """
 
     def __init__(
@@ -43,7 +43,10 @@ class StepInFlight(Pending[ModelOutput]):
         draft_seconds: float = 0.0,
         guard: Guard = nullcontext,
     ) -> None:
-        """chunks: with the drafts to verify; draft_seconds: the time that drafting took."""
+        """Create a step that has been applied.
+
+        chunks: the step's work, with the drafts to verify. draft_seconds: the time that drafting took.
+        """
         super().__init__()
         self.chunks = chunks
         self._worker = worker
@@ -57,7 +60,7 @@ class StepInFlight(Pending[ModelOutput]):
     def begin(
         cls, worker: "Worker", session: Session, output: SchedulerOutput, guard: Guard = nullcontext
     ) -> "StepInFlight":
-        """Apply a step, and draft tokens as far as the step has room for drafts."""
+        """Apply a step, and draft as many tokens as the step has room for."""
         chunks = session.apply(output)
         if worker.drafter is None:
             return cls(worker, session, output, chunks, guard=guard)
@@ -69,14 +72,20 @@ class StepInFlight(Pending[ModelOutput]):
     def follow(
         cls, worker: "Worker", session: Session, output: SchedulerOutput, drafts: "Sequence[array[int]]"
     ) -> "StepInFlight":
-        """Apply a step for which the first rank has drafted. drafts: of each chunk; empty if no chunk has any."""
+        """Apply a step for which the first rank has drafted.
+
+        drafts: the drafts of each chunk. Empty if no chunk has drafts.
+        """
         chunks = session.apply(output)
         each = drafts or repeat(NO_DRAFTS)
         chunks = [chunk.with_drafts(drafted) for chunk, drafted in zip(chunks, each, strict=False)]
         return cls(worker, session, output, chunks)
 
     def launch(self, before: "StepInFlight | None" = None) -> None:
-        """Launch it. before: the session's last step, if it has not finished and this step may run ahead of it."""
+        """Launch the step.
+
+        before: the session's last step, if it has not finished and this step may run ahead of it.
+        """
         worker, began = self._worker, time.perf_counter()
         with worker.ranks.together():
             running = None if before is None else before._running
@@ -86,11 +95,11 @@ class StepInFlight(Pending[ModelOutput]):
         self._session.advance(self.chunks)
 
     def is_done(self) -> bool:
-        """See `Pending`."""
+        """Whether `finish` would return without waiting, see `Pending`."""
         return self._running.is_done()
 
     def finish(self) -> ModelOutput:
-        """See `Pending`; runs `answer` within the guard."""
+        """Return the answer, or end the session on an error. See `Pending`."""
         with self._guard():
             return self.answer()
 

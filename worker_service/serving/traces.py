@@ -1,7 +1,8 @@
-"""Spans of traced sequences on this worker, each from the step that adds the sequence until the sequence leaves.
+"""Trace spans of sequences on this worker. A span begins with the step that adds the sequence, and ends when the
+sequence is removed.
 
-The spans belong to the traces of their requests. The front end's spans show what requests waited for; these show what
-was computed.
+The spans belong to the traces of their requests. The front end's spans show why requests waited. The spans of this file
+show which work was computed.
 """
 
 import time
@@ -23,19 +24,23 @@ class _Stay:
     num_tokens: int = 0
     num_sampled: int = 0
     forward_us: int = 0
-    """Microseconds of the forward passes that it took part in; other sequences share them."""
+    """Microseconds of the forward passes that included the sequence. Other sequences of these passes count the same
+    time.
+    """
     last_ns: int = 0
 
 
 class Stays:
-    """The spans of one session. The beams of a search, which come and go with every step, share a span."""
+    """The spans of one session. The beams of one search share a span, because beams are added and removed in every
+    step.
+    """
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._open: dict[int, _Stay] = {}
 
     def computed(self, step: SchedulerOutput, answer: ModelOutput) -> None:
-        """Record a step, which has just been computed."""
+        """Record a step that has just been computed."""
         now = time.time_ns()
         timing = answer.timing
         began = now - 1000 * (timing.move_us + timing.forward_us + timing.sample_us + timing.guess_us)
@@ -49,7 +54,7 @@ class Stays:
         for fork in step.forks:
             if (parent := self._open.get(fork.parent_sequence_id)) is None:
                 continue
-            if fork.parent_sequence_id in ending:  # a beam
+            if fork.parent_sequence_id in ending:  # the child replaces its parent: a beam
                 self._open[fork.child_sequence_id] = parent
                 parent.num_sequences += 1
             else:
@@ -75,7 +80,7 @@ class Stays:
                 stay.last_ns = now
 
     def close(self) -> None:
-        """End all spans, with the session."""
+        """End all spans when the session ends."""
         self._leave(list(self._open))
 
     def _come(self, sequence_id: int, trace_parent: str, index: int, num_computed_tokens: int, began: int) -> None:

@@ -1,1 +1,1 @@
-"""The state of one session: the scheduler's steps, and the sequences that live after them. It computes nothing."""
+"""The state of one session: the scheduler's steps, and its live sequences. This package computes nothing."""

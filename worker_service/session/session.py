@@ -1,8 +1,8 @@
-"""The worker's mirror of one session: its live sequences, their tokens, and how many of these are computed.
+"""The worker's copy of one session's state: live sequences, their tokens, and how many tokens are computed.
 
-It applies the scheduler's differences and checks each step against this state, so that a valid step never touches
-memory of another sequence. It knows nothing of tensors, devices or gRPC. An error ends the session, because half a step
-may have been applied.
+The session applies the scheduler's changes and checks each step against its state. A valid step therefore never touches
+memory of another sequence. This file uses no tensors, devices or gRPC. An error ends the session, because a part of the
+step may have been applied.
 """
 
 from array import array
@@ -30,30 +30,30 @@ class SequenceState:
 
     sequence_id: int
     token_ids: "array[int]"
-    """Prompt, then output; the worker appends the sampled tokens."""
+    """The tokens of the prompt, then of the output. The worker appends the sampled tokens."""
     num_prompt_tokens: int
     num_computed_tokens: int
     """The number of leading tokens whose keys and values are in the blocks."""
     block_ids: "array[int]"
     sampling: SamplingParams
     adapter: str = ""
-    """The adapter's fingerprint; empty for the base model."""
+    """The adapter's fingerprint. Empty for the base model."""
     form_progress: object = None
-    """The state of its form, kept for the code that computes steps."""
+    """The progress of the output's form. Only the code that computes steps uses this field."""
     speculation: object = None
-    """The state of its drafts, kept for the drafter."""
+    """The record of the sequence's drafts. Only the drafter uses this field."""
     pooled: object = None
-    """The partial result of pooling, kept for the code that computes steps."""
+    """The partial result of pooling. Only the code that computes steps uses this field."""
     is_encoder: bool = False
-    """Whether it is an encoder's input; its blocks are then the table of cross attention."""
+    """Whether the sequence is an encoder input. If so, its blocks are the block table of cross attention."""
     features: bytes = b""
-    """See `NewSequence`."""
+    """The features of an audio input, see `NewSequence`."""
     encoder: "SequenceState | None" = None
-    """The encoder's input."""
+    """The encoder input that the sequence attends to."""
 
     @property
     def reports(self) -> bool:
-        """Whether its next step reports vectors, or log-probabilities of sampled tokens or of its prompt."""
+        """Whether the sequence's next step reports vectors, or log-probabilities of sampled tokens or of the prompt."""
         if self.sampling.pooling is not None:
             return True
         in_prompt = self.num_computed_tokens + 1 < self.num_prompt_tokens
@@ -67,14 +67,15 @@ class ScheduledChunk(NamedTuple):
     start: int
     stop: int
     samples: bool
-    """Whether a token is sampled after the chunk, which then reaches the sequence's last token."""
+    """Whether a token is sampled after the chunk. Such a chunk ends with the sequence's last token."""
     drafts: "array[int]" = array(TOKENS)
-    """Draft tokens after the sequence's last token, at the end of the chunk. A token is sampled after each of them as
-    well. The session returns `PLACEHOLDER`s, as many as the step has room for."""
+    """Draft tokens after the sequence's last token, at the end of the chunk. A token is also sampled after each draft
+    token. The session fills the step's room for drafts with `PLACEHOLDER` tokens.
+    """
 
     @property
     def chooses(self) -> bool:
-        """Whether a token is chosen after the chunk; a pooled sequence gains a placeholder."""
+        """Whether a token is chosen after the chunk. A pooled sequence gains a placeholder instead."""
         return self.samples and self.sequence.sampling.pooling is None
 
     @property
@@ -82,19 +83,19 @@ class ScheduledChunk(NamedTuple):
         return self.sequence.token_ids[self.start : self.stop] + self.drafts
 
     def with_drafts(self, drafts: "array[int]") -> "ScheduledChunk":
-        """The same chunk with these drafts in place of its drafts or placeholders."""
+        """The same chunk with the given drafts. They replace its drafts or placeholders."""
         return self._replace(stop=self.stop - len(self.drafts) + len(drafts), drafts=drafts)
 
 
 NO_DRAFTS: "array[int]" = array(TOKENS)
 PLACEHOLDER = 0
-"""The value of a token that is being sampled; it stays if the token could not be sampled."""
+"""The value of a token that is being sampled. The value stays if sampling fails."""
 
 
 class Session:
-    """The sequences of one epoch. `apply` a step, compute it, `advance`, and `fill_in` the sampled tokens.
+    """The sequences of one epoch. For each step: `apply` it, compute it, `advance`, and `fill_in` the sampled tokens.
 
-    The next step may be applied before the tokens of the last step are filled in, if it `follows_unseen`.
+    If the next step `follows_unseen`, it may be applied before the last step's tokens are filled in.
     """
 
     def __init__(self, epoch: int, limits: Limits) -> None:
@@ -105,10 +106,11 @@ class Session:
         self._has_room = False  # whether the last step has room for drafts
 
     def apply(self, output: SchedulerOutput) -> list[ScheduledChunk]:
-        """Apply a step's differences and return its work, in the order of `output.sequence_ids`.
+        """Apply a step's changes and return its work, in the order of `output.sequence_ids`.
 
-        Preempted sequences leave before new sequences are added. Finished sequences leave last, because they may be
-        parents of forks. Raises FencingError for a step out of order and InvalidStepError for an impossible one.
+        Preempted sequences are removed before new sequences are added. Finished sequences are removed last, because
+        they may be parents of forks. Raises FencingError if the step is out of order, and InvalidStepError if it is
+        impossible.
         """
         if output.epoch != self.epoch:
             raise FencingError(f"epoch {output.epoch} in the session of epoch {self.epoch}")
@@ -127,11 +129,11 @@ class Session:
         return self._schedule(output)
 
     def follows_unseen(self, output: SchedulerOutput) -> bool:
-        """Whether a step can be launched before the host knows the tokens of the last step.
+        """Whether a step can be launched before the host has read the last step's tokens.
 
-        Such a step has no drafts, and no sequence of it needs the values of earlier tokens to sample. A sequence that
-        sampled has one unknown token, its last. All tokens of new sequences, and of prompts that continue, are known.
-        The step reports nothing but tokens: other reports are read after all launched work, so a step ahead would delay
+        Such a step has no drafts, and its sequences sample without the values of earlier tokens. If a sequence sampled
+        in the last step, only its last token is unknown. All tokens of new sequences and of unfinished prompts are
+        known. The step reports only tokens. Other reports are read after all launched work, so a step ahead would delay
         every sequence's token.
         """
         new = {one.sequence_id: one.sampling for one in output.new_sequences}
@@ -148,7 +150,7 @@ class Session:
 
     @staticmethod
     def advance(chunks: Iterable[ScheduledChunk]) -> None:
-        """Note that the chunks have been launched; a sequence that samples grows by a placeholder.
+        """Record that the chunks have been launched. A sequence that samples grows by a placeholder.
 
         The growth of a sequence with drafts is not known yet.
         """
@@ -156,15 +158,15 @@ class Session:
             if drafts:
                 continue
             sequence.num_computed_tokens = stop
-            sequence.features = b""  # an encoder's input is not needed again once computed
+            sequence.features = b""  # computed encoder inputs are not read again
             if samples:
                 sequence.token_ids.append(PLACEHOLDER)
 
     @staticmethod
     def fill_in(chunks: Iterable[ScheduledChunk], token_ids: Iterable[int], num_tokens: Iterable[int] = ()) -> None:
-        """Replace the placeholders of the chunks that sampled, in order, by their tokens.
+        """Replace the placeholders of the chunks that sampled by their tokens, in order.
 
-        Each chunk has one token, unless `num_tokens` gives the numbers. A sequence with 0 tokens computes its last
+        Each chunk has one token, or the number of tokens in `num_tokens`. A sequence with 0 tokens computes its last
         token again.
         """
         tokens, numbers = iter(token_ids), iter(num_tokens)
@@ -181,7 +183,7 @@ class Session:
 
     def _forget(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
-            # Removing twice is no contradiction: a sequence can be preempted, then aborted.
+            # A sequence may be removed twice: it can be preempted, then aborted.
             self.sequences.pop(sequence_id, None)
 
     def _add(self, new: NewSequence) -> None:
@@ -201,7 +203,9 @@ class Session:
         )
 
     def _encoder(self, new: NewSequence) -> SequenceState | None:
-        """The encoder's input of a new sequence. Raises InvalidStepError if it is needed and missing."""
+        """The encoder input of a new sequence. Raises InvalidStepError if the model needs an encoder input and it is
+        missing.
+        """
         if new.is_encoder or not self._limits.max_encoder_len:
             return None
         encoder = self._known(new.encoder_id)
@@ -296,7 +300,7 @@ class Session:
         return chunks
 
     def _check_encoder(self, sequence: SequenceState, stop: int, samples: bool) -> None:
-        """Raises InvalidStepError if an encoder's input would be computed in parts, or is missing."""
+        """Raise InvalidStepError if an encoder input would be computed in parts, or has no data."""
         where = f"sequence {sequence.sequence_id} is for an encoder"
         if samples or sequence.num_computed_tokens or stop != len(sequence.token_ids):
             raise InvalidStepError(f"{where} and is not computed whole")
@@ -304,7 +308,9 @@ class Session:
             raise InvalidStepError(f"{where} and came without features")
 
     def _check_encoders(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Raises InvalidStepError if tokens would attend to an encoder's input that has not been computed."""
+        """Raise InvalidStepError if a sequence attends to an encoder input that is not computed, or on too many
+        tokens.
+        """
         encoded = {chunk.sequence.sequence_id for chunk in chunks if chunk.sequence.is_encoder}
         num_encoder_tokens = sum(chunk.stop for chunk in chunks if chunk.sequence.is_encoder)
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks) - num_encoder_tokens
@@ -326,7 +332,9 @@ class Session:
                 raise InvalidStepError(f"{number} tokens; the limit is {most}, for encoders and for all others")
 
     def _check_pooling(self, sequence: SequenceState, stop: int, drafts: "array[int]") -> None:
-        """Raises InvalidStepError unless exactly the states of a prompt would be pooled."""
+        """Raise InvalidStepError if a pooled sequence would compute more than its prompt, or the worker cannot
+        pool it.
+        """
         where = f"sequence {sequence.sequence_id}"
         pooling = sequence.sampling.pooling
         if pooling is not None:

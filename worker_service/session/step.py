@@ -1,7 +1,7 @@
-"""The types of a session: the scheduler's steps and the worker's answers, free of protobuf.
+"""The types of a session: the scheduler's steps and the worker's answers, without protobuf.
 
-`codec` makes these from messages and checks every value that can be checked without the session; `session` checks the
-rest.
+`codec` converts messages to these types. It checks every value that can be checked without the session. `session`
+checks the other values.
 """
 
 import enum
@@ -12,7 +12,7 @@ from functools import cached_property
 from pagewire_common.sampling import LOGIT_EDITS, SamplerParams
 
 TOKENS = "q"
-"""The type code of arrays of token ids and block numbers: 64-bit, which torch reads without conversion."""
+"""The type code of arrays of token ids and block numbers. It means 64 bits, which torch reads without conversion."""
 
 
 @dataclass(frozen=True)
@@ -27,33 +27,33 @@ class Limits:
     max_num_batched_tokens: int
     max_num_seqs: int
     num_speculative_tokens: int = 0
-    """Drafts of one sequence in one step."""
+    """Maximum number of drafts of one sequence in one step."""
     max_loras: int = 0
-    """Adapters in one step."""
+    """Maximum number of adapters in one step."""
     max_cpu_loras: int = 0
-    """Adapters in host memory."""
+    """Maximum number of adapters in host memory."""
     embedding_size: int = 0
-    """Numbers of a vector that is pooled from states; 0 without pooling."""
+    """Numbers of a vector that is pooled from hidden states. 0 without pooling."""
     num_labels: int = 0
-    """Numbers of a classifier's output; 0 without a classifier."""
+    """Numbers of a classifier's output. 0 without a classifier."""
     max_encoder_len: int = 0
-    """Tokens of an encoder's input for one request; 0 without an encoder beside the decoder."""
+    """Maximum tokens of an encoder input of an encoder-decoder. 0 for other models."""
     max_num_encoder_tokens: int = 0
-    """Tokens of all encoder inputs of one step."""
+    """Maximum tokens of all encoder inputs in one step."""
     feature_bytes: int = 0
-    """Bytes of a sound's features; 0 if the encoder reads token ids."""
+    """Bytes of an audio input's features. 0 if the encoder reads token ids."""
     aligns: bool = False
-    """Whether it reports the times of a transcript's tokens."""
+    """Whether the worker reports the times of a transcript's tokens."""
 
     @property
     def is_encoder(self) -> bool:
-        """Whether texts are computed whole and no keys and values are kept."""
+        """Whether the model is an encoder: it computes whole texts and stores no keys and values."""
         return not self.num_device_blocks
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """The worker's properties that a scheduler needs before it opens a session, beside the limits."""
+    """The worker's properties that a scheduler needs before it opens a session. `Limits` has further properties."""
 
     model_id: str
     model_fingerprint: str
@@ -61,20 +61,20 @@ class WorkerInfo:
     device: str
     features: tuple[str, ...]
     sliding_window: int
-    """Tokens of the sliding window, behind which blocks are never read again; 0 without a window."""
+    """Tokens of the sliding window. Blocks behind the window are never read again. 0 without a window."""
     swap_bytes_per_second: int
     prefill_tokens_per_second: int
     block_bytes: int
     lora_copy_seconds: float = 0.0
     """Seconds to copy an adapter of the largest rank to the device."""
     pooling_type: "PoolingType | None" = None
-    """The pooling type that the model was trained with; None if it is not pooled."""
+    """The pooling type that the model was trained with. None if the model does not pool."""
     normalizes: bool = False
     """Whether the model was trained for vectors of length 1."""
 
 
 class PoolingType(enum.Enum):
-    """The rule that turns the states of a text into one vector, or into one for each token."""
+    """The rule that pools the hidden states of a text. The result is one vector, or one vector for each token."""
 
     CLS = enum.auto()
     MEAN = enum.auto()
@@ -88,7 +88,7 @@ class PoolingType(enum.Enum):
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """How to pool a sequence's states; the proto message documents the fields."""
+    """How to pool a sequence's hidden states. The proto message documents the fields."""
 
     type: PoolingType
     dimensions: int
@@ -100,7 +100,7 @@ class PoolingParams:
 
 @dataclass(frozen=True)
 class TranscriptParams:
-    """The rules of a transcript's tokens; the proto message documents the fields."""
+    """The rules of a transcript's tokens. The proto message documents the fields."""
 
     first_timestamp: int = 0
     max_initial: int = 0
@@ -111,7 +111,7 @@ class TranscriptParams:
 
 @dataclass(frozen=True)
 class SamplingParams(SamplerParams):
-    """How to choose a sequence's tokens; GroupSampling and NewSequence document the fields."""
+    """How to choose a sequence's tokens. The proto messages GroupSampling and NewSequence document the fields."""
 
     seed: int = 0
     index: int = 0
@@ -124,15 +124,17 @@ class SamplingParams(SamplerParams):
     bad_words: tuple[tuple[int, ...], ...] = ()
     form: str = ""
     form_owner: bytes = b""
-    """The owner of the form; time limits of the form apply to this owner alone."""
+    """The owner of the form. Bans and time limits of the form apply only to this owner."""
     pooling: PoolingParams | None = None
-    """The sequence is pooled, and nothing is sampled; None for generation."""
+    """How to pool the sequence, which then samples no tokens. None if the sequence samples tokens."""
     transcript: TranscriptParams | None = None
     is_beam: bool = False
 
     @cached_property
     def edits_logits(self) -> bool:
-        """Whether any parameter but the temperature and its filters changes which token is likeliest."""
+        """Whether the logits are edited, so that another token can be likeliest. Temperature and its filters do not
+        edit logits.
+        """
         return bool(
             any(getattr(self, name) != nothing for name, nothing in LOGIT_EDITS.items())
             or (self.min_tokens and self.eos_token_ids) or self.logit_bias
@@ -141,18 +143,18 @@ class SamplingParams(SamplerParams):
 
     @cached_property
     def reports(self) -> bool:
-        """Whether log-probabilities of the prompt or of sampled tokens are reported."""
+        """Whether log-probabilities or pooled vectors are reported."""
         return self.pooling is not None or self.logprobs is not None or self.prompt_logprobs is not None
 
     @cached_property
     def penalizes(self) -> bool:
-        """Whether earlier tokens are penalised."""
+        """Whether tokens that occurred before are penalised."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True)
 class NewSequence:
-    """A sequence that is new to the worker, complete."""
+    """A sequence that is new to the worker, with all its data."""
 
     sequence_id: int
     token_ids: "array[int]"
@@ -161,13 +163,13 @@ class NewSequence:
     block_ids: "array[int]"
     sampling: SamplingParams
     adapter: str = ""
-    """The adapter's fingerprint; empty for the base model."""
+    """The adapter's fingerprint. Empty for the base model."""
     is_encoder: bool = False
-    """Whether it is an encoder's input. The `token_ids` of a sound are placeholders."""
+    """Whether the sequence is an encoder input. The `token_ids` of an audio input are placeholders."""
     features: bytes = b""
-    """The features of a sound: float32, little-endian, all frames of a mel bin, then the next bin."""
+    """The features of an audio input: float32, little-endian, all frames of a mel bin, then the next bin."""
     encoder_id: int = 0
-    """The sequence that is its encoder's input; 0 for none."""
+    """Id of the sequence that is this sequence's encoder input. 0 without an encoder input."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ class BlockTableUpdate:
 
 @dataclass(frozen=True)
 class Fork:
-    """A new sequence with its parent's parameters and first tokens, which continues with its own tokens."""
+    """A new sequence that copies its parent's parameters and first tokens, and continues with its own tokens."""
 
     parent_id: int
     child_id: int
@@ -218,20 +220,21 @@ class SchedulerOutput:
     finished: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     num_draft_tokens: tuple[int, ...] = ()
-    """Another column: how many of the tokens are room for drafts; empty if no sequence has room."""
+    """Column of the number of scheduled tokens that are room for drafts. Empty if no sequence has room for drafts."""
 
 
 @dataclass(frozen=True)
 class SampleLogprobs:
-    """Log-probabilities as columns, `width` entries a position: the token at the position, then the likeliest
-    tokens."""
+    """Log-probabilities as columns. Each position has `width` entries: the token at the position, then the likeliest
+    tokens.
+    """
 
     sequence_id: int
     width: int
     token_ids: list[int]
     logprobs: list[float]
     ranks: list[int]
-    """The rank of each position's first entry, 1 for the likeliest."""
+    """The rank of each position's first entry. Rank 1 is the likeliest token."""
 
 
 @dataclass(frozen=True)
@@ -263,18 +266,20 @@ class ModelOutput:
     """The results of one step."""
 
     token_ids: list[int]
-    """The tokens of each sequence that samples, in the order of the step; 0 for a sequence that failed."""
+    """The tokens of each sequence that samples, in the order of the step. 0 for a sequence that failed."""
     timing: StepTiming
     logprobs: list[SampleLogprobs] = field(default_factory=list)
     prompt_logprobs: list[SampleLogprobs] = field(default_factory=list)
     failed_sequence_ids: list[int] = field(default_factory=list)
     """Sequences for which no token could be chosen, or whose prompt's log-probabilities were not finite."""
     num_tokens: list[int] = field(default_factory=list)
-    """The number of tokens of each sequence that sampled, unless each gained one."""
+    """Column of the number of tokens that each sampling sequence gained. Empty if each sequence gained one token."""
     num_draft_tokens: list[int] = field(default_factory=list)
-    """The number of verified drafts of each sequence that sampled; empty if no drafts were verified."""
+    """Column of the number of verified drafts of each sampling sequence. Empty if no drafts were verified."""
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
-    """The number of drafts that each of these sequences should have room for from now on; empty if unchanged."""
+    """Column of the number of drafts that each sampling sequence should have room for from now on. Empty if
+    unchanged.
+    """
     vectors: list[SequenceVectors] = field(default_factory=list)
     barred_sequence_ids: list[int] = field(default_factory=list)
-    """Failed sequences with finite logits: their parameters or their form allow no token."""
+    """Failed sequences with finite logits. Their parameters or their form allow no token."""

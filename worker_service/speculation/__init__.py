@@ -1,4 +1,4 @@
-"""Drafts of the next tokens, which the next step verifies. A wrong draft token costs time, never a token.
+"""Drafts the next tokens, which the next step verifies. A wrong draft costs time, but changes no token.
 
-`execution.steps.running_step` accepts drafts.
+The file `execution/steps/running_step.py` decides which drafts are accepted.
 """

@@ -1,4 +1,6 @@
-"""Decides which draft tokens a step verifies, and learns from the tokens that were sampled instead."""
+"""Decides which draft tokens a step verifies. Learns the success of drafts by comparing them with the sampled
+tokens.
+"""
 
 import time
 from array import array
@@ -28,7 +30,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """A sequence whose first `num_tokens` tokens are known, and for which a proposer is to draft `number` more."""
+    """A sequence whose first `num_tokens` tokens are known. A proposer drafts `number` more tokens."""
 
     sequence: SequenceState
     num_tokens: int
@@ -36,24 +38,24 @@ class Beginning:
 
 
 class Proposer(Protocol):
-    """Proposes drafts."""
+    """Proposes draft tokens, for example an n-gram search or a draft model."""
 
     @property
     def cost(self) -> StepCost | None:
-        """The cost of drafting one token for each of several sequences; None if negligible.
+        """The cost of drafting one token for each of several sequences. None if negligible.
 
-        With a negligible cost, drafts are made after every step, whether or not the next step has room for them, so
-        that there is always something to learn from.
+        If the cost is negligible, drafts are made after every step, even if the next step has no room for drafts. Their
+        success can then always be learned.
         """
 
     def most_behind(self, num_tokens: int) -> int:
-        """Limit of drafts after this number of tokens of a sequence."""
+        """Maximum number of drafts after the first `num_tokens` tokens of a sequence."""
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
-        """Called before the device computes this step, with at most the drafts that the step has room for."""
+        """Called before the device computes this step. The step's drafts do not exceed its room for drafts."""
 
     def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
-        """The drafts for each beginning, at most its `number`."""
+        """The drafts for each beginning, at most `number` of them."""
 
 
 @dataclass(slots=True)
@@ -61,21 +63,21 @@ class _Record:
     """The drafts of one sequence, and their success."""
 
     chance: float
-    """Probability that a draft is right if the drafts before it are."""
+    """Probability that a draft is right if all drafts before it are right."""
     share: float
-    """Share of steps with any draft."""
+    """Share of the sequence's steps for which the proposer found a draft."""
     drafted: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    """Tokens of the sequence when `drafted` was made."""
+    """Number of the sequence's tokens when `drafted` was made."""
     wanted: int = 0
-    """Number of drafts that its steps should have room for, as last told to the scheduler."""
+    """Number of drafts for which the sequence's steps should have room, as last reported to the scheduler."""
 
 
 class Drafter:
     """Drafts tokens for one worker. Only the device thread uses it.
 
-    When a step with room for drafts `begins`, it makes the drafts that are worth verifying. When the step `ends`, it
-    compares the sampled tokens with the drafts, and requests room in later steps.
+    When a step with room for drafts `begins`, the drafter makes the drafts that are worth verifying. When the step
+    `ends`, the drafter compares the sampled tokens with the drafts, and requests room for drafts in later steps.
     """
 
     def __init__(
@@ -87,21 +89,24 @@ class Drafter:
         *,
         runs_ahead: bool = False,
     ) -> None:
-        """most: limit of drafts of one sequence in one step. runs_ahead: whether steps without drafts are launched
-        before the previous step has ended."""
+        """Create a drafter.
+
+        most: the maximum number of drafts of one sequence in one step. runs_ahead: whether steps without drafts are
+        launched before the previous step has ended.
+        """
         self._proposer = proposer
         self._most = most
         self._vocabulary_size = vocabulary_size
         self._cost = StepCost(1 / prefill_tokens_per_second if prefill_tokens_per_second else 0.0)
         self._first_chance = FIRST_CHANCE if proposer.cost is None else HOPE
-        self._chance = self._first_chance  # of a new sequence
+        self._chance = self._first_chance  # the chance of a new sequence
         self._runs_ahead = runs_ahead
         self._pause = FIRST_PAUSE if runs_ahead else 0.0
         self._seconds_before = self._seconds_after = 0.0  # the drafter's own seconds in a step
         self._has_failed = False
 
     def begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
-        """The step's chunks with the drafts to verify, in place of the room for drafts."""
+        """The step's chunks with the drafts to verify. The drafts replace the chunks' placeholders."""
         if self._has_failed:
             return [chunk.with_drafts(NO_DRAFTS) for chunk in chunks]
         self._proposer.step_begins(output, chunks)
@@ -117,14 +122,14 @@ class Drafter:
                 rooms[row] = min(rooms[row], len(record.drafted)) if is_current else 0
             elif rooms[row]:
                 rooms[row] = min(rooms[row], self._proposer.most_behind(num_known))
-        # This step has paid for the pause already.
+        # The pause is 0, because this step has already waited for the drafts.
         numbers = numbers_of_drafts(
             [record.chance for record in records], rooms, self._cost, 0.0, drafting=self._proposer.cost
         )
         if self._proposer.cost is not None and any(numbers):
             proposing = time.perf_counter()
             self._propose_in_step(chunks, numbers)
-            began += time.perf_counter() - proposing  # proposing has a cost of its own
+            began += time.perf_counter() - proposing  # the time of proposing is in the proposer's cost
         drafts = [record.drafted[:number] for record, number in zip(records, numbers, strict=True)]
         self._seconds_before = time.perf_counter() - began
         return [
@@ -133,7 +138,7 @@ class Drafter:
         ]
 
     def _propose_in_step(self, chunks: Sequence[ScheduledChunk], numbers: Sequence[int]) -> None:
-        """Draft these numbers of tokens after each chunk, and have the proposer keep up with prompts in progress."""
+        """Draft `numbers` tokens after each chunk. The proposer also computes the new tokens of unfinished prompts."""
         beginnings = [
             Beginning(chunk.sequence, chunk.start + 1, number)
             for chunk, number in zip(chunks, numbers, strict=True)
@@ -147,15 +152,16 @@ class Drafter:
         return 0 <= token_id < self._vocabulary_size
 
     def launched(self, output: SchedulerOutput, seconds: float) -> None:
-        """Record the time of launching this step; the device waited for it, and for the drafter's decisions before
-        it."""
+        """Record the time of launching this step. The device waited for the launch and for the drafter's decisions."""
         if self._runs_ahead and output.num_draft_tokens:
             waited = self._seconds_after + self._seconds_before + seconds
             self._pause += LEARNING * (waited - self._pause)
 
     def ends(self, chunks: Sequence[ScheduledChunk], seconds: float) -> list[int]:
-        """The number of drafts that each sampling sequence should have room for from now on; empty if unchanged.
-        chunks, seconds: of the step that has ended."""
+        """The number of drafts that each sampling sequence should have room for from now on. Empty if unchanged.
+
+        chunks, seconds: the work and the duration of the step that has ended.
+        """
         began = time.perf_counter()
         numbers = self._wanted(chunks, seconds)
         self._seconds_after = time.perf_counter() - began
@@ -187,7 +193,7 @@ class Drafter:
                 shares=[record.share for record in records],
                 drafting=self._proposer.cost,
             )
-            # The next step decides how many are verified, when the drafts are known.
+            # The full room is requested. The next step verifies fewer drafts if fewer are worth their time.
             wanted = [most if number else 0 for most, number in zip(mosts, numbers, strict=True)]
         sampling = [
             (record, number) for record, number, chunk in zip(records, wanted, chunks, strict=True) if chunk.samples
@@ -199,7 +205,7 @@ class Drafter:
         return [number for _, number in sampling]
 
     def _look_up(self, ends: Sequence[tuple[SequenceState, int]]) -> None:
-        """Draft for these sequences after their known tokens, whether or not the drafts will be verified."""
+        """Draft for these sequences after their known tokens, even if the drafts will not be verified."""
         found = self._propose([Beginning(sequence, num_tokens, self._most) for sequence, num_tokens in ends])
         for (sequence, num_tokens), drafted in zip(ends, found, strict=True):
             record = self._record(sequence)
@@ -209,13 +215,17 @@ class Drafter:
     def _propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
         try:
             return self._proposer.propose(beginnings)
-        except Exception as error:  # the step has its tokens, whatever is wrong with drafts
+        # An error in drafting must not fail the step, which computes its tokens without drafts.
+        except Exception as error:
             log.exception("guessing failed, and has ended", reason=reason(error))
             self._has_failed = True
             return [[] for _ in beginnings]
 
     def _learn(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Compare the sampled tokens with the drafts. num_tokens: the number of known tokens."""
+        """Compare the sampled tokens with the drafts.
+
+        num_tokens: the number of the sequence's known tokens.
+        """
         record = self._record(sequence)
         came = sequence.token_ids[record.num_tokens : num_tokens] if record.drafted else ()
         for drafted, token_id in zip(record.drafted, came, strict=False):
@@ -241,8 +251,9 @@ def _observed(share: float, is_so: bool, rate: float) -> float:
 
 
 def _num_known(chunk: ScheduledChunk) -> int:
-    """The number of the sequence's tokens known after the chunk. If the next step runs ahead, the sequence already has
-    a placeholder for that step's token."""
+    """The number of the sequence's known tokens after the chunk. If the next step runs ahead, the sequence already has
+    a placeholder for the next step's token, which is not counted.
+    """
     if chunk.drafts:
         return len(chunk.sequence.token_ids)
     num_known = chunk.stop + 1 if chunk.samples else chunk.stop
@@ -250,7 +261,7 @@ def _num_known(chunk: ScheduledChunk) -> int:
 
 
 def may_be_drafted_for(sequence: SequenceState) -> bool:
-    """Whether drafts are possible: a pooled sequence has no next token, and a beam has several next tokens."""
+    """Whether drafts are possible. A pooled sequence has no next token, and a beam has several next tokens."""
     sampling = sequence.sampling
     return (
         sampling.pooling is None

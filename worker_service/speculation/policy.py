@@ -1,36 +1,43 @@
-"""The number of drafts that gives the most tokens a second, by the measured costs of recent steps.
+"""Chooses the number of drafts that gives the most tokens a second, by the measured costs of recent steps.
 
-A step of n sequences that verifies k drafts computes n + k tokens, and is expected to gain n + e tokens. If memory
-bandwidth limits a step, k more tokens are nearly free. If computing does, they cost as much as others, and no draft is
-worth it. On a worker that launches steps ahead, drafts also cost a pause: they depend on the last step's tokens, so the
-device waits until a step with drafts is launched.
+A step of n sequences that verifies k drafts computes n + k tokens. It is expected to gain n + e tokens, where e is the
+expected number of accepted drafts. If memory bandwidth limits a step, k more tokens cost little time. If computation
+limits a step, k more tokens cost as much as other tokens, and no draft is worth its time.
+
+On a worker that launches steps ahead, drafts also cost a pause. Drafts depend on the last step's tokens, so the device
+is idle until a step with drafts is launched.
 """
 
 from collections.abc import Sequence
 from itertools import repeat
 
 DECAY = 0.95
-"""Factor of a step's weight in the cost estimate, with each later step."""
+"""Factor by which a step's weight in the cost estimate shrinks with each later step."""
 CERTAINTY = 8.0
-"""Weight of the first slope, in squared differences of numbers of tokens."""
+"""Weight of the first slope in the fit, in squared differences of numbers of tokens."""
 FIRST_PAUSE = 0.001
 """First estimate of the pause in seconds, on a worker that launches steps ahead."""
 FIRST_CHANCE = 0.5
 FIRST_SHARE = 0.5
 HOPE = 0.8
-"""First chance if drafting has a cost. It is high because drafts that seem not worth it are not made, so their success
-would never be observed."""
+"""First chance of a draft if drafting has a cost. The value is high: if drafts seemed not worth their cost, none would
+be made, and their success would never be measured.
+"""
 LEARNING = 0.1
 FORGETTING = 0.002
-"""Rate at which a sequence's chance returns to the first chance while nothing is drafted. It makes the drafter try
-again."""
+"""Rate at which a sequence's chance returns to the first chance while nothing is drafted. After some time the drafter
+therefore tries again.
+"""
 
 
 class StepCost:
     """Seconds of a step as a linear function of its tokens, fitted to the last steps (decayed least squares)."""
 
     def __init__(self, seconds_per_token: float) -> None:
-        """seconds_per_token: of a prompt's tokens; the slope until there are steps of different sizes."""
+        """Create an estimate.
+
+        seconds_per_token: measured on a prompt. It is the slope until steps of different sizes have been measured.
+        """
         self._first_slope = seconds_per_token
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
 
@@ -66,11 +73,14 @@ def numbers_of_drafts(
     shares: Sequence[float] | None = None,
     drafting: StepCost | None = None,
 ) -> list[int]:
-    """The number of drafts of each sequence to verify; each next draft of a sequence is right with its chance.
+    """The number of drafts of each sequence to verify. All numbers are zero if no draft is worth its time.
 
-    mosts: limits. shares: probability that a sequence has any draft; 1 if not given. drafting: the cost of drafting one
-    token for each of several sequences, paid once for each token of the longest draft; None if negligible. Zero for all
-    if no draft is worth it. For each longest draft, the likeliest next draft is added as long as tokens a second rise.
+    chances: for each sequence, the chance of each next draft to be right. mosts: the maximum number of drafts of each
+    sequence. shares: the probability that a sequence has drafts, 1 by default. drafting: the cost of drafting one token
+    for each of several sequences, None if negligible. This cost is paid once for each token of the longest draft.
+
+    The longest draft is tried at each length. For each length, the likeliest drafts are added while tokens a second
+    increase.
     """
     num_sequences = len(chances)
     numbers = [0] * num_sequences
@@ -79,8 +89,8 @@ def numbers_of_drafts(
     each = 0.0 if drafting is None else max(0.0, drafting.of(1) - drafting.slope)
     slope = cost.slope + (0.0 if drafting is None else drafting.slope)
     alone = cost.of(num_sequences)
-    best, chosen = num_sequences / alone, list[int]()  # rows, one for each draft
-    # Gain, row, and index of the row's draft: only drafts that are worth their own time.
+    best, chosen = num_sequences / alone, list[int]()  # `chosen` has the row of each draft
+    # (gain, row, number of the row's draft), only for drafts that are worth their own time.
     likely = list[tuple[float, int, int]]()
     for row, (chance, most, share) in enumerate(zip(chances, mosts, shares or repeat(1.0), strict=False)):
         gain = share
