@@ -4,8 +4,8 @@ import os
 import sys
 
 # torch's OpenMP threads must not spin for milliseconds after a parallel loop. The kernels have their own threads, and
-# the scheduler may run on the same cores. The variable counts spins of about 15 ns. It must be set before torch is
-# imported.
+# the scheduler may run on the same cores. GOMP_SPINCOUNT counts spins of about 15 ns. GOMP_SPINCOUNT must be set before
+# torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from pagewire_common.serving.server import run

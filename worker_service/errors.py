@@ -2,11 +2,13 @@
 
 
 class InvalidStepError(ValueError):
-    """A SchedulerOutput contradicts the worker's limits or the session. The message is one sentence."""
+    """A SchedulerOutput contradicts the worker's limits or the session. The error's message is one sentence."""
 
 
 class FencingError(ValueError):
-    """A step is out of order: a gap in step_id, or an epoch that is not the session's. The message is one sentence."""
+    """A step is out of order: a gap in step_id, or an epoch that is not the session's. The error's message is one
+    sentence.
+    """
 
 
 class DeviceLostError(Exception):

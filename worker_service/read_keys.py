@@ -32,7 +32,7 @@ class ReadKeys:
 
     def __init__(self, json: "Mapping[str, Any] | ReadKeys", where: str = "") -> None:
         self.plain: Mapping[str, Any] = json.plain if isinstance(json, ReadKeys) else json
-        """The object itself. Reading from it marks no key as read."""
+        """The plain object. Reading from the plain object marks no key as read."""
         self._where = where
         """The prefix of a key's name in error messages."""
         self._read: set[str] = set()
@@ -81,13 +81,15 @@ class ReadKeys:
         return found
 
     def choices(self, name: str, options: Collection[str], count: int) -> list[str] | None:
-        """A list of `count` options. None if the key is missing or null."""
+        """A list of `count` options, or None if the key is missing or null."""
         wanted = f"a list of {count}, each of which is {_one_of(options)}"
         found: list[str] | None = self._list(name, wanted, lambda value: _is_of(value, options), count)
         return found
 
     def integers(self, name: str, count: int | None = None, *, least: int, most: int) -> list[int] | None:
-        """A list of `count` integers, or of any length if `count` is None. None if the key is missing or null."""
+        """A list of `count` integers, or of any length if `count` is None. Returns None if the key is missing or
+        null.
+        """
         wanted = f"a list of {'' if count is None else f'{count} '}whole numbers from {least} to {most}"
         found: list[int] | None = self._list(
             name, wanted, lambda value: type(value) is int and least <= value <= most, count
@@ -105,7 +107,7 @@ class ReadKeys:
         return found
 
     def group(self, name: str) -> "ReadKeys":
-        """A nested object. An empty object if the key is missing or null."""
+        """A nested object, or an empty object if the key is missing or null."""
         found: Mapping[str, Any] | None = self._value(
             name, None, None, "an object", lambda value: isinstance(value, Mapping)
         )
@@ -118,14 +120,14 @@ class ReadKeys:
             self._within.pop(name, None)
 
     def neutral(self, **values: object) -> None:
-        """Mark each key as read if it has the given value, which is the caller's own behaviour. Other values stay
-        unread.
+        """Mark each key as read if its value is the given value, which the caller implements. Keys with other values
+        stay unread.
         """
         self.without_effect(*(name for name, value in values.items() if _is_same(self.plain.get(name), value)))
 
     def unread(self) -> dict[str, Any]:
-        """The unread keys and their values, with names such as "rope_scaling.factor". Null, {} and [] are omitted,
-        because they have no effect.
+        """The unread keys and their values, with names such as "rope_scaling.factor". Keys with the values null, {} and
+        [] are omitted, because these values have no effect.
         """
         found = {name: value for name, value in self.plain.items() if name not in self._read}
         for name, within in self._within.items():

@@ -155,17 +155,19 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How the worker drafts tokens. None without speculation."""
+        """How the worker drafts tokens, or None without speculation."""
         return SpeculativeConfig.parse(self.speculative_config) if self.speculative_config is not None else None
 
     @property
     def num_drafts(self) -> int:
-        """The maximum number of drafts for one sequence in one step. 0 without speculation."""
+        """The maximum number of drafts for one sequence in one step, or 0 without speculation."""
         return self.speculation.num_speculative_tokens if self.speculation is not None else 0
 
     @property
     def metrics_readers(self) -> list[str]:
-        """The names of which a metrics reader's certificate must have one. Empty if every reader is allowed."""
+        """A metrics reader's certificate must contain one of these names. The list is empty if every reader is
+        allowed.
+        """
         return [name for name in (self.scheduler_identity, self.metrics_identity) if name]
 
 

@@ -1,8 +1,8 @@
 """One worker on several devices. The worker is N processes, called ranks. Each rank stores a part of every weight, KV
 block and adapter.
 
-The first rank serves gRPC. It broadcasts every step to the other ranks, and adapters between steps. Every rank computes
-the step on its own parts, and the ranks all-reduce their results. If a rank dies, the whole worker ends.
+The first rank serves gRPC. The first rank broadcasts every step to the other ranks, and adapters between steps. Every
+rank computes the step on its own parts, and the ranks all-reduce their results. If a rank dies, the whole worker ends.
 """
 
 import os

@@ -14,9 +14,9 @@ class Cut:
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
     rows: Sequence[range]
-    """Ranges of the first dimension. The part is their concatenation."""
+    """Ranges of the first dimension, which are concatenated."""
     columns: range
-    """A range of the second dimension. range(1) for a vector."""
+    """A range of the second dimension, or range(1) for a vector."""
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of a whole tensor in memory."""

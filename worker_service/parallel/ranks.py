@@ -84,7 +84,7 @@ class Ranks:
                 dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0)
 
     def receive(self) -> "tuple[int, bytes, list[array[int]]] | None":
-        """Wait for the first rank's next message. None once the first rank has ended.
+        """Wait for the first rank's next message. Returns None after the first rank has ended.
 
         Returns the message's epoch, the message, and each chunk's drafts. The epoch is `BETWEEN_STEPS` if the message
         is not a step. The list of drafts is empty if no chunk has drafts.
@@ -107,11 +107,11 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for work that all ranks do together. If one rank fails, it can no longer join collectives. The
-        whole worker therefore ends.
+        """A context for work that all ranks do together. If one rank fails, the whole worker ends, because the failed
+        rank cannot join further collectives.
 
-        InvalidStepError is raised as usual. All ranks raise it for the same step, before any rank waits for another
-        rank.
+        InvalidStepError passes through, because all ranks raise the error for the same step, before any rank waits for
+        another rank.
         """
         if self.size == 1:
             yield

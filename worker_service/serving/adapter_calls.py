@@ -1,4 +1,5 @@
-"""Decides which adapter call may proceed: only the newest call of the newest session, while it makes progress.
+"""Decides which adapter call may proceed: only the newest call of the newest session, as long as the call makes
+progress.
 
 No lock is held while the worker waits for the scheduler's next piece. A stalled call is ended by the next call, by a
 session of a newer epoch, or by a timeout.
@@ -82,7 +83,7 @@ class AdapterCalls:
 
 
 async def _in_time(pieces: Pieces) -> Pieces:
-    """The pieces as they arrive. Raises DEADLINE_EXCEEDED if they are late, INVALID_ARGUMENT for an empty piece."""
+    """The pieces as they arrive. Raises DEADLINE_EXCEEDED for a late piece, INVALID_ARGUMENT for an empty piece."""
     loop = asyncio.get_running_loop()
     end, is_first = loop.time() + MAX_SECONDS, True
     while True:

@@ -16,7 +16,7 @@ from pagewire_common.processes.temporary import TemporaryFolder
 from worker_service.serving.device_thread import DeviceThread
 
 if TYPE_CHECKING:
-    # This module imports torch.
+    # This import loads torch.
     from worker_service.execution.worker import Worker
     from worker_service.loading.adapter import Adapter
 
@@ -28,11 +28,10 @@ MAX_CONFIG_BYTES = 1 << 20
 async def load_adapter(
     worker: "Worker", device_thread: DeviceThread, pieces: AsyncIterator[TakeAdapterRequest]
 ) -> None:
-    """Receive an adapter, check it, and add it. Raises RequestError. `AdapterCalls` allows only one such call at a
-    time.
+    """Receive an adapter, check it, and add it. Raises RequestError. `AdapterCalls` allows only one load at a time.
 
-    After it returns, steps that are submitted to the device thread may name the adapter. If it is cancelled, it changes
-    nothing.
+    After `load_adapter` returns, steps that are submitted to the device thread may name the adapter. A cancelled call
+    changes nothing.
     """
     refusal: RequestError | None = None
     try:
@@ -40,8 +39,8 @@ async def load_adapter(
     except RequestError as error:
         refusal = error
     with contextlib.suppress(RequestError):
-        # If a call ends while the client still writes, gRPC may lose its status. The remaining pieces are therefore
-        # read.
+        # If a call ends while the client still writes, gRPC may lose the call's status. The remaining pieces are
+        # therefore read.
         async for _ in pieces:
             pass
     if refusal is not None:
@@ -101,7 +100,7 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
         def read() -> "tuple[Adapter, Adapter]":
             # One thread reads, because several threads would wait for the threads that compute steps. The limit applies
             # to this thread and to threads started later. On two busy cores, reading an adapter of 77 MiB (for 7
-            # billion weights) took 4 to 17 s with two threads. With one thread it took 0.6 s.
+            # billion weights) took 0.6 s with one thread, and 4 to 17 s with two.
             torch.set_num_threads(1)
             found = read_adapter(first.config, folder, adapters.shapes, adapters.room.max_rank, adapters.dtype)
             return found, found.part(adapters.cuts)

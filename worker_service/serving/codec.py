@@ -1,4 +1,4 @@
-"""Converts between protobuf messages and the worker's own types. No other file uses both.
+"""Converts between protobuf messages and the worker's own types. No other file uses both kinds of types.
 
 Decoding checks every value against the worker's limits, independently of the session. The checks include block and
 token numbers, columns of equal length, and ranges of parameters. Decoded values are safe as memory indices.
@@ -37,7 +37,7 @@ _PREFIX = "POOLING_TYPE_"
 
 
 def _in_32_bits(value: float) -> float:
-    """The value rounded to float32, as on the device. Infinite if it is too large."""
+    """The value rounded to float32, as on the device. The result is infinite if the value is too large."""
     return c_float(value).value
 
 
@@ -77,7 +77,7 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         )
     if 0 in num_scheduled_tokens:
         raise InvalidStepError("num_scheduled_tokens: an entry is 0")
-    # Only the session knows which sequences are encoder inputs. It checks the two limits separately.
+    # Only the session knows which sequences are encoder inputs. The session therefore checks the two limits separately.
     most = limits.max_num_batched_tokens + limits.max_num_encoder_tokens
     if sum(num_scheduled_tokens) > most:
         raise InvalidStepError(f"num_scheduled_tokens: {sum(num_scheduled_tokens)} tokens; the limit is {most}")

@@ -1,4 +1,4 @@
-"""The one thread that owns the device. It runs submitted work in order, in parallel to the event loop."""
+"""The one thread that owns the device. The thread runs submitted work in order, in parallel to the event loop."""
 
 import contextlib
 import queue
@@ -44,7 +44,9 @@ class Pending(ABC, Generic[Result]):
             return True
 
     def settle(self) -> None:
-        """Finish the work and set the future, unless the work is settled. Call it on the device thread."""
+        """Finish the work and set the future, unless the work is settled. Only the device thread may call this
+        method.
+        """
         if self.is_settled:
             return
         try:
@@ -54,10 +56,10 @@ class Pending(ABC, Generic[Result]):
 
 
 class DeviceThread:
-    """A single worker thread. Unlike an executor's thread it is a daemon thread, so that a process can end while it is
-    busy.
+    """A single worker thread. The thread is a daemon thread, unlike an executor's thread, so that a process can end
+    while the thread is busy.
 
-    Work may return a `Pending`, which is settled when its result is due. Other work may run before.
+    Work may return a `Pending`, which is settled when the device has finished. Other work may run before.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Starts a worker's ranks as processes of this machine, and ends them together.
 
-The launcher uses torchrun's library and environment. It differs from torchrun at the end: no rank is restarted. When
-one rank has ended, the launcher kills the other ranks at once, even if they wait in a collective. Signals go to the
-first rank. Its exit status becomes the worker's exit status.
+The launcher uses torchrun's library and environment. Unlike torchrun, the launcher restarts no rank. When one rank has
+ended, the launcher kills the other ranks at once, even if they wait in a collective. Signals go to the first rank. The
+first rank's exit status becomes the worker's exit status.
 """
 
 import logging
@@ -39,7 +39,7 @@ _EXPLAINED = (0, 1)
 def launch(command: Sequence[str], size: int) -> int:
     """Run `command` in `size` ranks until the first rank ends or another rank fails. Returns the worker's exit status.
 
-    Call it on the main thread. SIGTERM and SIGINT are passed to the first rank, which drains.
+    Only the main thread may call this function. SIGTERM and SIGINT are passed to the first rank, which drains.
     """
     store = _open_store()
     shared = {
@@ -49,7 +49,7 @@ def launch(command: Sequence[str], size: int) -> int:
         "TORCHELASTIC_RUN_ID": "pagewire",
         LAUNCHER: str(os.getpid()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # Ranks of one machine need no network. They must not be reachable through the network.
+        # Ranks of one machine need no network, and must not be reachable through the network.
         "GLOO_SOCKET_IFNAME": _loopback(),
         "NCCL_SOCKET_IFNAME": _loopback(),
     }

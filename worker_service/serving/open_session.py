@@ -1,4 +1,6 @@
-"""One open session: its answers on the event loop, and its steps on the device thread. The first error ends it."""
+"""One open session: its answers on the event loop, and its steps on the device thread. The first error ends the
+session.
+"""
 
 import asyncio
 import contextlib
@@ -18,7 +20,7 @@ from worker_service.serving.traces import Stays
 from worker_service.session.session import Session
 
 if TYPE_CHECKING:
-    # This module imports torch. The server imports torch after it has bound its port.
+    # This import loads torch, which must happen after the server has bound its port.
     from worker_service.execution.worker import Worker
 
 log = structlog.get_logger()
@@ -32,7 +34,7 @@ _FAILURES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.
 
 class OpenSession:
     """An open session. Only the device thread calls `compute`. Both threads set `end`. The event loop uses all other
-    members.
+    attributes.
     """
 
     def __init__(self, worker: "Worker", epoch: int, stays: Stays | None = None) -> None:
@@ -42,13 +44,13 @@ class OpenSession:
         """
         self.session = Session(epoch, worker.limits)
         self.answers: asyncio.Queue[asyncio.Future[ModelOutput] | None] = asyncio.Queue()
-        """Answers in the order of the steps. None after the last answer."""
+        """Answers in the order of the steps, then None after the last answer."""
         self.awaited: asyncio.Future[ModelOutput] | None = None
         """The answer that the gRPC call is waiting for."""
         self.room = asyncio.Semaphore(_STEPS_IN_HAND)
         self.stays = stays
         self.end: RequestError | None = None
-        """The reason why no further step may start. None while the session is open."""
+        """The reason why no further step may start, or None while the session is open."""
         self._worker = worker
         # The last launched step, if the worker runs ahead.
         self._last: StepInFlight | None = None
@@ -86,7 +88,8 @@ class OpenSession:
             if before is not None and not worker.runner.follow(step.chunks):
                 before.settle()
                 before = None
-            # The ranks wait for each other's sums in a step. No other work may come in between.
+            # In a step, every rank waits for sums of all ranks. No other work may therefore run between sending and
+            # launching the step.
             if ranks.size > 1:
                 ranks.send(self.session.epoch, message.SerializeToString(), [chunk.drafts for chunk in step.chunks])
             step.launch(before)
@@ -98,8 +101,8 @@ class OpenSession:
 
     @contextlib.contextmanager
     def _failures_end(self) -> Iterator[None]:
-        """A context for work on the device thread. If the session has ended, it skips the work. On an error, it ends
-        the session.
+        """A context for work on the device thread. If the session has ended, the work is skipped. An error in the work
+        ends the session.
         """
         if self.end is not None:
             raise self.end

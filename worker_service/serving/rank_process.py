@@ -1,7 +1,7 @@
 """The process of one of several ranks. The first rank serves gRPC, and the other ranks follow it.
 
-A follower computes every step that the first rank sends, on its own parts of weights, cache and adapters. It computes
-the same answer, and discards it. A follower ends after the first rank has ended.
+A follower computes every step that the first rank sends, on its own parts of weights, cache and adapters. A follower
+discards its answer, which equals the first rank's answer. A follower ends after the first rank has ended.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 async def run_rank(settings: WorkerSettings) -> None:
-    """Serve, or follow the rank that serves. If starting fails, only one rank raises StartError, and reports it."""
+    """Serve, or follow the rank that serves. If starting fails, only one rank raises and reports StartError."""
     _die_with_launcher()
     try:
         if int(os.environ["RANK"]) == 0:
@@ -53,16 +53,15 @@ def _follow(settings: WorkerSettings) -> None:
     configure_logging(settings.log_level, settings.log_format)
     structlog.contextvars.bind_contextvars(rank=int(os.environ["RANK"]))
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # signals are ignored, because the first rank drains, and the others must compute its steps
+        # The first rank drains at these signals. The other ranks must go on computing its steps.
+        signal.signal(number, signal.SIG_IGN)
 
     from worker_service.errors import FencingError, InvalidStepError
     from worker_service.execution.adapters.rank_adapters import AdapterFollower
     from worker_service.execution.worker import load_worker
     from worker_service.parallel.ranks import BETWEEN_STEPS
 
-    # These modules import torch, which takes a second.
+    # Some of the following modules import torch, which takes a second.
     from worker_service.serving.codec import decode_scheduler_output
     from worker_service.serving.step_in_flight import StepInFlight
     from worker_service.session.session import Session
@@ -77,9 +76,8 @@ def _follow(settings: WorkerSettings) -> None:
             continue
         if session is None or session.epoch != epoch:
             session = Session(epoch, worker.limits)
-        with contextlib.suppress(
-            InvalidStepError, FencingError
-        ):  # the first rank raises the same error, and ends the session
+        # The first rank raises the same error, and ends the session.
+        with contextlib.suppress(InvalidStepError, FencingError):
             output = decode_scheduler_output(SchedulerOutput.FromString(message), worker.limits)
             step = StepInFlight.follow(worker, session, output, drafts)
             step.launch()
@@ -87,8 +85,8 @@ def _follow(settings: WorkerSettings) -> None:
 
 
 def _is_first_to_fail() -> bool:
-    """Whether this rank is the first to fail. If a model cannot be loaded, every rank fails, but only one reports
-    it.
+    """Whether this rank is the first to fail. If a model cannot be loaded, every rank fails, but only one rank reports
+    the failure.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -1,5 +1,5 @@
-"""Starts a worker. It first binds the port, so that probes are answered. It then loads the model, and serves sessions
-until SIGTERM.
+"""Starts a worker. The server first binds the port, so that probes are answered. The server then loads the model, and
+serves sessions until SIGTERM.
 """
 
 import asyncio
@@ -104,7 +104,7 @@ async def _load(
 
 
 def _import_and_load(settings: WorkerSettings) -> "Worker":
-    # This module imports torch, which takes a second. The port is already bound.
+    # Importing `load_worker` imports torch, which takes a second. The port is already bound.
     from worker_service.execution.worker import load_worker
 
     return load_worker(settings)

@@ -1,7 +1,7 @@
 """WorkerService over gRPC: readiness, fencing between sessions, and the order of steps within a session.
 
 The event loop only moves messages. The device thread decodes, computes and encodes each step. Only the newest session
-may use the worker: once it has begun, no step of an older session starts.
+may use the worker. After a new session has begun, no step of an older session starts.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from worker_service.serving.open_session import OpenSession
 from worker_service.serving.traces import Stays
 
 if TYPE_CHECKING:
-    # This module imports torch. The server imports torch after it has bound its port.
+    # This import loads torch, which must happen after the server has bound its port.
     from worker_service.execution.worker import Worker
 
 log = structlog.get_logger()
@@ -53,8 +53,8 @@ _SHUTTING_DOWN = RequestError(grpc.StatusCode.ABORTED, "the worker is shutting d
 
 
 class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
-    """Serves one session at a time. Create it inside the running event loop. Calls fail with UNAVAILABLE before
-    `set_ready`.
+    """Serves one session at a time. The object must be created inside the running event loop. Calls fail with
+    UNAVAILABLE before `set_ready`.
 
     The event `device_lost` is set when this process cannot compute further steps.
     """
@@ -121,7 +121,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[TakeAdapterRequest], context: Context
     ) -> TakeAdapterResponse:
         worker = self._ready_worker()
-        # One adapter is loaded at a time, because it is in memory twice and is sent to other ranks.
+        # Only one adapter is loaded at a time, because an incoming adapter is in memory twice and is sent to other
+        # ranks.
         await self._adapter_calls.take(
             aiter(request_iterator), lambda pieces: load_adapter(worker, self._device_thread, pieces)
         )
@@ -158,7 +159,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             while not opened.answers.empty():
                 unanswered = opened.answers.get_nowait()
                 if unanswered is not None and not unanswered.cancel():
-                    unanswered.exception()  # without this call asyncio logs an error that nobody read
+                    unanswered.exception()  # without this call asyncio logs an unread error
 
     def _ready_worker(self) -> "Worker":
         if self._worker is None:
@@ -166,7 +167,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         return self._worker
 
     async def _first(self, steps: AsyncIterator[SchedulerOutput]) -> SchedulerOutput | None:
-        """The first step of a session. None if the scheduler ends the call without a step. Raises ABORTED during
+        """The first step of a session, or None if the scheduler ends the call without a step. Raises ABORTED during
         draining.
         """
         step = asyncio.ensure_future(anext(steps, None))

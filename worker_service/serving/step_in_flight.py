@@ -1,4 +1,4 @@
-"""One step from message to answer: check it, draft tokens, compute it, and append the sampled tokens to the session.
+"""One step from message to answer: check, draft, compute, and append the sampled tokens to the session.
 
 All methods run on the device thread. `begin`, `follow` and `launch` raise InvalidStepError and FencingError, in all
 ranks for the same steps. `launch` and `answer` also raise torch's errors. Any error ends the session.
@@ -19,7 +19,7 @@ from worker_service.session.session import NO_DRAFTS, ScheduledChunk, Session
 from worker_service.session.step import SchedulerOutput
 
 if TYPE_CHECKING:
-    # These modules import torch. The server imports torch after it has bound its port.
+    # These imports load torch, which must happen after the server has bound its port.
     from worker_service.execution.steps.running_step import RunningStep
     from worker_service.execution.worker import Worker
 
@@ -28,7 +28,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 
 class StepInFlight(Pending[ModelOutput]):
-    """A step that has been applied to its session. Afterwards it is launched, then answered.
+    """A step that has been applied to its session, and will be launched and answered.
 
     The runner's `RunningStep` is the step's part on the device, without messages or sessions.
     """
@@ -74,7 +74,7 @@ class StepInFlight(Pending[ModelOutput]):
     ) -> "StepInFlight":
         """Apply a step for which the first rank has drafted.
 
-        drafts: the drafts of each chunk. Empty if no chunk has drafts.
+        drafts: the drafts of each chunk, or an empty sequence if no chunk has drafts.
         """
         chunks = session.apply(output)
         each = drafts or repeat(NO_DRAFTS)

@@ -24,9 +24,7 @@ class _Stay:
     num_tokens: int = 0
     num_sampled: int = 0
     forward_us: int = 0
-    """Microseconds of the forward passes that included the sequence. Other sequences of these passes count the same
-    time.
-    """
+    """Microseconds of all forward passes that included the sequence. Sequences of one pass all count the whole pass."""
     last_ns: int = 0
 
 

@@ -37,7 +37,7 @@ class SequenceState:
     block_ids: "array[int]"
     sampling: SamplingParams
     adapter: str = ""
-    """The adapter's fingerprint. Empty for the base model."""
+    """The adapter's fingerprint, or an empty string for the base model."""
     form_progress: object = None
     """The progress of the output's form. Only the code that computes steps uses this field."""
     speculation: object = None
@@ -45,7 +45,9 @@ class SequenceState:
     pooled: object = None
     """The partial result of pooling. Only the code that computes steps uses this field."""
     is_encoder: bool = False
-    """Whether the sequence is an encoder input. If so, its blocks are the block table of cross attention."""
+    """Whether the sequence is an encoder input. The blocks of an encoder input are the block table of cross
+    attention.
+    """
     features: bytes = b""
     """The features of an audio input, see `NewSequence`."""
     encoder: "SequenceState | None" = None
@@ -67,7 +69,9 @@ class ScheduledChunk(NamedTuple):
     start: int
     stop: int
     samples: bool
-    """Whether a token is sampled after the chunk. Such a chunk ends with the sequence's last token."""
+    """Whether a token is sampled after the chunk. Sampling requires that the chunk ends with the sequence's last
+    token.
+    """
     drafts: "array[int]" = array(TOKENS)
     """Draft tokens after the sequence's last token, at the end of the chunk. A token is also sampled after each draft
     token. The session fills the step's room for drafts with `PLACEHOLDER` tokens.
@@ -83,7 +87,7 @@ class ScheduledChunk(NamedTuple):
         return self.sequence.token_ids[self.start : self.stop] + self.drafts
 
     def with_drafts(self, drafts: "array[int]") -> "ScheduledChunk":
-        """The same chunk with the given drafts. They replace its drafts or placeholders."""
+        """The same chunk with the given drafts, which replace its drafts or placeholders."""
         return self._replace(stop=self.stop - len(self.drafts) + len(drafts), drafts=drafts)
 
 
@@ -93,9 +97,10 @@ PLACEHOLDER = 0
 
 
 class Session:
-    """The sequences of one epoch. For each step: `apply` it, compute it, `advance`, and `fill_in` the sampled tokens.
+    """The sequences of one epoch. The caller calls `apply` for a step, computes the step, and calls `advance`. When the
+    tokens are known, the caller calls `fill_in`.
 
-    If the next step `follows_unseen`, it may be applied before the last step's tokens are filled in.
+    If the next step `follows_unseen`, `apply` may be called before the last step's tokens are filled in.
     """
 
     def __init__(self, epoch: int, limits: Limits) -> None:
@@ -109,8 +114,8 @@ class Session:
         """Apply a step's changes and return its work, in the order of `output.sequence_ids`.
 
         Preempted sequences are removed before new sequences are added. Finished sequences are removed last, because
-        they may be parents of forks. Raises FencingError if the step is out of order, and InvalidStepError if it is
-        impossible.
+        forks may need their parents. Raises FencingError if the step is out of order, and InvalidStepError if the step
+        is impossible.
         """
         if output.epoch != self.epoch:
             raise FencingError(f"epoch {output.epoch} in the session of epoch {self.epoch}")
@@ -131,10 +136,10 @@ class Session:
     def follows_unseen(self, output: SchedulerOutput) -> bool:
         """Whether a step can be launched before the host has read the last step's tokens.
 
-        Such a step has no drafts, and its sequences sample without the values of earlier tokens. If a sequence sampled
-        in the last step, only its last token is unknown. All tokens of new sequences and of unfinished prompts are
-        known. The step reports only tokens. Other reports are read after all launched work, so a step ahead would delay
-        every sequence's token.
+        A step that can be launched early has no drafts, and its sequences sample without the values of earlier tokens.
+        If a sequence sampled in the last step, only its last token is unknown. All tokens of new sequences and of
+        unfinished prompts are known. The step reports only tokens. Other reports are read after all launched work, so a
+        step ahead would delay every sequence's token.
         """
         new = {one.sequence_id: one.sampling for one in output.new_sequences}
         if output.forks or output.num_draft_tokens or self._has_room or not new.keys().isdisjoint(self.sequences):
@@ -183,7 +188,7 @@ class Session:
 
     def _forget(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
-            # A sequence may be removed twice: it can be preempted, then aborted.
+            # A sequence may be removed twice, for example if the scheduler preempts and then aborts it.
             self.sequences.pop(sequence_id, None)
 
     def _add(self, new: NewSequence) -> None:
@@ -203,9 +208,7 @@ class Session:
         )
 
     def _encoder(self, new: NewSequence) -> SequenceState | None:
-        """The encoder input of a new sequence. Raises InvalidStepError if the model needs an encoder input and it is
-        missing.
-        """
+        """The encoder input of a new sequence. Raises InvalidStepError if a required encoder input is missing."""
         if new.is_encoder or not self._limits.max_encoder_len:
             return None
         encoder = self._known(new.encoder_id)
@@ -332,8 +335,8 @@ class Session:
                 raise InvalidStepError(f"{number} tokens; the limit is {most}, for encoders and for all others")
 
     def _check_pooling(self, sequence: SequenceState, stop: int, drafts: "array[int]") -> None:
-        """Raise InvalidStepError if a pooled sequence would compute more than its prompt, or the worker cannot
-        pool it.
+        """Raise InvalidStepError if a sequence would compute more than the prompt that it pools, or if the worker
+        cannot pool.
         """
         where = f"sequence {sequence.sequence_id}"
         pooling = sequence.sampling.pooling

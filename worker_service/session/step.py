@@ -1,7 +1,7 @@
 """The types of a session: the scheduler's steps and the worker's answers, without protobuf.
 
-`codec` converts messages to these types. It checks every value that can be checked without the session. `session`
-checks the other values.
+`codec` converts messages to these types. `codec` also checks every value that can be checked without the session.
+`session` checks the remaining values.
 """
 
 import enum
@@ -12,7 +12,7 @@ from functools import cached_property
 from pagewire_common.sampling import LOGIT_EDITS, SamplerParams
 
 TOKENS = "q"
-"""The type code of arrays of token ids and block numbers. It means 64 bits, which torch reads without conversion."""
+"""The type code of arrays of token ids and block numbers: 64-bit integers, which torch reads without conversion."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,21 @@ class Limits:
     max_cpu_loras: int = 0
     """Maximum number of adapters in host memory."""
     embedding_size: int = 0
-    """Numbers of a vector that is pooled from hidden states. 0 without pooling."""
+    """Numbers of a vector that is pooled from hidden states, or 0 without pooling."""
     num_labels: int = 0
-    """Numbers of a classifier's output. 0 without a classifier."""
+    """Numbers of a classifier's output, or 0 without a classifier."""
     max_encoder_len: int = 0
-    """Maximum tokens of an encoder input of an encoder-decoder. 0 for other models."""
+    """Maximum tokens of an encoder input of an encoder-decoder, or 0 for other models."""
     max_num_encoder_tokens: int = 0
     """Maximum tokens of all encoder inputs in one step."""
     feature_bytes: int = 0
-    """Bytes of an audio input's features. 0 if the encoder reads token ids."""
+    """Bytes of an audio input's features, or 0 if the encoder reads token ids."""
     aligns: bool = False
     """Whether the worker reports the times of a transcript's tokens."""
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the model is an encoder: it computes whole texts and stores no keys and values."""
+        """Whether the model is an encoder, which computes whole texts and stores no keys and values."""
         return not self.num_device_blocks
 
 
@@ -61,14 +61,14 @@ class WorkerInfo:
     device: str
     features: tuple[str, ...]
     sliding_window: int
-    """Tokens of the sliding window. Blocks behind the window are never read again. 0 without a window."""
+    """Tokens of the sliding window, or 0 without a window. Blocks behind the window are never read again."""
     swap_bytes_per_second: int
     prefill_tokens_per_second: int
     block_bytes: int
     lora_copy_seconds: float = 0.0
     """Seconds to copy an adapter of the largest rank to the device."""
     pooling_type: "PoolingType | None" = None
-    """The pooling type that the model was trained with. None if the model does not pool."""
+    """The pooling type that the model was trained with, or None if the model does not pool."""
     normalizes: bool = False
     """Whether the model was trained for vectors of length 1."""
 
@@ -126,7 +126,7 @@ class SamplingParams(SamplerParams):
     form_owner: bytes = b""
     """The owner of the form. Bans and time limits of the form apply only to this owner."""
     pooling: PoolingParams | None = None
-    """How to pool the sequence, which then samples no tokens. None if the sequence samples tokens."""
+    """How to pool the sequence, or None if the sequence samples tokens."""
     transcript: TranscriptParams | None = None
     is_beam: bool = False
 
@@ -163,13 +163,13 @@ class NewSequence:
     block_ids: "array[int]"
     sampling: SamplingParams
     adapter: str = ""
-    """The adapter's fingerprint. Empty for the base model."""
+    """The adapter's fingerprint, or an empty string for the base model."""
     is_encoder: bool = False
     """Whether the sequence is an encoder input. The `token_ids` of an audio input are placeholders."""
     features: bytes = b""
     """The features of an audio input: float32, little-endian, all frames of a mel bin, then the next bin."""
     encoder_id: int = 0
-    """Id of the sequence that is this sequence's encoder input. 0 without an encoder input."""
+    """Id of the sequence that is this sequence's encoder input, or 0 without an encoder input."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,9 @@ class SchedulerOutput:
     finished: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     num_draft_tokens: tuple[int, ...] = ()
-    """Column of the number of scheduled tokens that are room for drafts. Empty if no sequence has room for drafts."""
+    """Column of the number of scheduled tokens that are room for drafts. The column is empty if no sequence has
+    room.
+    """
 
 
 @dataclass(frozen=True)
@@ -266,20 +268,24 @@ class ModelOutput:
     """The results of one step."""
 
     token_ids: list[int]
-    """The tokens of each sequence that samples, in the order of the step. 0 for a sequence that failed."""
+    """The tokens of each sequence that samples, in the order of the step. A failed sequence has token 0."""
     timing: StepTiming
     logprobs: list[SampleLogprobs] = field(default_factory=list)
     prompt_logprobs: list[SampleLogprobs] = field(default_factory=list)
     failed_sequence_ids: list[int] = field(default_factory=list)
     """Sequences for which no token could be chosen, or whose prompt's log-probabilities were not finite."""
     num_tokens: list[int] = field(default_factory=list)
-    """Column of the number of tokens that each sampling sequence gained. Empty if each sequence gained one token."""
+    """Column of the number of tokens that each sampling sequence gained. The column is empty if each sequence gained
+    one.
+    """
     num_draft_tokens: list[int] = field(default_factory=list)
-    """Column of the number of verified drafts of each sampling sequence. Empty if no drafts were verified."""
+    """Column of the number of verified drafts of each sampling sequence. The column is empty if no drafts were
+    verified.
+    """
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
-    """Column of the number of drafts that each sampling sequence should have room for from now on. Empty if
-    unchanged.
+    """Column of the number of drafts that each sampling sequence should have room for from now on. The column is empty
+    if no number has changed.
     """
     vectors: list[SequenceVectors] = field(default_factory=list)
     barred_sequence_ids: list[int] = field(default_factory=list)
-    """Failed sequences with finite logits. Their parameters or their form allow no token."""
+    """Failed sequences with finite logits, whose parameters or form allow no token."""

@@ -1,5 +1,5 @@
-"""Decides which draft tokens a step verifies. Learns the success of drafts by comparing them with the sampled
-tokens.
+"""Decides which draft tokens a step verifies. The drafter compares drafts with the sampled tokens, and so estimates the
+success of later drafts.
 """
 
 import time
@@ -42,20 +42,22 @@ class Proposer(Protocol):
 
     @property
     def cost(self) -> StepCost | None:
-        """The cost of drafting one token for each of several sequences. None if negligible.
+        """The cost of drafting one token for each of several sequences, or None if the cost is negligible.
 
-        If the cost is negligible, drafts are made after every step, even if the next step has no room for drafts. Their
-        success can then always be learned.
+        If the cost is negligible, drafts are made after every step, even if the next step has no room for drafts. The
+        success of drafts is then measured in every step.
         """
 
     def most_behind(self, num_tokens: int) -> int:
         """Maximum number of drafts after the first `num_tokens` tokens of a sequence."""
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
-        """Called before the device computes this step. The step's drafts do not exceed its room for drafts."""
+        """Called before the device computes this step. The number of a step's drafts does not exceed its room for
+        drafts.
+        """
 
     def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
-        """The drafts for each beginning, at most `number` of them."""
+        """The drafts for each beginning, at most its `number`."""
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class _Record:
 
 
 class Drafter:
-    """Drafts tokens for one worker. Only the device thread uses it.
+    """Drafts tokens for one worker. Only the device thread uses a `Drafter`.
 
     When a step with room for drafts `begins`, the drafter makes the drafts that are worth verifying. When the step
     `ends`, the drafter compares the sampled tokens with the drafts, and requests room for drafts in later steps.
@@ -158,7 +160,8 @@ class Drafter:
             self._pause += LEARNING * (waited - self._pause)
 
     def ends(self, chunks: Sequence[ScheduledChunk], seconds: float) -> list[int]:
-        """The number of drafts that each sampling sequence should have room for from now on. Empty if unchanged.
+        """The number of drafts that each sampling sequence should have room for from now on. The list is empty if no
+        number has changed.
 
         chunks, seconds: the work and the duration of the step that has ended.
         """
@@ -193,7 +196,7 @@ class Drafter:
                 shares=[record.share for record in records],
                 drafting=self._proposer.cost,
             )
-            # The full room is requested. The next step verifies fewer drafts if fewer are worth their time.
+            # The full room is requested. The next step may verify fewer drafts.
             wanted = [most if number else 0 for most, number in zip(mosts, numbers, strict=True)]
         sampling = [
             (record, number) for record, number, chunk in zip(records, wanted, chunks, strict=True) if chunk.samples
@@ -205,7 +208,7 @@ class Drafter:
         return [number for _, number in sampling]
 
     def _look_up(self, ends: Sequence[tuple[SequenceState, int]]) -> None:
-        """Draft for these sequences after their known tokens, even if the drafts will not be verified."""
+        """Draft for sequences after their known tokens, even if the drafts will not be verified."""
         found = self._propose([Beginning(sequence, num_tokens, self._most) for sequence, num_tokens in ends])
         for (sequence, num_tokens), drafted in zip(ends, found, strict=True):
             record = self._record(sequence)

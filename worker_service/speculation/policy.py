@@ -1,8 +1,8 @@
 """Chooses the number of drafts that gives the most tokens a second, by the measured costs of recent steps.
 
-A step of n sequences that verifies k drafts computes n + k tokens. It is expected to gain n + e tokens, where e is the
-expected number of accepted drafts. If memory bandwidth limits a step, k more tokens cost little time. If computation
-limits a step, k more tokens cost as much as other tokens, and no draft is worth its time.
+A step of n sequences that verifies k drafts computes n + k tokens. The step is expected to gain n + e tokens, where e
+is the expected number of accepted drafts. If memory bandwidth limits a step, k more tokens cost little time. If
+computation limits a step, k more tokens cost as much as other tokens, and no draft is worth its time.
 
 On a worker that launches steps ahead, drafts also cost a pause. Drafts depend on the last step's tokens, so the device
 is idle until a step with drafts is launched.
@@ -20,13 +20,13 @@ FIRST_PAUSE = 0.001
 FIRST_CHANCE = 0.5
 FIRST_SHARE = 0.5
 HOPE = 0.8
-"""First chance of a draft if drafting has a cost. The value is high: if drafts seemed not worth their cost, none would
-be made, and their success would never be measured.
+"""First chance of a draft if drafting has a cost. The value is high, because the drafter learns the success of drafts
+only if it makes drafts.
 """
 LEARNING = 0.1
 FORGETTING = 0.002
-"""Rate at which a sequence's chance returns to the first chance while nothing is drafted. After some time the drafter
-therefore tries again.
+"""Rate at which a sequence's chance returns to the first chance while no drafts are made. After some time the drafter
+therefore tries drafts again.
 """
 
 
@@ -36,7 +36,8 @@ class StepCost:
     def __init__(self, seconds_per_token: float) -> None:
         """Create an estimate.
 
-        seconds_per_token: measured on a prompt. It is the slope until steps of different sizes have been measured.
+        seconds_per_token: measured on a prompt, and used as the slope until steps of different sizes have been
+        measured.
         """
         self._first_slope = seconds_per_token
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
@@ -77,7 +78,8 @@ def numbers_of_drafts(
 
     chances: for each sequence, the chance of each next draft to be right. mosts: the maximum number of drafts of each
     sequence. shares: the probability that a sequence has drafts, 1 by default. drafting: the cost of drafting one token
-    for each of several sequences, None if negligible. This cost is paid once for each token of the longest draft.
+    for each of several sequences, or None if the cost is negligible. The cost of drafting is paid once for each token
+    of the longest draft.
 
     The longest draft is tried at each length. For each length, the likeliest drafts are added while tokens a second
     increase.

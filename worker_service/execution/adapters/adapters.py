@@ -38,15 +38,15 @@ class Adapters:
     """
 
     def __init__(self, model: Loadable, room: AdapterRoom, cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Allocate the slots. Call it before the model's weights are packed.
+        """Allocate the slots. The slots must exist before the model's weights are packed.
 
         cuts: the way in which tensors are split between ranks, see `Shard`.
         """
         self.room = room
         self.cuts = cuts
         self.fingerprints: list[str] = []
-        """Adapters that a step may name when it is queued for the device thread. Updated when an `add` or `remove` is
-        queued.
+        """Adapters that a newly queued step may name. The list changes when an `add` or `remove` is queued for the
+        device thread.
         """
         self._places: Mapping[str, AdapterPlace] = (
             model.allocate_adapters(room.num_slots, room.max_rank) if room.num_slots else {}
@@ -60,9 +60,7 @@ class Adapters:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """The numbers of outputs and inputs of each projection that can have an adapter. They include all ranks'
-        parts.
-        """
+        """The numbers of outputs and inputs of each projection that can have an adapter, over all ranks."""
         found = {}
         for name, place in self._places.items():
             cut = self.cuts.get(f"{name}.weight")
@@ -86,7 +84,7 @@ class Adapters:
         return next(iter(self._places.values())).weights.a.dtype
 
     def measure_copy(self) -> float:
-        """Seconds to copy this rank's part of an adapter of the largest rank to a slot. 0 without slots."""
+        """Seconds to copy this rank's part of an adapter of the largest rank to a slot, or 0 without slots."""
         if not self.room.num_slots:
             return 0.0
         rank, device = self.room.max_rank, next(iter(self._places.values())).weights.a.device
@@ -98,7 +96,7 @@ class Adapters:
             for name, place in self._places.items()
         }
         seconds = 0.0
-        for _ in range(2):  # the first copy is slower, because it allocates
+        for _ in range(2):  # the first copy also allocates
             began = time.perf_counter()
             self._fill(0, Adapter(halves))
             if device.type == "cuda":
@@ -117,7 +115,7 @@ class Adapters:
         self._loaded.pop(fingerprint, None)
 
     def slots(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
-        """The slot of each row's adapter, [rows] int32, negative for no adapter. None if no row has an adapter.
+        """The slot of each row's adapter, [rows] int32, negative for no adapter. Returns None if no row has an adapter.
 
         Raises InvalidStepError if an adapter is not loaded, or if the step has more adapters than there are slots.
         """
@@ -133,7 +131,7 @@ class Adapters:
         return upload(rows, torch.int32, device)
 
     def _place(self, name: str, needed: Mapping[str, None]) -> int:
-        """The slot of an adapter. Copies the adapter to a slot if it is in no slot."""
+        """The slot of an adapter. An adapter without a slot is copied to a slot first."""
         loaded = self._loaded.get(name)
         if loaded is None:
             raise InvalidStepError(f"the adapter {name[:64]} is not loaded")

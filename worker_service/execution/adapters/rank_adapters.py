@@ -1,11 +1,11 @@
 """LoRA adapters in several ranks. Each rank stores its part of every adapter. All ranks add or drop an adapter between
 the same two steps.
 
-The first rank reads and checks an adapter while steps run. It then broadcasts the adapter in pieces, each piece between
-two steps. A last message completes the adapter. These messages and steps are sent in one order by the same thread.
-Every rank therefore stores an adapter before it receives a step that names the adapter. Slots depend only on adapters
-and steps, so all ranks choose equal slots. With different slots, ranks would apply different adapters, or block forever
-in a sum over ranks.
+The first rank reads and checks an adapter while steps run. The first rank then broadcasts the adapter in pieces, each
+piece between two steps. A last message completes the adapter. One thread sends both adapters and steps, so all ranks
+receive them in one order. Every rank therefore stores an adapter before it receives a step that names the adapter.
+Slots depend only on adapters and steps, so all ranks choose equal slots. With different slots, ranks would apply
+different adapters, or block forever in a sum over ranks.
 """
 
 import json
@@ -38,7 +38,7 @@ def abandon(ranks: Ranks) -> None:
 
 
 def hold(ranks: Ranks, adapters: Adapters, fingerprint: str, own: Adapter) -> None:
-    """Add an adapter in all ranks. The other ranks must have received all its pieces.
+    """Add an adapter in all ranks. The other ranks must have received all pieces of the adapter.
 
     own: this rank's part of the adapter.
     """

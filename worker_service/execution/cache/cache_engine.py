@@ -20,8 +20,8 @@ _MEASURED_BLOCKS = 8
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The shape of one block: keys and values of `block_size` tokens in all layers. `kernels.ops` defines the layout;
-    for 8-bit caches, `kernels.attention.narrow_cache` does.
+    """The shape of one block: keys and values of `block_size` tokens in all layers. The layout is defined by
+    `kernels.ops`, or for 8-bit caches by `kernels.attention.narrow_cache`.
     """
 
     num_layers: int
@@ -58,7 +58,7 @@ class CacheEngine:
         """Move a step's blocks in this order: swap out, swap in, copy. A swap-in may overwrite a block that was swapped
         out.
 
-        On a GPU the moves run on a separate stream, after all work queued before them and before all work queued later.
+        On a GPU the moves run on a separate stream, after all earlier work and before all later work.
         """
         if not (output.blocks_to_swap_out.sources or output.blocks_to_swap_in.sources or output.blocks_to_copy.sources):
             return
@@ -83,7 +83,7 @@ class CacheEngine:
             )
 
     def measure_swap_bandwidth(self) -> int:
-        """Bytes a second between the pools, the sum of both directions. 0 without a host pool."""
+        """Bytes a second between the pools, the sum of both directions, or 0 without a host pool."""
         blocks = tuple(range(min(_MEASURED_BLOCKS, len(self.device_blocks), len(self.host_blocks))))
         if not blocks:
             return 0
@@ -110,8 +110,8 @@ class CacheEngine:
 def _move_blocks(source_pool: Tensor, destination_pool: Tensor, mapping: BlockMapping) -> None:
     """Copy blocks one by one. Each copy is one contiguous transfer by the GPU's copy engine.
 
-    A kernel that reads pinned memory would occupy multiprocessors that other kernels need. For transfers of megabytes
-    such a kernel is no faster.
+    A kernel that reads pinned memory would occupy multiprocessors that other kernels need. For transfers of megabytes,
+    copying by a kernel is no faster.
     """
     for source, destination in zip(mapping.sources, mapping.destinations, strict=True):
         destination_pool[destination].copy_(source_pool[source], non_blocking=True)

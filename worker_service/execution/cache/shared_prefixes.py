@@ -1,8 +1,8 @@
-"""Finds rows of a decode step whose contexts begin with the same blocks. Attention then reads these blocks only once.
+"""Finds rows of a decode step whose contexts begin with the same blocks, so that attention reads the blocks only once.
 
-Such rows belong to requests with a long common prompt, to several outputs of one request, or to drafts of one sequence.
-A shared prefix is split into parts of `PART_KEYS` keys. An item is one part together with the rows that a kernel
-computes at once. Rows that share a part also share the part before it.
+Rows with a shared prefix belong to requests with a long common prompt, to several outputs of one request, or to drafts
+of one sequence. A shared prefix is split into parts of `PART_KEYS` keys. An item is one part together with the rows
+that a kernel computes at once. Rows that share a part also share the part before it.
 """
 
 from array import array
@@ -19,7 +19,7 @@ from kernels.upload import upload
 
 _ITEMS_A_ROW = 2
 """Items to allocate for each row of a step. For 256 rows with one prompt, every 16 rows and 512 tokens need an item. 2
-items a row therefore suffice for 16,384 tokens. Tokens after these are not shared.
+items a row therefore suffice for 16,384 tokens. Tokens after the first 16,384 are not shared.
 """
 
 
@@ -111,7 +111,7 @@ class SharedInputs:
         self._known: tuple[SharedRows, int] | None = None
 
     def find(self, tables: "Sequence[array[int]]", contexts: Sequence[int], size: int) -> SharedRows | None:
-        """The parts that rows share in a step padded to `size` rows. None if sharing saves too few keys."""
+        """The parts that rows share in a step padded to `size` rows, or None if sharing saves too few keys."""
         found = find_shared(
             tables,
             contexts,

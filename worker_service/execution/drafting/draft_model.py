@@ -1,13 +1,13 @@
-"""Drafts by a smaller model with the same vocabulary. It samples with the target's random numbers.
+"""Drafts by a smaller model with the same vocabulary, which samples with the target's random numbers.
 
 The draft model has its own pools of keys and values, with the target's block numbers. Swaps, copies and reuse of a
-block apply to both caches, without any change in the scheduler. The draft model skips tokens while drafts are not worth
-their time. It computes the skipped tokens when drafts are worth their time again.
+block apply to both caches, without any change in the scheduler. While drafts are not worth their time, the draft model
+skips tokens. The skipped tokens are computed when drafts are worth their time again.
 
 The target's token maximises logit plus noise, where noise is a function of seed, output, position and token
-(`kernels.sampling.noise`). The draft model adds the same noise to its own logits. Its tokens therefore equal the
-target's more often than with independent noise. Source: drafter-invariant speculative decoding (Daliri, Musco and
-Suresh 2024).
+(`kernels.sampling.noise`). The draft model adds the same noise to its own logits. The drafts therefore equal the
+target's tokens more often than with independent noise. Source: drafter-invariant speculative decoding (Daliri, Musco
+and Suresh 2024).
 """
 
 import time
@@ -86,7 +86,7 @@ class DraftRunner(Protocol):
 
 
 class DraftModel:
-    """A proposer that runs a draft model or a head. Only the device thread uses it."""
+    """A proposer that runs a draft model or a head, used only by the device thread."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class DraftModel:
     ) -> None:
         """Create a proposer.
 
-        reads_next: whether the keys and values in a token's slot depend on the next token. If so, the last token has no
-        slot yet.
+        reads_next: whether the keys and values in a token's slot depend on the next token, so that the last token has
+        no slot yet.
         """
         cache = runner.cache_engine
         self.cost: StepCost | None = StepCost(1 / max(1, prefill_tokens_per_second))
@@ -208,7 +208,8 @@ class DraftModel:
     def _awaits_states(self, one: Beginning) -> bool:
         """Whether the target computes some of the sequence's first tokens in this step for another sequence.
 
-        The sequences share these blocks. A head has no states of such tokens before the step.
+        If two sequences share blocks, the target may compute a block's tokens for the other sequence. A head has no
+        states of these tokens before the step.
         """
         writers = self._writers[one.sequence.block_ids[: (one.num_tokens - 1) // self._block_size]]
         return bool(((writers != _NO_SEQUENCE) & (writers != one.sequence.sequence_id)).any())

@@ -114,7 +114,7 @@ class EagleFiles:
 
     checkpoint: Checkpoint
     weights: WeightFiles | None
-    """The weight files. None for random weights."""
+    """The weight files, or None for random weights."""
     config: EagleConfig
     target: Network
 
@@ -145,7 +145,7 @@ class EagleFiles:
     def check(self) -> list[int]:
         blueprint = self._allocate(torch.device("meta")).checkpoint_tensors(self._layer_name)
         self.checkpoint.check(blueprint)
-        # The tensor d2t suffices. The tensor t2d repeats its content: the tokens that have a logit.
+        # The tensor d2t suffices. The tensor t2d only repeats which tokens have a logit.
         self.checkpoint.check_none_left({*blueprint, "d2t", "t2d"})
         self._token_ids()
         return _sizes([*blueprint.values()])
@@ -163,8 +163,8 @@ class EagleFiles:
 
     @property
     def _layer_name(self) -> str:
-        """The layer's name in the format of config.json. If the checkpoint has only the other format's name, that
-        name.
+        """The layer's name in the format of config.json. If the checkpoint has only the other format's name, the other
+        name is returned.
         """
         first, other = reversed(_LAYER_NAMES) if "transformer_layer_config" in self.checkpoint.config else _LAYER_NAMES
         names = [] if self.weights is None else [*self.weights.dtypes]
@@ -172,7 +172,7 @@ class EagleFiles:
         return other if has_other and not has_first else first
 
     def _token_ids(self) -> Tensor | None:
-        """The token id of each logit. None if every token has a logit, in order. `d2t` stores token id minus logit
+        """The token id of each logit, or None if every token has a logit, in order. `d2t` stores token id minus logit
         index.
         """
         number, size, path = self.config.draft_vocabulary_size, self.config.layer.vocabulary_size, self.checkpoint.path
@@ -193,7 +193,7 @@ class EagleFiles:
 def _read_config(checkpoint: Checkpoint, target: DecoderConfig, file: Path) -> EagleConfig:
     try:
         return EagleConfig.from_json(checkpoint.config, target)
-    # Config files are untrusted. The code that reads them may raise any exception.
+    # Config files are untrusted. Code that reads an untrusted file may raise any exception.
     except Exception as error:
         raise StartError(f"{file}: {reason(error)}") from error
 

@@ -2,7 +2,8 @@
 
 A head's slot for a token holds keys and values of the *next* token and the token's own state. A head therefore has one
 slot fewer than there are tokens. A block's last slot depends on the next block's first token. Two sequences may share a
-block and then differ. One sequence may then draft from the other's last slot, which at worst makes a draft wrong.
+block and then have different tokens. A sequence may then draft from a slot that the other sequence computed. At worst
+the draft is wrong.
 """
 
 from array import array
@@ -28,7 +29,7 @@ class HeadRunner:
     """Computes a head's passes for `DraftModel`."""
 
     def __init__(self, head: Head, cache_engine: CacheEngine, target: Decoder) -> None:
-        """Register the head's cache with the target, which stores its states in the cache.
+        """Register the head's cache with the target. The target will store its hidden states in the head's cache.
 
         Raises StartError if the head cannot be computed.
         """
@@ -70,7 +71,8 @@ class HeadRunner:
         stops = accumulate(chunk.stop - chunk.start for chunk in chunks)
         last = [stop - 1 for stop, chunk in zip(stops, chunks, strict=True) if chunk.samples]
         states = states[upload(last, torch.int64, cache.device)]
-        # If a step runs ahead, the target may have stored its states in these slots. They must not be overwritten.
+        # If a step runs ahead, the target may have stored states in these slots. The head must not overwrite the
+        # target's states.
         keeping = [
             (row, chunk.sequence.block_ids[chunk.stop // block_size] * block_size + chunk.stop % block_size)
             for row, chunk in enumerate(sampling)

@@ -1,6 +1,6 @@
 """Loads the proposer of draft tokens that the settings name: n-grams, a draft model, a head, or no proposer.
 
-Draft models and heads are loaded together with the target. Each has a cache with the target's block numbers.
+Draft models and heads are loaded together with the target. Each proposer has a cache with the target's block numbers.
 """
 
 from pagewire_common.start_error import StartError
@@ -33,7 +33,7 @@ class ProposerLoader:
 
     @property
     def shapes(self) -> list[CacheShape]:
-        """The shape of a block in the proposer's cache. Empty if the proposer has no cache."""
+        """The shape of a block in the proposer's cache, or an empty list if the proposer has no cache."""
         return []
 
     def check(self) -> list[int]:
@@ -50,14 +50,14 @@ class ProposerLoader:
         """
 
     def attach(self, cache: CacheEngine) -> None:
-        """Attach the proposer's cache. Call it before the target's graphs are captured, because they may include the
+        """Attach the proposer's cache before the target's graphs are captured, because the graphs may include the
         proposer.
 
         Raises StartError.
         """
 
     def proposer(self) -> Proposer | None:
-        """Create the proposer. Call it after the target's graphs were captured."""
+        """Create the proposer, after the target's graphs were captured."""
         speculation = self._settings.speculation
         return Ngrams(speculation.fewest, speculation.longest) if speculation is not None else None
 

@@ -61,7 +61,7 @@ class EncoderLoader(Loader):
         return replace(super().limits(), embedding_size=embedding_size, num_labels=num_labels)
 
     def explain(self, error: Exception) -> StartError:
-        """Explain any error. Model code from other libraries may fail on values that were never tried."""
+        """Explain any error, because model code of other libraries may fail on untested values."""
         settings = self.settings
         if is_out_of_memory(error):
             return StartError(f"{settings.model} does not fit into the memory of {self.target.device.type}")

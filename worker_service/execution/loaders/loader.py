@@ -13,7 +13,7 @@ from worker_service.speculation.drafter import Drafter
 
 
 class Loader(ABC):
-    """Loads one model. The caller calls each method once, in the order of their definitions.
+    """Loads one model. The caller calls each method once, in the order in which the methods are defined.
 
     No method before `load` allocates memory.
     """
@@ -22,7 +22,7 @@ class Loader(ABC):
     """The model's adapters. `load` sets this field."""
 
     def __init__(self, settings: WorkerSettings, target: Network) -> None:
-        """Raises StartError if settings and model contradict each other."""
+        """Raises StartError if the settings do not fit the model."""
         self.settings = settings
         self.target = target
         self.max_model_len = _choose_max_model_len(settings, target.max_model_len)
@@ -44,7 +44,7 @@ class Loader(ABC):
         """Allocate the remaining memory for a cache, if the model has a cache. Raises the errors of `load`."""
 
     def drafter(self, runner: Runner, speed: int) -> Drafter | None:
-        """The runner's drafter in the first rank. None in other ranks and without speculation.
+        """The runner's drafter in the first rank, or None in other ranks and without speculation.
 
         speed: the result of `measure`.
         """
@@ -52,7 +52,7 @@ class Loader(ABC):
         return None
 
     def info(self, fingerprint: str, speed: int) -> WorkerInfo:
-        """The model's properties, for the scheduler. All ranks must call it."""
+        """The model's properties, for the scheduler. All ranks must call this method."""
         target = self.target
         return WorkerInfo(
             model_id=target.model_id,
@@ -82,7 +82,7 @@ class Loader(ABC):
 
     @abstractmethod
     def explain(self, error: Exception) -> StartError | None:
-        """A sentence that explains an error of a loading step. None if the error is a fault of this code."""
+        """A sentence that explains an error of a loading step, or None if the error is a fault of this code."""
 
 
 def _choose_max_model_len(settings: WorkerSettings, most: int) -> int:

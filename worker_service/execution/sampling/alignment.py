@@ -1,9 +1,9 @@
 """Computes the times of a transcript's tokens, by cross attention to the audio and dynamic time warping.
 
-Some heads of Whisper's decoder follow the audio. The key `alignment_heads` of generation_config.json lists these heads.
-Their attention weights are standardised over the tokens and smoothed over the audio. The results score how well a token
-matches a part of the audio. Dynamic time warping finds the best path through the scores. Sources: Radford et al., 2023;
-transformers; Whisper's own code.
+Some heads of Whisper's decoder follow the audio. The key `alignment_heads` of generation_config.json lists the heads.
+The attention weights of the heads are standardised over the tokens and smoothed over the audio. The results score how
+well a token matches a part of the audio. Dynamic time warping finds the best path through the scores. Sources: Radford
+et al., 2023; transformers; Whisper's own code.
 
 The queries of all chunks of a prompt are stored in the sequence's state. Times are therefore independent of the chunks.
 """
@@ -39,7 +39,7 @@ class Aligner:
 
     @classmethod
     def read(cls, generation: GenerationConfig, config: Any) -> "Aligner | None":
-        """The aligner of a model. None if the generation config lists no heads.
+        """The aligner of a model, or None if the generation config lists no heads.
 
         Raises StartError if the file lists a head that the network does not have.
         """
@@ -109,8 +109,8 @@ def first_columns(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """The first column of each row on the cheapest path from corner to corner. The path never goes back.
 
     costs: [rows, columns]. A step goes to the next row, the next column or both. If costs are equal, the step goes to
-    the next column, as in transformers. Sums are float32. They are computed one diagonal at a time, because a cell
-    needs the two diagonals before it. 450 rows of 1,500 columns took 77 ms on a busy machine.
+    the next column, as in transformers. Sums are float32, computed one diagonal at a time, because a cell needs the two
+    diagonals before it. A matrix of 450 rows and 1,500 columns took 77 ms on a busy machine.
     """
     num_rows, num_columns = costs.shape
     steps = np.full((num_rows + num_columns + 1, num_rows + 1), -1, dtype=np.int8)

@@ -1,4 +1,4 @@
-"""Masks of the tokens that forms (grammars) allow next. The device thread waits for the masks when it samples."""
+"""Masks of the tokens that forms (grammars) allow next. The device thread waits for the masks before sampling."""
 
 from collections.abc import Sequence, Set
 from concurrent.futures import Future
@@ -32,7 +32,7 @@ class FormMasks:
         return self._found.result().masks[[self._rows[one.sequence_id, len(one.token_ids)] for one in sequences]]
 
     def late(self) -> Set[int]:
-        """Ids of late sequences. A late sequence does not sample in this step, because its earlier tokens are
-        unread.
+        """Ids of late sequences. A late sequence does not sample in this step, because the form's process has not read
+        all its tokens.
         """
         return self._found.result().late if self._rows else frozenset()

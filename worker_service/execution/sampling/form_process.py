@@ -4,17 +4,17 @@ The worker starts this process with the tokenizer's file, the size of the vocabu
 socket as stdin. A single mask can take seconds, and the library cannot be interrupted. The masks are therefore computed
 in a process that the worker can kill.
 
-First this process reads the tokenizer, which can take seconds. For each socket that it receives, it forks a child
-process that computes masks. A fork takes milliseconds, and shares the tokenizer's memory. This process has no threads,
-because a fork would lose them. It ends with the worker.
+At its start this process reads the tokenizer, which can take seconds. For each socket that the worker sends, this
+process forks a child that computes masks. A fork takes milliseconds, and the child shares the tokenizer's memory. This
+process has no threads, because a fork would lose threads. When the worker ends, this process ends.
 
 An output that is new to the child process may have thousands of tokens to read. The child reads the tokens in slices,
 one slice in each step of the output. Masks of other outputs therefore wait for at most one slice. Until all tokens are
 read, the output's answers are late.
 
-A form is compiled in a slice, too. If compiling takes longer than a slice, the next compilation waits for the same
-time, in which other outputs run. Several new forms are therefore compiled over several steps, and their outputs are
-late until then. When one step compiled all forms, 60 forms of 0.2 s each stopped the streams of a worker for 24 s.
+A form is compiled in a slice, too. After a compilation that takes longer than a slice, the next compilation waits for
+the same time, so that other outputs run. Several new forms are therefore compiled over several steps, and their outputs
+are late until then. When one step compiled all forms, 60 forms of 0.2 s each stopped the streams of a worker for 24 s.
 
 The masks of a step take at most `MAX_SECONDS` in total. Further masks are late. When one step computed all masks, 200
 outputs of `s: "=" | s s`, with 0.1 s a mask, stopped the streams of a worker for 20 s.
@@ -42,29 +42,30 @@ from pagewire_common.processes.child_process import end_with_the_parent, leave_s
 from worker_service.execution.sampling.form_tokenizer import form_tokenizer
 
 MAX_KEPT = 32
-"""Number of compiled grammars that are kept. Most grammars need less than 1 MB of memory, a few need tens of MB."""
+"""Maximum number of compiled grammars in memory. Most grammars need less than 1 MB of memory; a few need tens of MB."""
 MAX_MEMORY = 4 << 30
 """Maximum bytes of address space of a child process that computes masks."""
 SLICE_SECONDS = 0.01
 """Seconds of CPU in one step to read tokens that outputs already have, for all outputs together. A forward pass takes
-about the same time. A slice reads 6,000 tokens of JSON. A token of a right-recursive list takes up to 0.25 ms before
-the list reaches the library's limit.
+about 0.01 s, too. A slice reads 6,000 tokens of JSON. A token of a right-recursive list takes up to 0.25 ms before the
+list reaches the library's limit.
 """
 FEW_TOKENS = 16
-"""Largest number of unread tokens of an output that is not new, for example after accepted drafts. Such an output has
-its own slice.
+"""Largest number of unread tokens of an output that is not new, for example after accepted drafts. An output with so
+few unread tokens has its own slice.
 """
 HEAD = struct.Struct("<dqI?")
-"""The header of each mask. Its fields: CPU seconds since the previous answer, without compiling; bytes by which the
-process's memory grew; number of tokens read; whether the answer is late because tokens are unread.
+"""The header of each mask, with four fields. The first field is the CPU seconds since the previous answer, without
+compiling. The second field is the growth of the process's memory in bytes. The third field is the number of tokens
+read. The last field tells whether the answer is late because tokens are unread.
 """
 READY, FORK = b"\0", b"f"
 MAX_REASON = 1000
 
 
 class Work(NamedTuple):
-    """The work for an output: read these tokens. If it `samples`, compute a mask after them and a mask after each
-    draft.
+    """The work for an output: read its new tokens. If the output `samples`, compute a mask after the tokens and a mask
+    after each draft.
 
     An output's first work names its `form` and contains all of its tokens. If the work is `alone`, its form is compiled
     separately. Work after a late answer does not repeat the tokens.
@@ -83,7 +84,7 @@ class _Output:
     form: str
     is_alone: bool
     matcher: LLMatcher | None = None
-    """The matcher of the output's form. None until the form is compiled."""
+    """The matcher of the output's form, or None until the form is compiled."""
     unread: deque[int] = field(default_factory=deque)
 
 
@@ -153,7 +154,7 @@ class Follower:
     def _read(self, matcher: LLMatcher, unread: deque[int], until: float) -> int:
         """Read an output's tokens until its slice is over. Returns the number of tokens read.
 
-        Tokens are read one at a time. The library cannot be interrupted, but it limits the time of one token.
+        Tokens are read one at a time, because the library cannot be interrupted, but limits the time of one token.
         """
         num_unread = len(unread)
         is_new, began = num_unread > FEW_TOKENS, process_time()
@@ -194,15 +195,15 @@ class Follower:
     def _matcher(self, form: str, alone: bool) -> LLMatcher:
         """A matcher that has read no tokens.
 
-        A matcher that is not `alone` shares the library's cache for the form with other matchers. They also share the
-        cache's limits: if these limits stop one matcher, they stop all of them.
+        A matcher that is not `alone` shares the library's cache for the form with other matchers. All matchers of the
+        form also share the cache's limits. If a limit stops one of them, the limit stops all of them.
         """
         compiled = self._compiled.pop(form, None)
         if alone or compiled is None or compiled.is_error():
-            # The library's log is off, because it would contain tokens of outputs.
+            # The library's log is off, because the log would contain tokens of outputs.
             compiled = LLMatcher(self._tokenizer, form, log_level=0, limits=parser_limits())
-            # The first mask is computed here, because all outputs begin with it. Without it, the first mask after other
-            # tokens may take very long. Behind the z of yyyyy|z(a|aa|aaa){1,1000}… the mask took 69 s instead of 6 ms.
+            # Every output begins with this mask. If this mask was not computed first, a mask after other tokens may
+            # take very long. Behind the z of yyyyy|z(a|aa|aaa){1,1000}… the mask took 69 s instead of 6 ms.
             self._mask(compiled)
         if alone:
             return compiled

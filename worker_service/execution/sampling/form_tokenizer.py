@@ -1,9 +1,9 @@
-"""The tokenizer of outputs with a form (grammar). It encodes text that the form prescribes.
+"""The tokenizer of outputs with a form (grammar), which encodes text that the form prescribes.
 
 If a form allows only one text, llguidance encodes the text and allows only its first token. With the model's own
-tokenizer, `<|im_end|>` in a choice would become the end of sequence and not ten characters. A normalizing tokenizer
-would change characters. This tokenizer therefore encodes such text itself. It uses other tokens if the model's tokens
-do not spell the text. A grammar can still name special tokens.
+tokenizer, `<|im_end|>` in a choice would become the end of sequence and not ten characters. A tokenizer that normalizes
+text would change characters of the prescribed text. This tokenizer therefore encodes prescribed text itself. If the
+model's tokens do not spell the text, this tokenizer uses other tokens. A grammar can still name special tokens.
 """
 
 from llguidance import LLTokenizer
@@ -36,8 +36,8 @@ class _PlainTokenizer:
         self.tokens = [_bytes(model, token_id, token_id in special) for token_id in token_ids]
 
     def __call__(self, text: str) -> list[int]:
-        """The model's tokens of the text. If they do not spell the text, the longest matching tokens from left to
-        right.
+        """The model's tokens of the text. If the model's tokens do not spell the text, it is split into the longest
+        matching tokens.
         """
         token_ids = self._model.tokenize_str(text)
         if b"".join(self.tokens[token_id] for token_id in token_ids) == text.encode():

@@ -1,26 +1,25 @@
 """Restricts outputs to their forms (grammars). The masks of allowed next tokens are computed during the forward pass.
 
 The library llguidance reads the grammar: an Earley parser above a lexer, which walks a trie of all tokens. A matcher
-has read an output's tokens so far, and computes the mask of the next token. A matcher depends only on these tokens. It
-can therefore be rebuilt after a preemption, on another worker, or in a resumed stream. Matchers run in a separate
-process, form_process.py. A thread of this file communicates with the process, and the device thread waits for the masks
-when it samples. The scheduler has already checked the form.
+has read an output's tokens so far, and computes the mask of the next token. A matcher depends only on the output's
+tokens. Matchers can therefore be rebuilt after a preemption, on another worker, or in a resumed stream. Matchers run in
+a separate process, form_process.py. A thread of this file communicates with the process, and the device thread waits
+for the masks before sampling. The scheduler has already checked the form.
 
 The time of a form is charged to its own output, and can end only this output:
 
 - One token or mask may take `MAX_SECONDS`. After this time the process is killed, and a new process continues the
-  other outputs. For `BAN_SECONDS`, new outputs of the same form and owner end at once. Their form alone is slow: one
-  token or mask exceeded the limit, whatever was read before. Outputs that have begun continue until the form exceeds
-  the limit again.
+  other outputs. For `BAN_SECONDS`, new outputs of the same form and owner end at once. Earlier tokens have no part in
+  this limit, so only the form can be the cause. Outputs that have begun continue until the form exceeds the limit again.
 - All tokens together may take `MAX_LEFT`, plus `TOKEN_SECONDS` for each token.
 - If an output is new to the process, the process reads the output's tokens again, in slices between the masks of other
   outputs. Until all tokens are read, the output is late and gains no token. Reading again is charged at half its time.
-  It takes at most the time of the first reading, so it cannot end an output.
+  Reading again takes at most the time of the first reading, so it cannot end an output.
 
 In one step, a form therefore delays other outputs by at most three times `MAX_SECONDS`: for its mask, for the masks
-after drafts, and for a repeated mask without drafts. The mask is repeated if it failed. The average delay is
-`TOKEN_SECONDS`. In one step, at most `MAX_ENDED` processes are killed because of slow forms. A step compiles one or a
-few new forms, in at most half of its time; the other new forms are late.
+after drafts, and for a second try without drafts after a failed mask. The average delay is `TOKEN_SECONDS`. In one
+step, at most `MAX_ENDED` processes are killed because of slow forms. A step compiles one or a few new forms, in at most
+half of its time; the other new forms are late.
 
 Compiling, reading and masks are late if the step has no time left. Outputs therefore take turns: one output of each
 owner, then a second output of each owner. The owner with the least used time comes first. Without turns a tenant's new
@@ -90,7 +89,7 @@ class Forms:
 
     @classmethod
     def load(cls, files: Sequence[Path], vocabulary_size: int) -> "Forms | None":
-        """Start the process, which may still be starting afterwards: see `is_ready`. None for a model without a
+        """Start the process, which may still be starting afterwards: see `is_ready`. Returns None for a model without a
         tokenizer or end of sequence.
         """
         by_name = {file.name: file for file in files}
@@ -102,8 +101,8 @@ class Forms:
         return cls(by_name["tokenizer.json"].resolve(), vocabulary_size, ends) if ends else None
 
     def is_ready(self) -> bool:
-        """Wait until the process is ready. False if it cannot compute masks, for example if the tokens are not
-        bytes.
+        """Wait until the process is ready. Returns False if the process cannot compute masks, for example if the tokens
+        are not bytes.
         """
         try:
             self._fork()
@@ -120,7 +119,7 @@ class Forms:
         self._template.wait()
 
     def begin(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
-        """Start computing masks for the chunks that have a form. None if no chunk has a form.
+        """Start computing masks for the chunks that have a form. Returns None if no chunk has a form.
 
         If a chunk does not sample yet, the process only reads its tokens. All tokens must be known.
         """
@@ -319,7 +318,7 @@ class Forms:
         reader = Connection(ours.detach())
         if not reader.poll(DEAF_SECONDS):
             raise OSError("the process that follows forms does not start")
-        # The process may have ended already. The first message to it then fails.
+        # If the process has ended already, the first message to the process fails.
         with contextlib.suppress(psutil.Error):
             self._process = psutil.Process(reader.recv())
         self._reader = reader

@@ -1,9 +1,9 @@
 """Edits logits by sampling parameters before a token is sampled: bans, biases and penalties.
 
 First, forms, allowed tokens, bad words and minimum length ban tokens. Next, biases are added. Next, repetition,
-frequency and presence penalties are applied. The rules of transcripts come last, because they read the edited logits.
-This file turns each row's parameters into indices of the matrix of logits. `kernels.sampling.logit_edits` changes all
-rows at once.
+frequency and presence penalties are applied. The rules of transcripts come last, because the rules read the edited
+logits. This file turns each row's parameters into indices of the matrix of logits. `kernels.sampling.logit_edits`
+changes all rows at once.
 """
 
 from collections.abc import Sequence

@@ -38,7 +38,8 @@ def pool(chunk: ScheduledChunk, hidden: Tensor, classify: Classify | None = None
     """Add a chunk's states, [chunk's tokens, hidden_size]. Returns the vectors that the chunk completes, [vectors,
     dimensions].
 
-    None if the chunk completes no vector. Raises InvalidStepError if earlier states were not computed on this worker.
+    Returns None if the chunk completes no vector. Raises InvalidStepError if earlier states were not computed on this
+    worker.
     """
     sequence = chunk.sequence
     pooling = sequence.sampling.pooling
@@ -64,21 +65,23 @@ def pool(chunk: ScheduledChunk, hidden: Tensor, classify: Classify | None = None
             assert classify is not None  # the limits guarantee a classifier
             vectors = classify(hidden)[None]
         case PoolingType.ALIGNMENT:
-            raise AssertionError("an Aligner takes these")  # the session has already refused it
+            raise AssertionError("an Aligner takes these")  # the session has refused this type
     if not chunk.samples and pooling.type is not PoolingType.ALL:
         return None
     return finished(vectors, pooling)
 
 
 def finished(vectors: Tensor, pooling: PoolingParams) -> Tensor:
-    """Truncate vectors, [vectors, numbers], to their dimensions, as float32. Scale them to length 1 if requested."""
+    """Truncate vectors, [vectors, numbers], to the requested dimensions, as float32. If requested, scale the vectors to
+    length 1.
+    """
     # The result is a copy, because a captured graph overwrites its states in every step.
     cut = vectors[:, : pooling.dimensions].to(torch.float32, copy=True)
     return functional.normalize(cut, dim=1) if pooling.normalize else cut
 
 
 def encode(sequence_id: int, vectors: Tensor, pooling: PoolingParams) -> SequenceVectors | None:
-    """Copy vectors to the host. None if a number is not finite in the type of the message."""
+    """Copy vectors to the host. Returns None if a number is not finite in the message's number type."""
     numbers = vectors.to("cpu", torch.float16 if pooling.half else torch.float32)
     if not numbers.isfinite().all():
         return None

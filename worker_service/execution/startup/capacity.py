@@ -1,7 +1,7 @@
 """The capacity of a device: first the weights, then as many KV cache blocks as fit into the worker's share of memory.
 
 Blocks are counted after the weights are loaded and the largest step has run. The worker refuses to start if the cache
-is too small for one sequence of the model's full length. Otherwise a request of that length would wait forever.
+is too small for one sequence of the model's full length, because a request of this length would wait forever.
 """
 
 import ctypes
@@ -35,8 +35,8 @@ def check_room_for_weights(
     num_bytes = sum(sizes)
     if device.type == "cpu":
         # While a weight is packed, its plain and its packed form are both in memory. An embedding that is also the head
-        # keeps both forms if rows cannot be read from the packed form. Such an embedding is one of the largest weights
-        # and may be in float32.
+        # keeps both forms if rows cannot be read from the packed form. The embedding is one of the largest weights and
+        # may be in float32.
         num_bytes += max(sizes) * ops_for(device).wide_itemsize(dtype) // dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
     if device.type == "cpu":

@@ -121,7 +121,7 @@ class Network:
 
     @property
     def max_encoder_len(self) -> int:
-        """Tokens that the encoder of an encoder-decoder reads. 0 for other models."""
+        """Tokens that the encoder of an encoder-decoder reads, or 0 for other models."""
         return getattr(self.config, "max_encoder_len", 0)
 
     def check(self, room: AdapterRoom = NO_ADAPTERS) -> list[int]:
@@ -293,7 +293,7 @@ class Network:
             )
 
     def _check_quantization(self) -> None:
-        """Check whether the quantisation is supported. It packs small weights as a trial, before any weights are
+        """Check whether the quantisation is supported. Small weights are packed as a trial, before any weights are
         loaded.
         """
         if self.checkpoint.packed is not None:
@@ -330,7 +330,7 @@ class Network:
 
 
 _TRANSPOSED = ("gpt2", "openai-gpt")
-"""Model families whose layers are stored as [inputs, outputs]. Their quantisation groups follow the other dimension."""
+"""Model families whose layers are stored as [inputs, outputs], with quantisation groups along the other dimension."""
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], quantized: Quantized) -> dict[str, torch.Tensor]:
@@ -342,6 +342,6 @@ def _read_config(checkpoint: Checkpoint) -> AnyConfig:
     file = checkpoint.path / "config.json"
     try:
         return read_config(checkpoint.config)
-    # Config files are untrusted. The code that reads them may raise any exception.
+    # Config files are untrusted. Code that reads an untrusted file may raise any exception.
     except Exception as error:
         raise StartError(f"{file}: {str(error) or type(error).__name__}") from error

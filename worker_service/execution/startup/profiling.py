@@ -1,8 +1,8 @@
 """A forward pass over placeholder tokens, which measures speed and memory before the worker serves.
 
-On a GPU the pass has the maximum tokens and sequences of a step, with short contexts. Its peak memory decides how many
-blocks fit. On a CPU the size of the cache depends on free memory only. The pass on a CPU is therefore small, and only
-measures the speed.
+On a GPU the pass has the maximum tokens and sequences of a step, with short contexts. The pass's peak memory decides
+how many blocks fit. On a CPU the size of the cache depends on free memory only. The pass on a CPU is therefore small,
+and only measures the speed.
 """
 
 from array import array
@@ -33,8 +33,8 @@ def measure_prefill(
 ) -> int:
     """Tokens a second of a step of `max_num_batched_tokens` tokens that samples for `max_num_seqs` sequences.
 
-    On a GPU, torch's peak of allocated memory then includes such a step. Raises torch's OutOfMemoryError if the step
-    does not fit.
+    On a GPU, torch's peak of allocated memory then includes the largest step. Raises torch's OutOfMemoryError if the
+    step does not fit.
     """
     num_tokens = max_num_batched_tokens if device.type == "cuda" else min(max_num_batched_tokens, _CPU_TOKENS)
     num_seqs = min(max_num_seqs, num_tokens) if device.type == "cuda" else 1
@@ -104,7 +104,7 @@ def measure_encoder_decoder(
 
 
 def measure_encoder(runner: Runner, max_model_len: int, max_num_batched_tokens: int, num_labels: int = 0) -> int:
-    """Tokens a second of an encoder with texts of the maximum length. On a GPU the step is filled with such texts."""
+    """Tokens a second of an encoder with texts of the maximum length. On a GPU the step has as many texts as fit."""
     pooling = PoolingParams(type=PoolingType.SCORE if num_labels else PoolingType.CLS, dimensions=max(1, num_labels))
     num_tokens = max_num_batched_tokens if runner.device.type == "cuda" else _CPU_TOKENS
     length = min(max_model_len, num_tokens)

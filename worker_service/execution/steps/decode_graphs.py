@@ -1,15 +1,16 @@
 """Steps as CUDA graphs: a forward pass of hundreds of kernels is one launch.
 
-On an H200 a decode step of an 8-billion-parameter Llama takes 4.5 ms as a graph. It takes 12.2 ms if Python launches
-each kernel. A graph is captured for each of a few numbers of rows. Every token has a row. The same graphs therefore
-also compute steps that verify drafts and steps with short prompts or the end of a prompt. The largest graph is captured
-first, so that the other graphs reuse its memory. Logits and sampling stay outside, because their rows change from step
-to step.
+On an H200 a decode step of an 8-billion-parameter Llama takes 4.5 ms as a graph. If Python launches each kernel, the
+step takes 12.2 ms. A graph is captured for each of a few numbers of rows. Every token has a row. The same graphs
+therefore also compute steps that verify drafts and steps with short prompts or the end of a prompt. The largest graph
+is captured first, so that the other graphs reuse its memory. Logits and sampling stay outside, because their rows
+change from step to step.
 
 Adapters add two kernels to each product, which are 256 kernels in a pass of 32 layers. If a worker has slots for
-adapters, each size therefore has a graph with these kernels and a graph without. A step of the base model launches no
-adapter kernels. The two graphs share inputs and memory. The second graph costs the time of its capture and the driver's
-memory for its launches. Launches do not depend on the adapters, because kernels read slots and ranks on the device.
+adapters, each size therefore has a graph with adapter kernels and a graph without them. A step of the base model
+launches no adapter kernels. The two graphs share inputs and memory. The second graph costs the time of its capture and
+the driver's memory for its launches. Launches do not depend on the adapters, because kernels read slots and ranks on
+the device.
 
 If kernels support shared prefixes (`worker_service.execution.cache.shared_prefixes`), sizes of 8 rows and more have two
 graphs. The first graph has one more launch a layer, and computes steps whose rows share enough blocks. The second graph
@@ -45,16 +46,16 @@ _MAX_READ_AGAIN = 1 << 28
 parameters) a prompt of 360 tokens reaches this limit.
 
 In a graph each row of a sequence reads the whole context. An eager pass reads the context once for several rows. On an
-H200 the kernels of a layer take 0.24 ms longer without a graph. In 0.24 ms its memory reads 1 GB. The limit is a
-quarter of 1 GB, because other GPUs have less bandwidth, although caches avoid some reads. The limit is an estimate, not
-measured.
+H200 the kernels of a layer take 0.24 ms longer without a graph. In 0.24 ms the memory of an H200 reads 1 GB. The limit
+is a quarter of 1 GB, because other GPUs have less bandwidth. The limit is an estimate, not measured. Caches avoid some
+of the reads.
 """
 
 _FEWEST_SHARING = 8
 """Smallest number of rows of a step with shared parts. Not measured."""
 _MAX_SHARED_BYTES = 1 << 27
 """Maximum bytes of the float32 results of shared parts over all rows of a step. The limit allows 32 parts of 512 tokens
-for 256 rows of 32 heads of 128. After these parts each row attends separately.
+for 256 rows of 32 heads of 128. After the shared parts each row attends separately.
 """
 _MIN_SAVED = 200 << 20
 """Smallest number of bytes of a layer's keys and values that sharing must save. On an H100 sharing takes 35 µs or more,
@@ -63,8 +64,8 @@ sharing saved 235 MB, a layer took 44 µs instead of 49 µs.
 """
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
-"""Function that records a computation. It returns a function that repeats the computation in the same memory, and the
-result tensor. Each repetition overwrites the result.
+"""Function that records a computation. The returned function repeats the computation in the same memory. The returned
+tensor is the result. Each repetition overwrites the result.
 """
 
 
@@ -129,7 +130,8 @@ class DecodeGraphs:
     def forward(
         self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None, adapter_slots: Tensor | None
     ) -> Tensor:
-        """The hidden states of the tokens of chunks that `fit`, [tokens, hidden_size]. The next call overwrites them.
+        """The hidden states of the tokens of chunks that `fit`, [tokens, hidden_size]. The next call overwrites the
+        hidden states.
 
         unseen, adapter_slots: see `DecodeInputs.fill`.
         """
@@ -204,7 +206,7 @@ def capture(
     *,
     has_adapters: bool = False,
 ) -> DecodeGraphs | None:
-    """The captured graphs of a model's steps. None if the model, device or settings do not allow graphs."""
+    """The captured graphs of a model's steps, or None if the model, device or settings do not allow graphs."""
     blocks = cache.device_blocks
     captures = isinstance(config, DecoderConfig) and blocks.is_cuda and backend_name(blocks.device) != EAGER
     if not captures or settings.enforce_eager:

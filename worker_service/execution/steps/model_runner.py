@@ -50,9 +50,7 @@ class Runner:
         return False
 
     def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:  # noqa: ARG002 (others use it)
-        """Whether a step of these chunks may run ahead. Such a step reads tokens from the device that the host has not
-        read yet.
-        """
+        """Whether a step of these chunks may run ahead, with tokens on the device that the host has not read yet."""
         return False
 
     def launch(
@@ -70,7 +68,7 @@ class Runner:
         return self.launch(output, chunks).finish()
 
     def recover(self) -> None:
-        """Free the memory that a failed step held. Call it after the step's tensors have been dropped.
+        """Free the memory that a failed step held. The step's tensors must have been dropped before.
 
         Raises DeviceLostError if this process has lost the device. After an illegal access or a failed assertion in a
         kernel, every further CUDA call fails.
@@ -184,8 +182,8 @@ class ModelRunner(Runner):
         return pool_all(chunks, query_start, hidden)
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[SampleLogprobs]:
-        """Log-probabilities of the prompt tokens that the chunk's rows predict. These tokens go from the chunk's second
-        token to the token after its last token.
+        """Log-probabilities of the prompt tokens that the chunk's rows predict: from its second token to the token
+        after its last token.
 
         hidden: [chunk's tokens, hidden_size]. Returns one report, or an empty list if the request asks for no
         log-probabilities. Raises FloatingPointError if the logits are not finite.

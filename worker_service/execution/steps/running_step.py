@@ -138,8 +138,8 @@ def _num_choices(chunk: ScheduledChunk) -> int:
 def accepted(found: list[int], drafts: Sequence[int]) -> list[int]:
     """The tokens that a sequence gains: sampled tokens up to and including the first that differs from its draft.
 
-    found: the tokens sampled after the last known token and after each draft. A sampled token depends only on the
-    tokens before it. Drafts therefore change no output.
+    found: the tokens sampled after the last known token and after each draft. A sampled token depends only on earlier
+    tokens. Drafts therefore change no output.
     """
     gained = found[:1]
     for draft, token_id in zip(drafts, found[1:], strict=True):
