@@ -12,7 +12,9 @@ from worker_service.speculative_config import OLD_METHODS, SpeculativeConfig
 
 
 class WorkerSettings(ServiceSettings):
-    """The worker's settings. A setting whose default is None is chosen at start, by the model and the device."""
+    """The worker's settings. Some settings without a default are chosen at start, depending on the model and the
+    device.
+    """
 
     old_names: ClassVar[Mapping[str, str]] = {
         "num_device_blocks": "num_gpu_blocks_override",

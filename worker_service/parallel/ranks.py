@@ -31,7 +31,7 @@ BETWEEN_STEPS = 0
 
 
 class Ranks:
-    """The ranks of a worker. A single rank sends nothing."""
+    """The ranks of a worker. If a worker has only one rank, the rank sends nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

@@ -81,7 +81,7 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
 
     with TemporaryFolder("adapter") as folder:
         digest, num_bytes = hashlib.sha256(), 0
-        with open(folder / WEIGHTS, "wb") as file:  # noqa: ASYNC230  # in a thread, a cancelled call would leave it open
+        with open(folder / WEIGHTS, "wb") as file:  # noqa: ASYNC230  # a cancelled thread leaves files open
             piece: TakeAdapterRequest | None = first
             while piece is not None:
                 num_bytes += len(piece.data)
@@ -98,9 +98,9 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
             raise _invalid("what came does not have the fingerprint that was said")
 
         def read() -> "tuple[Adapter, Adapter]":
-            # One thread reads, because several threads would wait for the threads that compute steps. The limit applies
-            # to this thread and to threads started later. On two busy cores, reading an adapter of 77 MiB (for 7
-            # billion weights) took 0.6 s with one thread, and 4 to 17 s with two.
+            # The adapter is read by one thread, because several threads would wait for the threads that compute steps.
+            # The limit of one applies to this thread and to threads that start later. On two busy cores, reading an
+            # adapter of 77 MiB (for 7 billion weights) took 0.6 s with one thread, and 4 to 17 s with two.
             torch.set_num_threads(1)
             found = read_adapter(first.config, folder, adapters.shapes, adapters.room.max_rank, adapters.dtype)
             return found, found.part(adapters.cuts)

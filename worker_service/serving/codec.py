@@ -47,8 +47,8 @@ _BOUNDS = {
     else number.bounds._replace(low=_in_32_bits(number.bounds.low), high=_in_32_bits(number.bounds.high))
     for name, number in NUMBERS.items()
 }
-"""The bounds of requests, rounded to float32, in which 5e-324 is 0. Values outside the bounds would make logits
-infinite, and the step would fail.
+"""The bounds of sampling parameters, rounded to float32. For example, 5e-324 is rounded to 0. Values outside the bounds
+would make logits infinite, and the step would fail.
 """
 
 

@@ -59,7 +59,8 @@ class DeviceThread:
     """A single worker thread. The thread is a daemon thread, unlike an executor's thread, so that a process can end
     while the thread is busy.
 
-    Work may return a `Pending`, which is settled when the device has finished. Other work may run before.
+    Work may return a `Pending`, which is settled when the device has finished. Other work may run before a pending
+    result is settled.
     """
 
     def __init__(self) -> None:

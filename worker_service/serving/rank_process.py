@@ -53,7 +53,8 @@ def _follow(settings: WorkerSettings) -> None:
     configure_logging(settings.log_level, settings.log_format)
     structlog.contextvars.bind_contextvars(rank=int(os.environ["RANK"]))
     for number in (signal.SIGTERM, signal.SIGINT):
-        # The first rank drains at these signals. The other ranks must go on computing its steps.
+        # At SIGTERM and SIGINT the first rank drains. The other ranks ignore the signals, and continue to compute
+        # steps.
         signal.signal(number, signal.SIG_IGN)
 
     from worker_service.errors import FencingError, InvalidStepError

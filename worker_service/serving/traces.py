@@ -24,7 +24,9 @@ class _Stay:
     num_tokens: int = 0
     num_sampled: int = 0
     forward_us: int = 0
-    """Microseconds of all forward passes that included the sequence. Sequences of one pass all count the whole pass."""
+    """Microseconds of all forward passes that included the sequence. Each sequence of a forward pass counts the whole
+    duration.
+    """
     last_ns: int = 0
 
 

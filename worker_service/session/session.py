@@ -39,11 +39,11 @@ class SequenceState:
     adapter: str = ""
     """The adapter's fingerprint, or an empty string for the base model."""
     form_progress: object = None
-    """The progress of the output's form. Only the code that computes steps uses this field."""
+    """The progress of the output's form, used only by the code that computes steps."""
     speculation: object = None
-    """The record of the sequence's drafts. Only the drafter uses this field."""
+    """The record of the sequence's drafts, used only by the drafter."""
     pooled: object = None
-    """The partial result of pooling. Only the code that computes steps uses this field."""
+    """The partial result of pooling, used only by the code that computes steps."""
     is_encoder: bool = False
     """Whether the sequence is an encoder input. The blocks of an encoder input are the block table of cross
     attention.
@@ -138,8 +138,8 @@ class Session:
 
         A step that can be launched early has no drafts, and its sequences sample without the values of earlier tokens.
         If a sequence sampled in the last step, only its last token is unknown. All tokens of new sequences and of
-        unfinished prompts are known. The step reports only tokens. Other reports are read after all launched work, so a
-        step ahead would delay every sequence's token.
+        unfinished prompts are known. The step reports tokens, but no log-probabilities or vectors. Reading
+        log-probabilities waits for all launched work, so a step ahead would delay the tokens of every sequence.
         """
         new = {one.sequence_id: one.sampling for one in output.new_sequences}
         if output.forks or output.num_draft_tokens or self._has_room or not new.keys().isdisjoint(self.sequences):
@@ -311,8 +311,8 @@ class Session:
             raise InvalidStepError(f"{where} and came without features")
 
     def _check_encoders(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Raise InvalidStepError if a sequence attends to an encoder input that is not computed, or on too many
-        tokens.
+        """Raise InvalidStepError if a sequence attends to an encoder input that is not computed, or if there are too
+        many tokens.
         """
         encoded = {chunk.sequence.sequence_id for chunk in chunks if chunk.sequence.is_encoder}
         num_encoder_tokens = sum(chunk.stop for chunk in chunks if chunk.sequence.is_encoder)

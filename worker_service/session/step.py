@@ -220,8 +220,8 @@ class SchedulerOutput:
     finished: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     num_draft_tokens: tuple[int, ...] = ()
-    """Column of the number of scheduled tokens that are room for drafts. The column is empty if no sequence has
-    room.
+    """Column of the number of scheduled tokens that are room for drafts. The column is empty if no sequence has room
+    for drafts.
     """
 
 
@@ -276,7 +276,7 @@ class ModelOutput:
     """Sequences for which no token could be chosen, or whose prompt's log-probabilities were not finite."""
     num_tokens: list[int] = field(default_factory=list)
     """Column of the number of tokens that each sampling sequence gained. The column is empty if each sequence gained
-    one.
+    exactly one token.
     """
     num_draft_tokens: list[int] = field(default_factory=list)
     """Column of the number of verified drafts of each sampling sequence. The column is empty if no drafts were

@@ -67,7 +67,7 @@ class _Record:
     chance: float
     """Probability that a draft is right if all drafts before it are right."""
     share: float
-    """Share of the sequence's steps for which the proposer found a draft."""
+    """Share of the sequence's steps for which the proposer found any draft tokens."""
     drafted: list[int] = field(default_factory=list)
     num_tokens: int = 0
     """Number of the sequence's tokens when `drafted` was made."""
@@ -124,7 +124,7 @@ class Drafter:
                 rooms[row] = min(rooms[row], len(record.drafted)) if is_current else 0
             elif rooms[row]:
                 rooms[row] = min(rooms[row], self._proposer.most_behind(num_known))
-        # The pause is 0, because this step has already waited for the drafts.
+        # The pause counts as 0, because this step has already waited for the drafts.
         numbers = numbers_of_drafts(
             [record.chance for record in records], rooms, self._cost, 0.0, drafting=self._proposer.cost
         )
@@ -196,7 +196,7 @@ class Drafter:
                 shares=[record.share for record in records],
                 drafting=self._proposer.cost,
             )
-            # The full room is requested. The next step may verify fewer drafts.
+            # If drafts are worth their time, the maximum number is requested. The next step may verify fewer drafts.
             wanted = [most if number else 0 for most, number in zip(mosts, numbers, strict=True)]
         sampling = [
             (record, number) for record, number, chunk in zip(records, wanted, chunks, strict=True) if chunk.samples

@@ -1,8 +1,9 @@
 """Chooses the number of drafts that gives the most tokens a second, by the measured costs of recent steps.
 
 A step of n sequences that verifies k drafts computes n + k tokens. The step is expected to gain n + e tokens, where e
-is the expected number of accepted drafts. If memory bandwidth limits a step, k more tokens cost little time. If
-computation limits a step, k more tokens cost as much as other tokens, and no draft is worth its time.
+is the expected number of accepted drafts. If memory bandwidth limits the speed of a step, k more tokens cost little
+time. If computation limits the speed of a step, k more tokens cost as much as other tokens, and no draft is worth its
+time.
 
 On a worker that launches steps ahead, drafts also cost a pause. Drafts depend on the last step's tokens, so the device
 is idle until a step with drafts is launched.
@@ -74,15 +75,15 @@ def numbers_of_drafts(
     shares: Sequence[float] | None = None,
     drafting: StepCost | None = None,
 ) -> list[int]:
-    """The number of drafts of each sequence to verify. All numbers are zero if no draft is worth its time.
+    """Choose the number of drafts to verify for each sequence. All numbers are zero if no draft is worth its time.
 
     chances: for each sequence, the chance of each next draft to be right. mosts: the maximum number of drafts of each
     sequence. shares: the probability that a sequence has drafts, 1 by default. drafting: the cost of drafting one token
     for each of several sequences, or None if the cost is negligible. The cost of drafting is paid once for each token
     of the longest draft.
 
-    The longest draft is tried at each length. For each length, the likeliest drafts are added while tokens a second
-    increase.
+    Each possible length of the longest draft is tried. For each length, the likeliest drafts are added while tokens a
+    second increase.
     """
     num_sequences = len(chances)
     numbers = [0] * num_sequences

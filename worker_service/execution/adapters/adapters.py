@@ -1,8 +1,8 @@
 """The LoRA adapters of one worker, in host memory and in slots on the device.
 
-The rows of a step refer to an adapter by its slot. A step may need an adapter that is in no slot. The adapter then
-replaces the least recently used adapter, at the cost of one copy before the forward pass. No step waits for a file or
-the network.
+The rows of a step refer to an adapter by its slot. A step may need an adapter that is in no slot. The needed adapter
+then replaces the least recently used adapter. The replacement costs one copy before the forward pass. No step waits for
+a file or the network.
 """
 
 import itertools
@@ -25,7 +25,9 @@ from worker_service.session.session import ScheduledChunk
 
 @dataclass(frozen=True)
 class AdapterRoom:
-    """The limits of adapters: slots on the device, adapters in host memory, and the largest rank."""
+    """Limits of adapters: the number of slots on the device, the number of adapters in host memory, and the largest
+    rank.
+    """
 
     num_slots: int = 0
     max_rank: int = 1
@@ -163,7 +165,7 @@ class Adapters:
             if not rank:
                 continue
             columns = slice(weights.starts[part], weights.starts[part + 1])
-            # Other projections of the product may have larger ranks, so the remaining rows are zeroed.
+            # The part is zeroed first, because another projection of the product may have a larger rank.
             weights.a[slot, part, :rank] = 0
             weights.b[slot, :rank, columns] = 0
             if name in adapter.halves:

@@ -72,7 +72,9 @@ def with_vocabulary(model: CausalModel, vocabulary_size: int) -> CausalModel:
 _NOTHING_TO_MOVE = SchedulerOutput(epoch=0, step_id=0)
 _NO_SEQUENCE = -1
 _FEW = 64
-"""Largest token count of a pass that counts in the measured cost of a decode. Longer passes have a prompt's speed."""
+"""Maximum tokens of a pass whose duration counts in the measured cost of a decode step. Longer passes compute prompts,
+at another speed.
+"""
 
 
 class DraftRunner(Protocol):
@@ -156,7 +158,7 @@ class DraftModel:
             num_slots = one.num_tokens - self._reads_next
             start = self._num_filled(one.sequence, num_slots)
             if self._reads_next and start and start % self._block_size == 0:
-                # Another sequence may have computed the last slot of this shared block, with another next token.
+                # Another sequence that shares the block may have computed its last slot, with a different next token.
                 start -= 1
             if numbers[row]:
                 start = min(start, num_slots - 1)

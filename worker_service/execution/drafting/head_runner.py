@@ -2,8 +2,8 @@
 
 A head's slot for a token holds keys and values of the *next* token and the token's own state. A head therefore has one
 slot fewer than there are tokens. A block's last slot depends on the next block's first token. Two sequences may share a
-block and then have different tokens. A sequence may then draft from a slot that the other sequence computed. At worst
-the draft is wrong.
+block and then have different tokens. One of the two sequences may then draft from a slot that was computed for other
+tokens. At worst its draft is wrong.
 """
 
 from array import array
@@ -53,8 +53,8 @@ class HeadRunner:
     def execute(self, _: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
         """Compute slots [start, stop) of each chunk, and draft token stop + 1. The token at stop is known.
 
-        The head's last state is stored in the next slot, for the next draft. When the target has computed that token,
-        the target's state replaces the head's state.
+        The head's last state is stored in the next slot, for the next draft. When the target has computed the next
+        token, the target's state replaces the head's state.
         """
         cache = self.cache_engine.device_blocks
         block_size = cache.shape[3]

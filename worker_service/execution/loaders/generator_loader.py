@@ -48,7 +48,7 @@ class GeneratorLoader(Loader):
         self._sliding_window = 0 if window is None or window >= self.max_model_len else window
         self._proposer_loader = open_proposer_loader(settings, target, self.max_model_len, self._sliding_window)
         follows = settings.forms and ranks.size == 1
-        # The process of forms starts while the next loading steps run.
+        # The process that computes masks of forms starts while the next loading steps run.
         self._forms = Forms.load(target.tokenizer_files, config.vocabulary_size) if follows else None
         self._shapes = [target.shape, *self._proposer_loader.shapes]
         self._block_bytes = ranks.gather_numbers(sum(shape.block_bytes for shape in self._shapes))

@@ -96,7 +96,7 @@ def _matches(weights: Tensor, filter_width: int) -> Tensor:
     weights: [heads, tokens, sound tokens] float32.
     """
     deviation, mean = torch.std_mean(weights, dim=1, keepdim=True, correction=0)
-    # If all tokens have equal weights, no token matches better than another.
+    # A deviation of 0 means that all tokens match equally well.
     standard = torch.where(deviation > 0, (weights - mean) / deviation, 0.0)
     margin = filter_width // 2
     if standard.shape[2] > margin:

@@ -12,9 +12,9 @@ An output that is new to the child process may have thousands of tokens to read.
 one slice in each step of the output. Masks of other outputs therefore wait for at most one slice. Until all tokens are
 read, the output's answers are late.
 
-A form is compiled in a slice, too. After a compilation that takes longer than a slice, the next compilation waits for
-the same time, so that other outputs run. Several new forms are therefore compiled over several steps, and their outputs
-are late until then. When one step compiled all forms, 60 forms of 0.2 s each stopped the streams of a worker for 24 s.
+A form is compiled in a slice, too. If compiling takes longer than a slice, the next compilation is delayed by the same
+time, so that other outputs can run. Several new forms are therefore compiled over several steps, and their outputs are
+late until then. When one step compiled all forms, 60 forms of 0.2 s each stopped the streams of a worker for 24 s.
 
 The masks of a step take at most `MAX_SECONDS` in total. Further masks are late. When one step computed all masks, 200
 outputs of `s: "=" | s s`, with 0.1 s a mask, stopped the streams of a worker for 20 s.
@@ -125,8 +125,8 @@ class Follower:
         """Compute a step's work. Yields an answer for each output, then an answer for each of its drafts.
 
         An answer is a `HEAD` and a mask. A mask has a bit for each token that may come next. The mask is empty if no
-        token may come next, which is the case after a draft that the form forbids or that ends the output. The mask is
-        also empty if the answer is late or the work does not sample.
+        token may come next: after a forbidden draft, or after a draft that ends the output. The mask is also empty if
+        the answer is late or the work does not sample.
         """
         self._slice = SLICE_SECONDS
         ends_at = process_time() + MAX_SECONDS
@@ -202,8 +202,8 @@ class Follower:
         if alone or compiled is None or compiled.is_error():
             # The library's log is off, because the log would contain tokens of outputs.
             compiled = LLMatcher(self._tokenizer, form, log_level=0, limits=parser_limits())
-            # Every output begins with this mask. If this mask was not computed first, a mask after other tokens may
-            # take very long. Behind the z of yyyyy|z(a|aa|aaa){1,1000}… the mask took 69 s instead of 6 ms.
+            # The mask of an empty output is computed first. Without this first mask, a mask after other tokens may take
+            # very long. Behind the z of yyyyy|z(a|aa|aaa){1,1000}… the mask took 69 s instead of 6 ms.
             self._mask(compiled)
         if alone:
             return compiled

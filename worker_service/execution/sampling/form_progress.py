@@ -48,7 +48,7 @@ class Progress:
         self.reader, self.num_tokens, self.num_masks, self.left, self.memory = reader, 0, 0, MAX_LEFT, 0
 
     def charge(self, seconds: float, num_tokens: int) -> None:
-        """Subtract the used seconds, and add the time that the tokens earn."""
+        """Subtract the CPU seconds that were used, and add `TOKEN_SECONDS` for each token."""
         cost = seconds if self.num_masks else seconds / 2
         self.left = min(self.left - cost + num_tokens * TOKEN_SECONDS, MAX_LEFT)
 

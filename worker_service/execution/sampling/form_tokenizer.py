@@ -36,8 +36,8 @@ class _PlainTokenizer:
         self.tokens = [_bytes(model, token_id, token_id in special) for token_id in token_ids]
 
     def __call__(self, text: str) -> list[int]:
-        """The model's tokens of the text. If the model's tokens do not spell the text, it is split into the longest
-        matching tokens.
+        """The model's tokens of the text. If the model's tokens do not spell the text, the text is split into the
+        longest matching tokens.
         """
         token_ids = self._model.tokenize_str(text)
         if b"".join(self.tokens[token_id] for token_id in token_ids) == text.encode():

@@ -1,5 +1,5 @@
-"""The order in which outputs with a form are computed in a step. Also chooses the outputs that end if memory is
-short.
+"""The order in which outputs with a form are computed in a step. If memory is short, this file chooses the outputs that
+end.
 """
 
 from collections import Counter, defaultdict

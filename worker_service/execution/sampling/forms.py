@@ -10,14 +10,15 @@ The time of a form is charged to its own output, and can end only this output:
 
 - One token or mask may take `MAX_SECONDS`. After this time the process is killed, and a new process continues the
   other outputs. For `BAN_SECONDS`, new outputs of the same form and owner end at once. Earlier tokens have no part in
-  this limit, so only the form can be the cause. Outputs that have begun continue until the form exceeds the limit again.
+  this limit, so only the form can be the cause. Outputs that have begun continue until the form exceeds the limit
+  again.
 - All tokens together may take `MAX_LEFT`, plus `TOKEN_SECONDS` for each token.
 - If an output is new to the process, the process reads the output's tokens again, in slices between the masks of other
   outputs. Until all tokens are read, the output is late and gains no token. Reading again is charged at half its time.
   Reading again takes at most the time of the first reading, so it cannot end an output.
 
-In one step, a form therefore delays other outputs by at most three times `MAX_SECONDS`: for its mask, for the masks
-after drafts, and for a second try without drafts after a failed mask. The average delay is `TOKEN_SECONDS`. In one
+In one step, a form therefore delays other outputs by at most three times `MAX_SECONDS`. The three delays are for its
+mask, for the masks after drafts, and for a second try without drafts. The average delay is `TOKEN_SECONDS`. In one
 step, at most `MAX_ENDED` processes are killed because of slow forms. A step compiles one or a few new forms, in at most
 half of its time; the other new forms are late.
 
@@ -67,8 +68,8 @@ START_SECONDS = 60.0
 BAN_SECONDS = 60.0
 MAX_BANS = 1024
 MAX_ENDED = 3
-"""Number of processes that may be killed in a step. After this number the remaining outputs are late. An output that
-causes the death of two processes ends.
+"""Number of processes that may be killed in a step. If `MAX_ENDED` processes were killed, the remaining outputs are
+late. An output that causes the death of two processes ends.
 """
 
 
@@ -154,7 +155,7 @@ class Forms:
         ends = itertools.accumulate(item.num_masks for item in items)
         every = [(item, masks[end - item.num_masks : end]) for item, end in zip(items, ends, strict=True)]
         left, num_ended = deque(form_turns.in_turns(every)), 0
-        # Keys of outputs whose answer was expected when a process died.
+        # Keys of outputs whose answer the thread was waiting for when a process died.
         died: set[int] = set()
         while left := deque(self._followed(left)):
             if num_ended == MAX_ENDED:  # many forms may each be slow once
@@ -265,7 +266,7 @@ class Forms:
     def _ban(self, item: FormedOutput, is_draft: bool, why: str) -> None:
         """Ban new outputs of this form and owner for a while. A second ban also ends the outputs that have begun.
 
-        is_draft: whether a draft token took too long. If so, only drafts are banned.
+        is_draft: whether a draft token took too long, so that only drafts are banned.
         """
         if not is_draft:
             self._end_output(item, why)
@@ -286,7 +287,7 @@ class Forms:
         """The connection to the process that computes masks. If the process has died, a new process is forked. Raises
         OSError.
         """
-        # No answer is expected, so readable data means that the process has ended.
+        # Data without a request means that the process has ended.
         if self._reader is not None and self._reader.poll(0):
             self._end()
         return self._reader or self._fork()

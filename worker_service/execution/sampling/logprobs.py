@@ -17,8 +17,8 @@ _MIN = -9999.0
 
 
 def check_finite(logits: Tensor) -> None:
-    """Raise FloatingPointError if a row has no log-probabilities. A row has none if a logit is NaN or +inf, or all are
-    -inf.
+    """Raise FloatingPointError if a row has no log-probabilities. A row has no log-probabilities if a logit is NaN or
+    +inf, or if all logits are -inf.
 
     logits: [positions, vocabulary_size]. Waits for a GPU.
     """

@@ -20,9 +20,9 @@ from worker_service.execution.sampling.logit_edits import edit_logits
 from worker_service.session.session import SequenceState
 
 FAILED = -1
-"""The token of a row whose logits were not finite."""
+"""The result for a row whose logits are not finite."""
 BARRED = -2
-"""The token of a row with finite logits whose tokens are all banned by the sequence's parameters or form."""
+"""The result for a row with finite logits, if the sequence's parameters or form ban all tokens."""
 
 
 def sample(

@@ -18,8 +18,8 @@ from worker_service.session.step import TranscriptParams
 def edit_transcript(logits: Tensor, sequence: SequenceState) -> None:
     """Edit one row in place. logits: [vocabulary_size] float32.
 
-    If the total probability of all times exceeds the probability of every other token, all other tokens are banned. The
-    total is computed from a single row, so that it is independent of other rows.
+    If the total probability of all time tokens exceeds the probability of every text token, all text tokens are banned.
+    The total is computed from a single row, so that the result is independent of other rows.
     """
     params = sequence.sampling.transcript
     assert params is not None

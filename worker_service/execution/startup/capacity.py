@@ -124,7 +124,9 @@ def _free_host_bytes() -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Bytes of inactive file pages that count as used in the control group, such as pages of loaded weight files."""
+    """Bytes of inactive file pages, for example of loaded weight files. The control group counts these bytes as
+    used.
+    """
     try:
         lines = (_CGROUP / "memory.stat").read_text().splitlines()
     except OSError:
@@ -135,8 +137,8 @@ def _reclaimable_bytes() -> int:
 def give_freed_memory_back() -> None:
     """Make the C library return free memory between used blocks to the system.
 
-    After the first free of a block of up to 32 MiB, glibc keeps all freed blocks of that size. After packing 1.5
-    billion weights glibc kept 235 MiB; the weights and everything else used 1,360 MiB.
+    Once a block of up to 32 MiB has been freed, glibc keeps all later freed blocks up to the size of this block. After
+    packing 1.5 billion weights glibc kept 235 MiB; the weights and everything else used 1,360 MiB.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has `malloc_trim`
     if trim is not None:

@@ -175,7 +175,8 @@ class Network:
         """A hash of the whole model, equal in all ranks. Several threads read the files, so that the files are in
         memory when weights are loaded.
 
-        The hash includes the way of rounding weights. Workers that round differently therefore never serve together.
+        The hash includes the quantisation scheme of the weights. Workers with different quantisation therefore never
+        serve together.
         """
         scheme: str = self.quantization
         if self.quantization != "none":
@@ -222,7 +223,9 @@ class Network:
 
     @property
     def _packs_stored(self) -> bool:
-        """Whether the kernels multiply by the stored quantised weights. If False, the weights are widened to floats."""
+        """Whether the kernels multiply by the stored quantised weights. If the kernels do not support the weights, the
+        weights are widened to floats.
+        """
         packed = self.checkpoint.packed
         if packed is None or not isinstance(self.config, DecoderConfig):
             return False

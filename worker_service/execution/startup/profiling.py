@@ -31,7 +31,8 @@ def measure_prefill(
     max_num_batched_tokens: int,
     max_num_seqs: int,
 ) -> int:
-    """Tokens a second of a step of `max_num_batched_tokens` tokens that samples for `max_num_seqs` sequences.
+    """Measure the tokens a second of a step with `max_num_batched_tokens` tokens, which samples `max_num_seqs`
+    sequences.
 
     On a GPU, torch's peak of allocated memory then includes the largest step. Raises torch's OutOfMemoryError if the
     step does not fit.

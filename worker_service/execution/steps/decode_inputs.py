@@ -4,10 +4,10 @@ Each token has a row. Attention treats every row as a sequence with one query to
 Rows of one sequence have the same block table. A step that verifies drafts therefore has the shape of a decode step and
 uses the decode kernel.
 
-A batch is padded to the next of a few sizes. A padding row has token 0, position -1, slot -1 and no adapter. A padding
-row therefore stores no keys and attends to no keys. Each step copies tokens, positions and slots to the device in one
-transfer. A row's block table is copied only if it has changed since the row's last use. A token that the previous step
-sampled stays on the device, so that the host can read the token later.
+A batch is padded to the next larger of a few fixed sizes. A padding row has token 0, position -1, slot -1 and no
+adapter. A padding row therefore stores no keys and attends to no keys. Each step copies tokens, positions and slots to
+the device in one transfer. A row's block table is copied only if it has changed since the row's last use. A token that
+the previous step sampled stays on the device, so that the host can read the token later.
 """
 
 from array import array

@@ -32,8 +32,8 @@ class RunningStep:
     ) -> None:
         """Begin to copy the sampled tokens to the host.
 
-        logits: [rows, vocabulary_size]. token_ids: [rows] int64. Each chunk that samples or is pooled has a row, and
-        each of its draft tokens has a row.
+        logits: [rows, vocabulary_size]. token_ids: [rows] int64. Each chunk that `chooses` a token has a row, and each
+        of its draft tokens has a row.
 
         failed: ids of sequences whose prompt has no log-probabilities. vectors: vectors of completed chunks. masks:
         masks of the sampled rows.
@@ -136,7 +136,8 @@ def _num_choices(chunk: ScheduledChunk) -> int:
 
 
 def accepted(found: list[int], drafts: Sequence[int]) -> list[int]:
-    """The tokens that a sequence gains: sampled tokens up to and including the first that differs from its draft.
+    """The tokens that a sequence gains: the sampled tokens up to and including the first token that differs from its
+    draft.
 
     found: the tokens sampled after the last known token and after each draft. A sampled token depends only on earlier
     tokens. Drafts therefore change no output.
