@@ -26,7 +26,7 @@ class Cut:
     def of_halves(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Factors of this part of a whole tensor `b @ a`, as copies.
 
-        a: [inner units, columns]. b: [rows, inner units].
+        a: shape [inner units, columns]. b: shape [rows, inner units].
         """
         own_b = torch.cat([b[stretch.start : stretch.stop] for stretch in self.rows])
         return a[:, self.columns.start : self.columns.stop].clone(), own_b

@@ -44,7 +44,7 @@ class Ranks:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' x, concatenated along columns. x: [rows, columns]. Returns [rows, size * columns]."""
+        """All ranks' x, concatenated along columns. x: shape [rows, columns]. Returns [rows, size * columns]."""
         if self.size == 1:
             return x
         if not len(x):

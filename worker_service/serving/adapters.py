@@ -99,8 +99,8 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
 
         def read() -> "tuple[Adapter, Adapter]":
             # The adapter is read by one thread, because several threads would wait for the threads that compute steps.
-            # The limit of one applies to this thread and to threads that start later. On two busy cores, reading an
-            # adapter of 77 MiB (for 7 billion weights) took 0.6 s with one thread, and 4 to 17 s with two.
+            # The limit of one thread applies to this thread and to threads that start later. On two busy cores, reading
+            # an adapter of 77 MiB (for 7 billion weights) took 0.6 s with one thread, and 4 to 17 s with two.
             torch.set_num_threads(1)
             found = read_adapter(first.config, folder, adapters.shapes, adapters.room.max_rank, adapters.dtype)
             return found, found.part(adapters.cuts)

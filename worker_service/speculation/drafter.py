@@ -52,8 +52,8 @@ class Proposer(Protocol):
         """Maximum number of drafts after the first `num_tokens` tokens of a sequence."""
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
-        """Called before the device computes this step. The number of a step's drafts does not exceed its room for
-        drafts.
+        """The drafter calls this method before the device computes the step. The number of a step's drafts does not
+        exceed its room for drafts.
         """
 
     def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:

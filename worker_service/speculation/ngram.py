@@ -17,9 +17,9 @@ def draft(token_ids: npt.NDArray[np.int64], most: int, fewest: int = FEWEST, lon
     """Draft the tokens that followed the longest earlier match of the last tokens. If several matches are equally long,
     the latest match is used.
 
-    token_ids: [tokens]. Returns `most` tokens, or an empty list if the last `fewest` tokens have not occurred before.
-    At most the last `longest` tokens are compared. If the text repeats, the draft continues the repetition. Time: 20 µs
-    for 1,000 tokens, 70 µs for 100,000 tokens.
+    token_ids: shape [tokens]. Returns `most` tokens, or an empty list if the last `fewest` tokens have not occurred
+    before. At most the last `longest` tokens are compared. If the text repeats, the draft continues the repetition.
+    Time: 20 µs for 1,000 tokens, 70 µs for 100,000 tokens.
     """
     num_tokens = len(token_ids)
     if num_tokens <= fewest or most < 1:

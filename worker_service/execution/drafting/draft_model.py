@@ -201,17 +201,16 @@ class DraftModel:
         return answer.token_ids, set(answer.failed_sequence_ids)
 
     def _room(self, one: Beginning) -> int:
-        """The number of wanted drafts that fit. Each draft needs a position, and each draft except the last needs a
-        slot.
+        """The number of requested drafts that fit into the sequence's blocks and positions. Each draft needs a
+        position, and each draft except the last needs a slot.
         """
         slots = min(len(one.sequence.block_ids) * self._block_size, self._max_model_len)
         return max(0, min(one.number, slots - one.num_tokens + 1))
 
     def _awaits_states(self, one: Beginning) -> bool:
-        """Whether the target computes some of the sequence's first tokens in this step for another sequence.
+        """Whether the target computes some of the sequence's first tokens in this step, as part of another sequence.
 
-        If two sequences share blocks, the target may compute a block's tokens for the other sequence. A head has no
-        states of these tokens before the step.
+        The two sequences share the blocks of these tokens. Before the step, a head has no states of the tokens.
         """
         writers = self._writers[one.sequence.block_ids[: (one.num_tokens - 1) // self._block_size]]
         return bool(((writers != _NO_SEQUENCE) & (writers != one.sequence.sequence_id)).any())

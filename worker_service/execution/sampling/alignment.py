@@ -93,7 +93,7 @@ class Aligner:
 def _matches(weights: Tensor, filter_width: int) -> Tensor:
     """Scores of how well tokens match parts of the audio, [tokens, sound tokens].
 
-    weights: [heads, tokens, sound tokens] float32.
+    weights: shape [heads, tokens, sound tokens] float32.
     """
     deviation, mean = torch.std_mean(weights, dim=1, keepdim=True, correction=0)
     # A deviation of 0 means that all tokens match equally well.
@@ -108,13 +108,15 @@ def _matches(weights: Tensor, filter_width: int) -> Tensor:
 def first_columns(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """The first column of each row on the cheapest path from corner to corner. The path never goes back.
 
-    costs: [rows, columns]. A step goes to the next row, the next column or both. If costs are equal, the step goes to
-    the next column, as in transformers. Sums are float32, computed one diagonal at a time, because a cell needs the two
-    diagonals before it. A matrix of 450 rows and 1,500 columns took 77 ms on a busy machine.
+    costs: shape [rows, columns]. A step goes to the next row, the next column or both. If costs are equal, the step
+    goes to the next column, as in transformers. Sums are float32, computed one diagonal at a time, because a cell needs
+    the two diagonals before it. A matrix of 450 rows and 1,500 columns took 77 ms on a busy machine.
     """
     num_rows, num_columns = costs.shape
     steps = np.full((num_rows + num_columns + 1, num_rows + 1), -1, dtype=np.int8)
-    before_last = np.full(num_rows + 1, np.inf, dtype=np.float32)  # [row], of one diagonal row + column
+    before_last = np.full(
+        num_rows + 1, np.inf, dtype=np.float32
+    )  # least cost of each row, on a diagonal with a constant row + column
     last = before_last.copy()
     before_last[0] = 0.0
     for diagonal in range(2, num_rows + num_columns + 1):

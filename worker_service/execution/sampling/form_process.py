@@ -10,7 +10,7 @@ process has no threads, because a fork would lose threads. When the worker ends,
 
 An output that is new to the child process may have thousands of tokens to read. The child reads the tokens in slices,
 one slice in each step of the output. Masks of other outputs therefore wait for at most one slice. Until all tokens are
-read, the output's answers are late.
+read, the output's answers are late: they have no mask, and the output gains no token.
 
 A form is compiled in a slice, too. If compiling takes longer than a slice, the next compilation is delayed by the same
 time, so that other outputs can run. Several new forms are therefore compiled over several steps, and their outputs are

@@ -12,7 +12,9 @@ from worker_service.execution.sampling.form_process import MAX_MEMORY
 from worker_service.execution.sampling.form_progress import FormedOutput
 
 MAX_TOGETHER = 5 * MAX_MEMORY // 8
-"""Maximum bytes of memory of all outputs together. The address space was measured at up to 1.3 times the memory."""
+"""Maximum bytes of memory of all outputs together. In measurements the process's address space was up to 1.3 times as
+large as this memory.
+"""
 
 WithRows = tuple[FormedOutput, npt.NDArray[np.uint8]]
 """An output, and its rows of the step's masks."""

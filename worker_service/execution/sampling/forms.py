@@ -69,7 +69,7 @@ BAN_SECONDS = 60.0
 MAX_BANS = 1024
 MAX_ENDED = 3
 """Number of processes that may be killed in a step. If `MAX_ENDED` processes were killed, the remaining outputs are
-late. An output that causes the death of two processes ends.
+late. If an output has caused the death of two processes, the worker ends the output.
 """
 
 
@@ -90,7 +90,7 @@ class Forms:
 
     @classmethod
     def load(cls, files: Sequence[Path], vocabulary_size: int) -> "Forms | None":
-        """Start the process, which may still be starting afterwards: see `is_ready`. Returns None for a model without a
+        """Start the process without waiting until it is ready: see `is_ready`. Returns None for a model without a
         tokenizer or end of sequence.
         """
         by_name = {file.name: file for file in files}

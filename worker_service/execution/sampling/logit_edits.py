@@ -28,7 +28,7 @@ _Bits = npt.NDArray[np.uint8]
 def edit_logits(logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None) -> None:
     """Edit logits in place.
 
-    logits: [rows, vocabulary_size] float32, contiguous. sequences: one sequence for each row. masks: the masks of
+    logits: shape [rows, vocabulary_size] float32, contiguous. sequences: one sequence for each row. masks: the masks of
     sequences that have a form.
     """
     formed = [row for row, sequence in enumerate(sequences) if sequence.sampling.form]

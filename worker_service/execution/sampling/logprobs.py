@@ -20,7 +20,7 @@ def check_finite(logits: Tensor) -> None:
     """Raise FloatingPointError if a row has no log-probabilities. A row has no log-probabilities if a logit is NaN or
     +inf, or if all logits are -inf.
 
-    logits: [positions, vocabulary_size]. Waits for a GPU.
+    logits: shape [positions, vocabulary_size]. Waits for a GPU.
     """
     _, largest = sampling_ops_for(logits.device).greedy(logits)
     if not largest.isfinite().all():
@@ -30,9 +30,9 @@ def check_finite(logits: Tensor) -> None:
 def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top: int) -> SampleLogprobs:
     """Report consecutive positions of one sequence.
 
-    logits: [positions, vocabulary_size], any float type. token_ids: [positions] int64, the token at each position.
-    num_top: the number of likeliest tokens to add. Equally likely tokens are sorted by id. Log-probabilities below
-    `_MIN` are reported as `_MIN`.
+    logits: shape [positions, vocabulary_size], any float type. token_ids: shape [positions] int64, the token at each
+    position. num_top: the number of likeliest tokens to add. Equally likely tokens are sorted by id. Log-probabilities
+    below `_MIN` are reported as `_MIN`.
     """
     ids, logprobs, ranks = sampling_ops_for(logits.device).log_probabilities(logits, token_ids, num_top)
     return SampleLogprobs(
@@ -49,7 +49,8 @@ def sample_logprobs(
 ) -> list[SampleLogprobs]:
     """Report sampled tokens of sequences that request log-probabilities.
 
-    logits: [rows, vocabulary_size]. token_ids: the sampled token of each row. rows_of: each sequence with its rows.
+    logits: shape [rows, vocabulary_size]. token_ids: the sampled token of each row. rows_of: each sequence with its
+    rows.
     """
     reports: dict[int, SampleLogprobs] = {}
     # Rows with equal parameters are computed together. A row's result does not depend on other rows.

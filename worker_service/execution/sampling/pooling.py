@@ -23,7 +23,7 @@ def pool_all(
 ) -> list[tuple[ScheduledChunk, Tensor]]:
     """The vectors that the chunks of a step complete.
 
-    hidden: [rows, hidden_size]. query_start: the first row of each chunk.
+    hidden: shape [rows, hidden_size]. query_start: the first row of each chunk.
     """
     completed = []
     for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False):

@@ -30,8 +30,8 @@ def sample(
 ) -> Tensor:
     """The new token of each row, [rows] int64 on the device of the logits. FAILED or BARRED for a row without a token.
 
-    logits: [rows, vocabulary_size], any float type. If `may_edit`, the logits are overwritten, which saves a copy.
-    sequences: one sequence for each row. masks: the masks of sequences that have a form.
+    logits: shape [rows, vocabulary_size], any float type. If `may_edit`, the logits are overwritten, which saves a
+    copy. sequences: one sequence for each row. masks: the masks of sequences that have a form.
     """
     plain = [row for row, sequence in enumerate(sequences) if not sequence.sampling.edits_logits]
     token_ids, finite = _choose(logits, sequences, plain)

@@ -16,7 +16,7 @@ from worker_service.session.step import TranscriptParams
 
 
 def edit_transcript(logits: Tensor, sequence: SequenceState) -> None:
-    """Edit one row in place. logits: [vocabulary_size] float32.
+    """Edit one row in place. logits: shape [vocabulary_size] float32.
 
     If the total probability of all time tokens exceeds the probability of every text token, all text tokens are banned.
     The total is computed from a single row, so that the result is independent of other rows.

@@ -85,8 +85,8 @@ class DecodeGraphs:
     ) -> None:
         """Capture the graphs.
 
-        cache: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]. max_num_rows: rows of the largest graph,
-        at least one for each sequence of a step. has_adapters: whether the model has slots for adapters. record:
+        cache: shape [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]. max_num_rows: rows of the largest
+        graph, at least one for each sequence of a step. has_adapters: whether the model has slots for adapters. record:
         replaces the capture of CUDA graphs.
         """
         self._inputs = DecodeInputs(max_num_rows, max_model_len, cache.shape[3], cache.device)

@@ -70,7 +70,8 @@ class DecodeInputs:
         """Store the inputs of a step, which must not have more tokens than there are rows. Returns the bucket size.
 
         unseen: tokens that are on the device only. The chunk of a sequence in `unseen` has only this token.
-        adapter_slots: [tokens] int32, see `CausalModel.forward`. The copies run after all earlier work of the device.
+        adapter_slots: shape [tokens] int32, see `CausalModel.forward`. The copies run after all earlier work of the
+        device.
         """
         block_size, device = self._block_size, self._rows.device
         places = [(chunk.sequence, position) for chunk in chunks for position in range(chunk.start, chunk.stop)]

@@ -185,7 +185,7 @@ class ModelRunner(Runner):
         """Log-probabilities of the prompt tokens that the chunk's rows predict: from its second token to the token
         after its last token.
 
-        hidden: [chunk's tokens, hidden_size]. Returns one report, or an empty list if the request asks for no
+        hidden: shape [chunk's tokens, hidden_size]. Returns one report, or an empty list if the request asks for no
         log-probabilities. Raises FloatingPointError if the logits are not finite.
         """
         num_top = chunk.sequence.sampling.prompt_logprobs

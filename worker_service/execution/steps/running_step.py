@@ -32,8 +32,8 @@ class RunningStep:
     ) -> None:
         """Begin to copy the sampled tokens to the host.
 
-        logits: [rows, vocabulary_size]. token_ids: [rows] int64. Each chunk that `chooses` a token has a row, and each
-        of its draft tokens has a row.
+        logits: shape [rows, vocabulary_size]. token_ids: shape [rows] int64. Each chunk that `chooses` a token has a
+        row, and each of its draft tokens has a row.
 
         failed: ids of sequences whose prompt has no log-probabilities. vectors: vectors of completed chunks. masks:
         masks of the sampled rows.
