@@ -114,9 +114,8 @@ def first_columns(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """
     num_rows, num_columns = costs.shape
     steps = np.full((num_rows + num_columns + 1, num_rows + 1), -1, dtype=np.int8)
-    before_last = np.full(
-        num_rows + 1, np.inf, dtype=np.float32
-    )  # least cost of each row, on a diagonal with a constant row + column
+    # Least cost of each row, on a diagonal whose row + column is constant.
+    before_last = np.full(num_rows + 1, np.inf, dtype=np.float32)
     last = before_last.copy()
     before_last[0] = 0.0
     for diagonal in range(2, num_rows + num_columns + 1):

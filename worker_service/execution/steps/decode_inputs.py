@@ -116,7 +116,8 @@ class DecodeInputs:
 
         sources: for each row, the row of its token in `unseen`; None if the host knows the token.
         """
-        if sources == list(range(len(unseen.token_ids))):  # same rows and order, as in most steps
+        # In most steps the rows and their order are unchanged.
+        if sources == list(range(len(unseen.token_ids))):
             torch.clamp(unseen.token_ids, min=PLACEHOLDER, out=self._rows[0, : len(sources)])
         elif pairs := [(row, source) for row, source in enumerate(sources) if source is not None]:
             rows, places = upload(np.array(pairs).T, torch.int64, self._rows.device)
