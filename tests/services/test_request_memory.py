@@ -20,8 +20,8 @@ from pagewire_client.llm import collect
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SamplingParams as CoreSamplingParams
 from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.frontend.link.admissions import MIN_BYTES, UNREAD_SHARE
 from scheduler_service.frontend.link.engine_call import EngineCall
-from scheduler_service.frontend.link.message_limits import MIN_WAITING, WAITING_SHARE
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_memory import UnreadOutput, request_bytes
 from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
@@ -113,7 +113,7 @@ async def test_a_call_that_ends_before_its_output_is_read_gives_its_bytes_back(o
 
 async def test_calls_that_the_engine_has_not_admitted_are_bounded_too(one: InProcess) -> None:
     one.link.connection.say = lambda *_, **__: None  # type: ignore[method-assign]  # the engine hears of nothing
-    most = max(MIN_WAITING, one.link.requests.unread.most // WAITING_SHARE)
+    most = max(MIN_BYTES, one.link.requests.unread.most // UNREAD_SHARE)
     with EngineCall(one.link) as first, EngineCall(one.link) as second:
         waiting = asyncio.create_task(first.admit("a", 10 * most))  # the only one may be as large as it likes
         await asyncio.sleep(0)
@@ -121,7 +121,7 @@ async def test_calls_that_the_engine_has_not_admitted_are_bounded_too(one: InPro
             await second.admit("b", 1)
         waiting.cancel()
         await asyncio.wait([waiting])
-    assert one.link.waiting.num_bytes == 0
+    await until(lambda: one.link.admissions.num_bytes == 0)
 
 
 async def test_what_a_message_hides_counts(one: InProcess) -> None:

@@ -284,8 +284,11 @@ class FrontEndConnection:
                 if event.submit.part_of:
                     parent = self._calls[event.submit.part_of]
                     self._calls[event.call] = Call(self.outbox, event.call, event.submit.key, parent=parent)
-                submitted = self._calls[event.call]
-                self._answer(submitted, lambda: self._engine.submit(submitted, event.submit))
+                if event.call in self._calls:
+                    submitted = self._calls[event.call]
+                    self._answer(submitted, lambda: self._engine.submit(submitted, event.submit))
+                else:  # refused after the front end had submitted it
+                    self.outbox.tell(event.call, answer=pb.Answer(code=grpc.StatusCode.ABORTED.value[0]))
             case "unserved":
                 asking = Call(self.outbox, event.call, "")
                 self._answer(asking, lambda: self._engine.requests.refuse_unserved(event.unserved.seconds))

@@ -87,12 +87,18 @@ async def generate(
         if (api_key := caller.get()) is not None:
             api_key.check_adapter(request.lora_name)
         resumes = request.HasField("resume")
-        adapter_id = await call.admit(key, admitted_bytes, resumes=resumes, adapter_name=request.lora_name)
+        has_sound = request.HasField("encoder_sound")
+        admitted_bytes += SOUND_BYTES if has_sound else 0
+        adapter_id = await call.admit_early(key, admitted_bytes, resumes=resumes, adapter_name=request.lora_name)
         model = await allowed_model(link)
-        if request.HasField("encoder_sound"):
-            await call.hold(SOUND_BYTES)
-        checked = replace(await check_request(request, request_id, model), adapter_id=adapter_id, is_whole=is_whole)
-        checked = await check_resumption(request, checked, model)
+        if has_sound or request.sampling.WhichOneof("constraint"):  # sounds and forms take long to check
+            await call.admitted()
+        try:
+            checked = replace(await check_request(request, request_id, model), adapter_id=adapter_id, is_whole=is_whole)
+            checked = await check_resumption(request, checked, model)
+        except RequestError:
+            await call.admitted()  # a refusal of the place is the first reason
+            raise
         more_bytes = prompt_logprob_bytes(checked.sampling.prompt_logprobs, len(checked.prompt_token_ids))
         more_bytes += NUMBER_BYTES * model.defaults.num_listed
         state = await call.submit(checked, model, more_bytes, _described(trace, checked, model))

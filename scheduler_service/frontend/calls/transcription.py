@@ -67,7 +67,8 @@ class _SpeechCall(PartedCall):
     event, operation = "transcription closed", TRANSCRIPTION
 
     def __init__(self, link: EngineLink, request: pb.TranscribeRequest, context: Context) -> None:
-        super().__init__(link, request, context, sound_bytes(request.sound, errors.request_size.get()))
+        num_bytes = SOUND_BYTES + sound_bytes(request.sound, errors.request_size.get())
+        super().__init__(link, request, context, num_bytes)
         self._speech = request
         self._seconds = 0.0
 
@@ -91,7 +92,6 @@ class _SpeechCall(PartedCall):
         task = "translate" if request.translate else "transcribe"
         self._check_asked(tokens, task)
         seed = request.seed if request.HasField("seed") else secrets.randbits(63)
-        await self._call.hold(SOUND_BYTES)
         sound = await open_sound(request.sound, MAX_SECONDS)
         before = await self._tokens_before()
         language, start = code_of(request.language) or tokens.language, 0

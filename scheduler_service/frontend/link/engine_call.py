@@ -13,6 +13,7 @@ from pagewire_common.calls.errors import RequestError
 from scheduler_service.access.caller import caller
 from scheduler_service.core import EncoderInput
 from scheduler_service.core.blocks.prefix_key import block_keys, key_of_adapter, root_behind, root_key
+from scheduler_service.frontend.link.engine_connection import accepted
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.link.patience import patience
 from scheduler_service.frontend.model import ServedModel
@@ -36,6 +37,7 @@ class EngineCall:
         self.finished: FinishedRequest | None = None
         self._is_closed = False
         self._state: RequestState | None = None
+        self._admission: asyncio.Future[pb.Answer] | None = None
         self._link = link
         self.number = link.connection.new_number()
 
@@ -43,6 +45,8 @@ class EngineCall:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._admission is not None:
+            self._admission.cancel()  # without effect if it was answered
         self._link.requests.forget(self.number)
         if self._state is not None:
             self._state.stream.leave()
@@ -59,21 +63,38 @@ class EngineCall:
             await self._link.connection.ask(self.number, close=pb.CloseCall(finished=self.finished, is_answered=True))
 
     async def admit(self, key: str, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> str:
-        """Reserve a place, so that a flood is refused before any work is done.
+        """Reserve a place, and wait for it, so that a flood is refused before any work is done.
 
         Returns the fingerprint of the named adapter. Raises RequestError.
         """
-        api_key = caller.get()
+        self._ask_admission(key, num_bytes, resumes=resumes, adapter_name=adapter_name)
+        return await self.admitted()
+
+    async def admit_early(self, key: str, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> str:
+        """Ask for a place, and wait for it only if
+
+        - an adapter is named, whose fingerprint is in the answer,
+        - the engine refused the last call of the API key, or
+        - no model is known, because the request would wait for the model.
+
+        Otherwise `submit` raises the refusal. Returns and raises as `admit`.
+        """
+        link = self._link
+        self._ask_admission(key, num_bytes, resumes=resumes, adapter_name=adapter_name)
+        if adapter_name or link.admissions.must_wait(_api_key_id()) or link.loading.model is None:
+            return await self.admitted()
+        return ""
+
+    async def admitted(self) -> str:
+        """Wait for the place. Returns and raises as `admit`."""
+        assert self._admission is not None
+        return (await accepted(self._admission)).adapter_id
+
+    def _ask_admission(self, key: str, num_bytes: int, *, resumes: bool, adapter_name: str) -> None:
         admit = pb.Admit(
-            key=key,
-            num_bytes=num_bytes,
-            resumes=resumes,
-            api_key_id=api_key.id if api_key else "",
-            adapter_name=adapter_name,
+            key=key, num_bytes=num_bytes, resumes=resumes, api_key_id=_api_key_id(), adapter_name=adapter_name
         )
-        with self._link.count_waiting(num_bytes):
-            answer = await self._link.connection.ask(self.number, admit=admit)
-        return answer.adapter_id
+        self._admission = self._link.admit(self.number, admit)
 
     async def hold(self, num_bytes: int) -> None:
         """Add memory for this call's texts. Raises RequestError."""
@@ -127,8 +148,16 @@ class EngineCall:
         if welcome.prefix_caching and model.generates:
             first = key_of_adapter(root_behind(root, request.encoder_input), request.adapter_id)
             submission.block_keys = await _block_keys(first, request, model.block_size)
-        await link.connection.ask(self.number, submit=submission)
+        queued = link.connection.question(self.number, submit=submission)
+        if part_of is None:
+            await self.admitted()
+        await accepted(queued)
         return state
+
+
+def _api_key_id() -> str:
+    api_key = caller.get()
+    return api_key.id if api_key else ""
 
 
 async def _block_keys(first: bytes, request: GenerationRequest, block_size: int) -> bytes:

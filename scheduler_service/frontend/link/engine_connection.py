@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -36,7 +37,7 @@ class EngineConnection:
     def __init__(self, target: str) -> None:
         self._channel = open_channel(target, None, OPTIONS)
         self._numbers = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[pb.Answer]] = {}  # by the number of the waiting call
+        self._questions: dict[int, deque[asyncio.Future[pb.Answer]]] = {}  # by call, the first question first
         self._events: list[pb.FrontendEvent] = []
         self._has_events = asyncio.Event()
         self.heard_at = time.monotonic()
@@ -53,27 +54,28 @@ class EngineConnection:
         self._events.append(pb.FrontendEvent(call=call, **event))
         self._has_events.set()
 
-    async def ask(self, call: int, **event: Any) -> pb.Answer:
-        """Send the engine an event and wait for the answer. Raises a RequestError if that is the answer.
-
-        After the end of the connection, UNAVAILABLE is raised at once.
-        """
+    def question(self, call: int, **event: Any) -> asyncio.Future[pb.Answer]:
+        """Send the engine an event; the future's result is the engine's answer, or the error of a closed connection."""
+        future: asyncio.Future[pb.Answer] = asyncio.get_running_loop().create_future()
         if self.end is not None:
-            raise RequestError(self.end.code, str(self.end))
-        self._answers[call] = future = asyncio.get_running_loop().create_future()
-        try:
+            future.set_result(_refusal(self.end))
+        else:
+            self._questions.setdefault(call, deque()).append(future)
             self.say(call, **event)
-            answer: pb.Answer = await future
-        finally:
-            del self._answers[call]
-        if answer.code:
-            raise RequestError(CODES[answer.code], answer.message)
-        return answer
+        return future
+
+    async def ask(self, call: int, **event: Any) -> pb.Answer:
+        """Send the engine an event and wait for the answer. Raises RequestError if the answer is an error."""
+        return await accepted(self.question(call, **event))
 
     def answer(self, call: int, answer: pb.Answer) -> None:
-        """The engine has answered a call's question."""
-        future = self._answers.get(call)
-        if future is not None and not future.done():
+        """The engine has answered the call's first unanswered question."""
+        if (questions := self._questions.get(call)) is None:
+            return
+        future = questions.popleft()
+        if not questions:
+            del self._questions[call]
+        if not future.done():  # its call may be over
             future.set_result(answer)
 
     async def messages(self) -> AsyncGenerator[pb.AttachResponse, None]:
@@ -92,8 +94,9 @@ class EngineConnection:
     def finish(self) -> RequestError:
         """The connection is over: fail all waiting calls. Returns the error of later calls."""
         end = self.end = self.end or GONE
-        for number in self._answers:
-            self.answer(number, pb.Answer(code=end.code.value[0], message=str(end)))
+        for number, questions in list(self._questions.items()):
+            for _ in range(len(questions)):
+                self.answer(number, _refusal(end))
         return end
 
     async def close(self) -> None:
@@ -115,3 +118,15 @@ class EngineConnection:
             if not self._events:
                 self._has_events.clear()
             yield message
+
+
+async def accepted(answer: asyncio.Future[pb.Answer]) -> pb.Answer:
+    """Wait for an answer. Raises RequestError if the answer is an error. A cancelled caller leaves the future alone."""
+    found = await asyncio.shield(answer)
+    if found.code:
+        raise RequestError(CODES[found.code], found.message)
+    return found
+
+
+def _refusal(error: RequestError) -> pb.Answer:
+    return pb.Answer(code=error.code.value[0], message=str(error))

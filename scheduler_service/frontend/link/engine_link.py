@@ -10,8 +10,9 @@ from opentelemetry.trace import Tracer
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError, RequestLimits
 from scheduler_service.access.keys import Keyring
+from scheduler_service.frontend.link.admissions import Admissions
 from scheduler_service.frontend.link.engine_connection import EngineConnection
-from scheduler_service.frontend.link.message_limits import WaitingCalls, request_limits
+from scheduler_service.frontend.link.message_limits import request_limits
 from scheduler_service.frontend.link.model_loading import ModelLoading
 from scheduler_service.frontend.link.patience import patience
 from scheduler_service.frontend.link.request_registry import RequestRegistry
@@ -31,7 +32,7 @@ class EngineLink:
         self.connection = EngineConnection(target)
         self.requests = RequestRegistry(self.connection)
         self.loading = ModelLoading(self.connection)
-        self.waiting = WaitingCalls()
+        self.admissions = Admissions()
         self.welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
         self.tracer = tracer
         """Makes spans of requests; None without tracing."""
@@ -68,9 +69,12 @@ class EngineLink:
         """Limits of a request's message."""
         return request_limits(self.loading.model)
 
-    def count_waiting(self, num_bytes: int) -> contextlib.AbstractContextManager[None]:
-        """Count the memory of a call that the engine has not counted yet. Raises RESOURCE_EXHAUSTED."""
-        return self.waiting.place(num_bytes, self.requests.unread.most, self.loading.model)
+    def admit(self, call: int, admit: pb.Admit) -> asyncio.Future[pb.Answer]:
+        """Ask the engine for a call's place. Raises RESOURCE_EXHAUSTED if too many bytes of calls await an answer."""
+        self.admissions.check_room(admit.num_bytes, self.requests.unread.most, self.loading.model)
+        answer = self.connection.question(call, admit=admit)
+        self.admissions.count(admit, answer)
+        return answer
 
     async def abort(self, key: str) -> bool:
         """End a request of any front end. Returns whether it exists."""
