@@ -62,7 +62,7 @@ class Audit(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _watched(self, method: str, context: Context) -> AsyncIterator[None]:
-        # The peer is read first: gRPC crashes if `peer` is called after a call has ended, when this generator may run.
+        # The peer is read before the call ends: gRPC crashes if `peer` is called after a call has ended.
         began, status, peer = time.monotonic(), grpc.StatusCode.OK, context.peer()
         try:
             yield

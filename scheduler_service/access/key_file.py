@@ -3,7 +3,8 @@
 A changed file may be half written. So the file is read only after two consecutive looks find the same state.
 
 Many editors write a new file and rename the new file. Compose and a Kubernetes `subPath` can mount the file without its
-folder. In this case, the process continues to see the old file, and a revoked key stays valid. So mount the folder.
+folder. After a rename, a process with a mounted file continues to see the old file, and a revoked key stays valid. So
+mount the folder.
 """
 
 import asyncio

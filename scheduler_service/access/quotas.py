@@ -2,7 +2,7 @@
 
 Each quota is a token bucket. A key may use the quota of a whole minute at once. The bucket is refilled at a constant
 rate. A prompt's tokens count when the request is queued, and output tokens count when the call ends. So a request may
-exceed the remaining tokens. In this case, the key's next requests are refused until the bucket is refilled.
+exceed the remaining tokens. While a bucket is overdrawn, the key's requests are refused.
 """
 
 from dataclasses import dataclass, field

@@ -19,7 +19,7 @@ from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
 from scheduler_service.frontend.text.tokenization import Tokenizer
 
 MAX_SCORED = 2
-"""Largest number of a classifier's classes with which the classifier can score texts."""
+"""Largest number of classes of a classifier that can score texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class ServedModel:
     - `scores_plainly`: a classifier's raw output is the score.
     - `similarity`: the function that compares vectors, by sentence-transformers' name.
     - `context_length`: largest number of tokens of a sequence, without lookahead.
-    - `pool_tokens`: tokens of a worker's KV cache for all outputs of one request. Each output requires
-      `num_lookahead_slots` more.
+    - `pool_tokens`: tokens of a worker's KV cache for all outputs of one request. Each output also requires
+      `num_lookahead_slots` tokens of cache.
     - `max_encoder_len`: longest text that the encoder reads, in tokens.
     - `feature_bytes`: bytes of a sound's features.
     - `speech_tokens`: control tokens of a model that transcribes.
     - `decoder_start_token_ids`: the default start of outputs; a request may override it.
-    - `undeclared_keys`: JSON outputs may have keys that the schema does not name. A strict request forbids these keys.
+    - `undeclared_keys`: JSON outputs may have keys that the schema does not name, unless the request is strict.
 
     A model of random weights may have no tokenizer. Its prompts are token ids, and its outputs have no text.
     """
@@ -87,7 +87,7 @@ class ServedModel:
 
     @classmethod
     def load(cls, limits: ModelLimits, directory: Path) -> "ServedModel":
-        """Read the files that a worker sent. Reading takes about a second, so call `load` on a thread."""
+        """Read the model's files that a worker sent. Reading takes about a second, so call `load` on a thread."""
         config = _read_json(directory / "config.json") or {}
         generation = GenerationConfig.read(config, _read_json(directory / FILE), limits.vocabulary_size)
         tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").exists() else None

@@ -31,7 +31,7 @@ SERVICES = [
 ]
 LOOK_SECONDS = 1.0
 UNLOADED_SECONDS = 5.0
-"""Seconds before a front end that cannot load the model restarts. Until then, calls fail with the reason."""
+"""Seconds before a front end that cannot load the model restarts. Until the restart, calls fail with the reason."""
 MAX_SILENT_SECONDS = 30.0
 """Seconds of silence after which the engine counts as hanging. A working engine sends a message every five seconds, and
 planning a step takes only milliseconds.
@@ -142,9 +142,9 @@ def _spare_the_collector() -> None:
     """Exclude the objects that exist at the start from Python's cycle collector.
 
     The tokenizer library alone creates half a million objects that live as long as the process. Under load, the
-    collector's scans of these objects took a third of the process's time, in pauses of 0.1 s. Requests need no
-    collector: a request's objects are freed when the call ends. Only small reference cycles remain, such as in gRPC's
-    exceptions. The oldest generation is collected about once in 100,000 new objects.
+    collector's scans of the tokenizer's objects took a third of the process's time, in pauses of 0.1 s. Requests need
+    no collector: a request's objects are freed when the call ends. Only small reference cycles remain, such as in
+    gRPC's exceptions. The oldest generation is collected about once in 100,000 new objects.
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
 """Converts between our protocol and vLLM's engine protocol, which OpenAI gateways use.
 
-The gateway tokenizes prompts and detokenizes outputs, so requests and answers have token ids. The protocol cannot show
-that a field without presence is absent. In such a field, 0 means vLLM's default if 0 is not a valid value.
+The gateway tokenizes prompts and detokenizes outputs, so requests and answers have token ids. A gateway sets all fields
+that are not `optional`. If 0 is not a valid value of a field, 0 means vLLM's default.
 """
 
 from collections.abc import Iterator, Mapping

@@ -76,7 +76,7 @@ class SchedulerMetrics:
             ("generation_tokens", "Tokens generated.", state.num_output_tokens),
         ):
             yield family.counter(name, text, count)
-        # These counters have a label for the worker, so workers that have left are not included.
+        # Counters of drafts have a label for the worker, so workers that have left are not included.
         for name, text, field in (
             ("spec_decode_num_draft_tokens", "Guesses at next tokens that were verified.", "num_guessed_tokens"),
             ("spec_decode_num_accepted_tokens", "Guesses at next tokens that were right.", "num_accepted_tokens"),
@@ -120,7 +120,7 @@ class SchedulerMetrics:
         ):
             yield family.histogram(name, text, [(more, getattr(of, histogram)) for more, of in histograms])
         workers = self._front_ends.engine.workers.all
-        # vLLM's name ends in `_total`. This suffix is for counters, so the histogram's name under `pagewire_` omits it.
+        # vLLM's name ends in `_total`, the suffix of counters. The name under `pagewire_` omits `_total`.
         yield family.histogram(
             "iteration_tokens_total" if prefix == VLLM else "iteration_tokens",
             "Tokens that a step computes.",
@@ -214,7 +214,7 @@ class SchedulerMetrics:
 
 
 def _adapters_in_use(prefix: str, engine: Engine) -> Metric:
-    """A metric for Kubernetes' gateways. The labels contain the data; the value is the time, to find the latest data."""
+    """A metric for Kubernetes' gateways. The labels contain the data; the value is the time of the data."""
     waiting: Counter[str] = Counter()
     running: Counter[str] = Counter()
     for call in engine.requests.in_flight.values():

@@ -63,8 +63,8 @@ def recorded(
 ) -> Iterator[CallTrace | None]:
     """Write one log line when a call ends or fails, with the given `event`. With a tracer, also record a span.
 
-    At the end, `figures` returns numbers for the log line and the span. These numbers reveal no content of the request
-    or of the answer.
+    At the end, `figures` returns numbers for the log line and the span. The numbers of `figures` reveal no content of
+    the request or of the answer.
     """
     leave_own_line()
     metadata = context.invocation_metadata() or ()

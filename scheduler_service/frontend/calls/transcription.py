@@ -36,7 +36,7 @@ from scheduler_service.wire.sampling import RequestSampling
 
 MIN_STEP = SAMPLE_RATE
 """Smallest number of samples between the starts of windows. If the complete texts of a window end within one second,
-the model has invented them.
+the model has invented the texts.
 """
 SAMPLES_PER_TOKEN = round(SAMPLE_RATE * SECONDS_PER_TIMESTAMP)
 """Samples of sound for each token of the encoder's output."""

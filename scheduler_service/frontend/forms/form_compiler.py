@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_KEPT = 32 << 20
-"""Bytes of memory above which a process ends after its form. A process starts with 20 MiB."""
+"""Largest number of bytes of memory with which a process continues after a form. A process starts with 20 MiB."""
 MAX_GRAMMAR = 256 << 10
 """Largest number of characters of a schema that is passed to llguidance. Closing objects may lengthen the client's
 schema.
@@ -36,7 +36,7 @@ schema.
 _JSON_OPTIONS: "JsonCompileOptions" = {
     # Without a limit, small models generate whitespace until the output reaches its maximum length.
     "whitespace_pattern": r"[ \n\r\t]{1,32}",
-    # A client's schema may set these options; without our values, outputs could be invalid.
+    # A client's schema may contain `lenient` and `coerce_one_of`, with which outputs could be invalid.
     "lenient": False,
     "coerce_one_of": False,
 }
@@ -47,15 +47,15 @@ _ONE_OF = (
     'key with a "const" of its own. Or say "anyOf"'
 )
 _OF_THE_MODEL = re.compile(r"special token|token range|token id", re.IGNORECASE)
-"""Matches errors about tokens that a grammar names. Workers have these tokens, but this process has only bytes."""
+"""Matches errors about tokens that a grammar names. Only workers have the model's tokens; this process has bytes."""
 
 
 def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = False) -> tuple[str, str]:
     """Compile a form. Returns the grammar and an error message, which is "" for a valid form.
 
-    With `closes_objects`, a JSON object may only have keys that the schema names. A schema with `additionalProperties`
-    overrides this rule. The grammar is tested with a worker's limits, so that a form that exceeds llguidance's limits
-    is refused before the first token. Raises MemoryError, RecursionError.
+    With `closes_objects`, a JSON object may only have keys that the schema names. A schema's `additionalProperties`
+    overrides `closes_objects`. The grammar is tested with a worker's limits, so that a form that exceeds llguidance's
+    limits is refused before the first token. Raises MemoryError, RecursionError.
     """
     try:
         grammar = _schema_grammar(texts[0], closes_objects) if kind == "json_schema" else _grammar(kind, texts)

@@ -53,7 +53,7 @@ class Forms:
     async def read(self, sampling: pb.SamplingParams, *, undeclared_keys: bool = True) -> str:
         """The grammar of a request's form; "" if the request has no form. Raises FormError, RequestError.
 
-        undeclared_keys: JSON may have keys that the schema does not name. A strict form forbids these keys.
+        undeclared_keys: JSON may have keys that the schema does not name. A strict form forbids undeclared keys.
         """
         kind = sampling.WhichOneof("constraint")
         if kind is None:

@@ -1,7 +1,7 @@
 """Writes a grammar in Lark's syntax for a JSON schema with large numbers that llguidance cannot read in a schema.
 
-Large numbers here are integers that no double holds exactly, for example ids. A value of this kind becomes a literal,
-and a range becomes an expression over digits. The objects, arrays, alternatives and references around a large number
+Large numbers here are integers that no double holds exactly, for example ids. A large value becomes a literal, and a
+range becomes an expression over digits. The objects, arrays, alternatives and references around a large number
 become rules. llguidance compiles all other parts of the schema, which the grammar contains as JSON schemas.
 """
 

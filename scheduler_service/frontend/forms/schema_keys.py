@@ -1,7 +1,7 @@
 """Rewrites the keys of objects in a JSON schema where llguidance is not exact.
 
-A pattern (`patternProperties`) may match only keys that an object names. In this case, llguidance would allow a comma
-after the named keys, but no key could follow. So the pattern is replaced by the keys that it matches:
+If a pattern (`patternProperties`) matches only keys that an object names, llguidance is not exact: it would allow a
+comma after the named keys, but no key could follow. So the pattern is replaced by the keys that it matches:
 `{"patternProperties": {"^score$": …}}` becomes `{"properties": {"score": …}}`.
 
 llguidance does not prevent that an output repeats an unnamed key. So a schema can require at most one unnamed key. An
@@ -38,7 +38,7 @@ class KeyPatterns:
         self._tokenizer = tokenizer
 
     def list_keys(self, schema: Any) -> Any:
-        """Replace patterns that match only named keys by these keys. Raises SchemaError."""
+        """Replace each pattern that matches only named keys by the keys. Raises SchemaError."""
         _check_counts(schema)
         parts = [part for part, _ in schemas_in(schema)]
         if not any("patternProperties" in part for part in parts):

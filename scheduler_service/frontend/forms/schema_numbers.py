@@ -1,12 +1,14 @@
 """Rewrites a JSON schema's numbers so that every output that llguidance 1.9 allows is valid.
 
-llguidance has three limits. It reads numbers as doubles. It reads integers of at most 64 bits. If an integer is an
-excluded bound and the other bound is less than 1 away, llguidance allows the excluded integer. For example, it allows 0
-for a number above 0 and at most 0.01. So bounds are rounded inward to numbers that llguidance handles correctly.
+llguidance has three limits. llguidance reads numbers as doubles. llguidance reads integers of at most 64 bits. If the
+bounds of a range are less than 1 apart, llguidance allows an excluded bound that is an integer. For example, llguidance
+allows 0 for a number above 0 and at most 0.01. So bounds are rounded inward to numbers that llguidance handles
+correctly.
 
 Some numbers cannot be rounded and raise `NumberError`: values that are not exactly a double, and ranges that would lose
-too many integers. For schemas with these numbers, schema_grammar.py writes a grammar. Each schema object is rewritten
-independently. llguidance may merge bounds of several objects: the intersection of two correct ranges is correct.
+too many integers. For schemas that raise `NumberError`, schema_grammar.py writes a grammar. Each schema object is
+rewritten independently. llguidance may merge bounds of several objects: the intersection of two correct ranges is
+correct.
 """
 
 import math
@@ -23,7 +25,7 @@ DIGITS, DECIMALS = 15, 18
 MAX_NUMBER = Decimal("9.2e18")
 """The largest bound of numbers. llguidance reads the digits before the decimal point as an integer of 64 bits."""
 FULL = 10**18
-"""The smallest bound that requires a second bound: larger outputs could have more digits than 64 bits hold."""
+"""The smallest lower bound that requires an upper bound: larger outputs could have more digits than 64 bits hold."""
 MAX_LOST = 1 << 10
 """Rounding the bounds of a range may lose at most 1 of 1,024 integers."""
 MAX_MULTIPLE = 1 << 32
@@ -149,7 +151,7 @@ def _first_number(bound: _Bound) -> Decimal:
 
 
 def _close(ends: "list[_N | None]", most: "_N", path: str) -> None:
-    """If a bound is at least `FULL` and the other bound is missing, add the missing bound for llguidance."""
+    """Add a missing bound, which llguidance requires if the existing bound is at least `FULL`."""
     for number, end in enumerate(ends):
         if end is not None and end > most:
             raise NumberError(f"{path} has a bound beyond {most:.4g}, behind which no number can be written")
@@ -160,7 +162,7 @@ def _close(ends: "list[_N | None]", most: "_N", path: str) -> None:
 def _check_values(value: Any, path: str) -> None:
     """Check numbers of `const` and `enum`. Raises NumberError for a number that llguidance would change.
 
-    llguidance writes integers of up to 64 bits. It writes each other number with the fewest digits that identify the
+    llguidance writes integers of up to 64 bits. llguidance writes a fraction with the fewest digits that identify the
     double.
     """
     for number, where in _numbers_in(value, path):

@@ -1,7 +1,7 @@
 """Closes the objects of a JSON schema: outputs may only have keys that the schema names.
 
 Several parts describe one value: the keywords of a schema, and the schemas in `allOf`, `anyOf`, `oneOf` and `$ref`. If
-only one part names keys, this part is closed. If several parts name keys, the schema of the value is closed with the
+only one part names keys, the part is closed. If several parts name keys, the schema of the value is closed with the
 keys of all parts. An object without named keys stays open. An object also stays open if a part has
 `additionalProperties`. Every value that the closed schema allows is valid for the original schema.
 

@@ -1,4 +1,4 @@
-"""Rewrites alternatives with a tag in a JSON schema. pydantic writes a union with a discriminator in this form.
+"""Rewrites alternatives with a tag in a JSON schema: pydantic writes a union with a discriminator as alternatives.
 
 A tag is a key for which each alternative allows different values (`const`, `enum`). An object with a tag is valid for
 at most one alternative. So the tag becomes required in each alternative, and `oneOf` becomes `anyOf`. pydantic does not

@@ -45,7 +45,9 @@ class LimitError(ValueError):
 
 
 class LimitedProcess:
-    """A process `python -m MODULE` for one thread at a time. It starts with the first work and restarts after a kill.
+    """A process `python -m MODULE` that starts with the first work and restarts after a kill.
+
+    Only one thread may use the process at a time.
 
     - `does`: describes the work in errors, such as "compiles forms".
     - `setup`: bytes that a new process receives first, if there are any.

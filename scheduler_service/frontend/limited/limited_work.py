@@ -31,10 +31,11 @@ class Outcome(IntEnum):
 
 _END, _ANOTHER = 0, 3
 """Exit statuses of a child: the process ends without a reply, or forks another child."""
+# Rust aborts if an allocation fails. A stack overflow causes SIGSEGV.
 _ENDED_BY: dict[int, Outcome] = {
     signal.SIGPROF: Outcome.TOO_LONG,
-    signal.SIGABRT: Outcome.TOO_MUCH_MEMORY,  # Rust aborts if an allocation fails
-    signal.SIGSEGV: Outcome.TOO_DEEP,  # a stack overflow
+    signal.SIGABRT: Outcome.TOO_MUCH_MEMORY,
+    signal.SIGSEGV: Outcome.TOO_DEEP,
 }
 
 

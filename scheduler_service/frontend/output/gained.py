@@ -1,4 +1,4 @@
-"""An output's gain in one step, for gains that are more than a token."""
+"""An output's gain in one step, if the gain is more than a token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Gained:
     - `token_id`: the new token; None while the prompt is computed.
     - `status`: set if the output ended in this step.
     - `prompt_logprobs`: log-probabilities of the prompt's positions from `prompt_start` on.
-    - `vectors`: with a vector for each token, the vectors of the positions from `prompt_start` - 1 on.
+    - `vectors`: the output's new vectors. If each token has a vector, they begin at the position `prompt_start` - 1.
     """
 
     index: int

@@ -41,8 +41,9 @@ class RequestState:
         unread: UnreadOutput,
     ) -> None:
         self.request = request
-        self.call = 0  # number of the call on the connection to the engine
-        self.first_output = 0  # number of the first output on the connection to the engine
+        # The connection to the engine numbers calls and outputs.
+        self.call = 0
+        self.first_output = 0
         self.standing = Standing()
         """The request's place and counts in the engine, from the engine's latest message."""
         self.trace: Trace | None = None

@@ -90,8 +90,9 @@ class OutputStream:
         self._unread = unread
         self._taken = 0  # bytes of the delta that the reader is writing
         self._full: deque[OutputDelta] = deque()
-        self._pending: dict[int, OutputDelta] = {}  # the last delta of each output, which grows; sent after full deltas
-        self._whole: deque[Iterator[OutputDelta | None]] = deque()  # whole outputs; sent after all other deltas
+        # The last delta of each output, which grows. Full deltas are sent first, pending deltas next.
+        self._pending: dict[int, OutputDelta] = {}
+        self._whole: deque[Iterator[OutputDelta | None]] = deque()  # whole outputs, sent after all other deltas
         self._error: RequestError | None = None
         self._turns = turns
         self._turn = Turn()
@@ -112,8 +113,8 @@ class OutputStream:
     def put_token(self, index: int, token_id: int, text: str, num_output_tokens: int) -> None:
         """Add a token and its text, for a request with `is_plain`.
 
-        This is a fast path of `put`: deltas of plain requests have no log-probabilities or vectors. Most tokens take
-        this path, and nearly all are merged into an existing delta.
+        `put_token` is a fast path of `put`: deltas of plain requests have no log-probabilities or vectors. Most tokens
+        are added with `put_token`, and nearly all are merged into an existing delta.
         """
         self.count(output_bytes(1, len(text)))
         delta = self._pending.get(index)

@@ -2,9 +2,9 @@
 
 A step of 256 sequences brings tokens for 256 clients. If all streams wrote at once, workers' answers and new calls
 would wait behind 256 completed writes in gRPC's single queue of events. gRPC accepts new calls one after the other, so
-only 100 calls a second would be accepted. This rate kept three workers half empty. So only a few writes run at a time,
-in the order of the requests for turns. Under high load, turns come later and output is merged, so that streams write
-fewer and larger messages.
+only 100 calls a second would be accepted. With 100 new calls a second, three workers stayed half empty. So only a few
+writes run at a time, in the order of the requests for turns. Under high load, turns come later and output is merged, so
+that streams write fewer and larger messages.
 
 A client that does not read, or reads slowly, does not delay other clients. After a timeout, the client's turn no longer
 counts towards the limit of turns. The client's next turns do not count until a turn is quick again. When all turns time
@@ -15,7 +15,7 @@ import asyncio
 from collections import deque
 
 AT_ONCE = 8
-"""Largest number of turns at the same time. These turns take about 0.5 ms, enough that a write is always ready."""
+"""Largest number of turns at the same time. Eight turns take about 0.5 ms, enough that a write is always ready."""
 LONGEST_SECONDS = 0.02
 SHORTEST_SECONDS = 0.001
 SLOW_AFTER = 4 * AT_ONCE

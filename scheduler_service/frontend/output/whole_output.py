@@ -1,7 +1,7 @@
 """Outputs of best_of and beam search, which are sent after all outputs have ended, in deltas for the reader.
 
-A client may already have the beginning of an output from a broken stream. In this case, the search runs again, and the
-tokens that the client has are not sent again. They are still decoded, because the text of later tokens depends on them.
+If a client already has the beginning of an output from a broken stream, the search runs again. Tokens that the client
+has are decoded but not sent: the text of later tokens depends on the text of earlier tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -96,7 +96,7 @@ class Container:
         return None
 
     def read(self, length: int) -> npt.NDArray[np.float32]:
-        """The next `length` samples, [num_samples, num_channels]. At the end of the file, fewer samples."""
+        """Read the next samples, [num_samples, num_channels]. Fewer than `length` remain at the end of the file."""
         blocks, count = [], 0
         while self._rest is not None and count < length:
             blocks.append(self._rest[: length - count])

@@ -4,8 +4,8 @@ A window of 30 s becomes 3,000 frames of 80 or 128 bands. A frame is the power s
 10 ms. The bands have equal width on Slaney's mel scale. Values are logarithms of base 10. Values lower than the maximum
 minus 8 are raised to this limit (Radford et al., 2023).
 
-The front end computes the spectrogram, so that workers spend their CPU time on steps. The computation needs no model.
-It takes 8 ms of numpy a window (AMD EPYC), and the spectrogram is smaller than the samples.
+The front end computes the spectrogram, so that workers spend their CPU time on steps. The computation needs no model,
+and takes 8 ms of numpy a window (AMD EPYC). The spectrogram is smaller than the samples.
 """
 
 from functools import cache

@@ -17,7 +17,7 @@ _MAX_PAGES = 1 << 18
 pages, and Python takes 3 µs a page (AMD EPYC).
 """
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
-"""All byte values with reversed bits. After this mapping, zlib's CRC computes Ogg's checksum."""
+"""All byte values with reversed bits. With reversed bits, zlib's CRC computes Ogg's checksum."""
 
 
 def flaw(data: bytes) -> str | None:

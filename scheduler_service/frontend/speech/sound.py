@@ -32,8 +32,8 @@ _UNKNOWN_LENGTH = 0x7FFF_0000
 _UNKNOWN_FRAMES = 1 << 50
 """Frame count from which a file's length counts as unknown: libsndfile's count for a FLAC or MP3 without a length."""
 _ENDLESS_BYTES = 1 << 56
-"""Pretended file size of an MP3. With this size, even the lowest length estimate (384 samples for 1,728 bytes) counts
-as unknown. The highest estimate fits 63 bits.
+"""Pretended file size of an MP3, in bytes. Even the lowest length estimate (384 samples for 1,728 bytes) then counts as
+unknown. The highest estimate fits 63 bits.
 """
 _MAX_LOST = 0.9
 """The share of the frames stated in the header that a file must contain."""
@@ -46,7 +46,7 @@ _TAG = re.compile(rb"ID3...(....)", re.DOTALL)
 _MAX_TAGS = 16
 """Largest number of ID3 tags before a sound. libsndfile took 25 s for a file of 16 MB with 800,000 tags, no sound."""
 _MAX_NUMBERS = 1 << 19
-"""Number of samples, of all channels together, that are decoded at a time. These samples take three times 2 MB."""
+"""Number of samples, of all channels together, that are decoded at a time. Decoding takes three times 2 MB."""
 
 Samples = npt.NDArray[np.float32]
 
@@ -67,7 +67,7 @@ class _Forwards(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has no 
         return None if super().frames >= _UNKNOWN_FRAMES else int(super().frames)
 
     def read(self, length: int) -> Samples:
-        """The next `length` samples, [num_samples, num_channels]. At the end of the file, fewer samples."""
+        """Read the next samples, [num_samples, num_channels]. Fewer than `length` remain at the end of the file."""
         return super().read(length, dtype="float32", always_2d=True)  # type: ignore[no-any-return]
 
 
@@ -109,18 +109,19 @@ class Sound:
             self._check_seconds(file.frames / file.samplerate)
         self._resampler = soxr.ResampleStream(file.samplerate, SAMPLE_RATE, 1, dtype="float32")
         self._block = min(file.samplerate, _MAX_NUMBERS // file.channels)  # one second of most sounds
-        self._num_read = 0  # samples read from the file, at the file's rate
-        self._start = 0  # position of the first kept sample, at the model's rate
+        # `_num_read` counts samples at the file's rate. `_start` is the position of `_kept` at the model's rate.
+        self._num_read = 0
+        self._start = 0
         self._kept: Samples = np.empty(0, dtype=np.float32)
         self._is_over = False
 
     @property
     def seconds(self) -> float:
-        """Seconds of sound read so far. After the last window this is the sound's full length."""
+        """Seconds of sound read so far. After the last window, `seconds` is the sound's full length."""
         return self._num_read / float(self._file.samplerate)
 
     def window(self, start: int, length: int) -> Samples:
-        """The `length` samples from position `start` on. At the end of the file, fewer samples.
+        """The `length` samples from position `start` on. Fewer samples remain at the end of the file.
 
         Windows may overlap. Each window starts at or after the start of the previous window. Raises SoundError if the
         rest of the file is unreadable or too long.

@@ -28,8 +28,9 @@ class Transcript:
         self._seconds = seconds
         self._begin: float | None = None
         self._token_ids: list[int] = []
-        self._logprobs: list[float] = []  # log-probabilities of `_token_ids`, if known
-        self._end = 0.0  # end of the last complete text, in seconds
+        # `_logprobs`: log-probabilities of `_token_ids`, if known. `_end`: end of the last complete text, in seconds.
+        self._logprobs: list[float] = []
+        self._end = 0.0
 
     def gain(self, token_id: int, logprob: float | None = None) -> Segment | None:
         """Add a token. Returns the segment that the token completes, or None."""
@@ -53,7 +54,7 @@ class Transcript:
 
     @property
     def rest(self) -> Segment | None:
-        """The text without an end time, if it is the window's only text. This segment ends with the window."""
+        """The text without an end time, if it is the window's only text. The segment's end is the window's end."""
         if self._end or not self._token_ids:
             return None
         return self._segment(self._seconds)

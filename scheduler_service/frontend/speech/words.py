@@ -64,7 +64,7 @@ def _joined_at_spaces(pieces: Sequence[tuple[str, int]]) -> list[tuple[str, int]
 
 
 def _with_opening(words: Sequence[Word]) -> list[Word]:
-    """Join opening marks after a space to the next word."""
+    """Join an opening mark that follows a space to the next word."""
     found: list[Word] = []
     for word in reversed(words):
         if found and word.text.startswith(" ") and word.text.strip() in _OPENING:

@@ -39,7 +39,7 @@ the whole message with 4 bytes a character. Each filter and each `+` of a templa
 class ChatRenderer:
     """Renders chats with the template in `file`.
 
-    `variables`: texts of special tokens by name. The template may use these variables and the messages.
+    `variables`: texts of special tokens by name, which the template may use.
     """
 
     def __init__(self, source: str, file: str, variables: Mapping[str, str]) -> None:

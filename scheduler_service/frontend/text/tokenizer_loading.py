@@ -1,7 +1,8 @@
 """Loads the tokenizer from a model's files.
 
 Token ids, normalizer, splitter and decoder come from tokenizer.json. The tokenizer class that other files name has no
-effect; transformers 5 rebuilds these parts for the class. tokenizer_config.json adds tokens and lists the special ones.
+effect; transformers 5 would rebuild all four parts for the class. tokenizer_config.json adds tokens and lists special
+tokens.
 """
 
 import json
@@ -23,7 +24,7 @@ from scheduler_service.frontend.text.chat_renderer import ChatRenderer
 log = structlog.get_logger()
 
 _FORMER_KEYS = {"Metaspace": ("str_rep", "add_prefix_space")}
-"""Keys in the files of old releases. The library reads these keys but writes newer keys."""
+"""Keys in the files of old releases. The library reads the old keys but writes newer keys."""
 _TOKENS = {("model", "vocab"), ("model", "merges")}
 _FIXED_SPLIT = r"\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
 """A part of the splitting pattern that `fix_mistral_regex` requires."""

@@ -1,6 +1,6 @@
 """Finds many words in a text without holding the interpreter's lock for long.
 
-One regular expression contains all words, merged by common prefixes. So a text full of such prefixes costs no more
+One regular expression contains all words, merged by common prefixes. So a text full of words' prefixes costs no more
 for a thousand words than for one word. Python's `re` holds the interpreter's lock for a whole call, so each call
 searches only a part of the text.
 """
