@@ -1,7 +1,7 @@
 """Writes a log line for each call whose method writes no line: the method, the caller's key id, and the call's status.
 
-Of a request's content, only names that a servicer notes are logged. Keys are never logged, and successful probes are
-not logged. A caller without a valid key could fill the log, so only a few calls without a valid key are logged. Further
+A log line contains only names that the method notes with `note`, and never a key. Successful probes are not logged.
+A caller without a valid key could fill the log, so only a few calls without a valid key are logged. Further
 calls are counted.
 """
 

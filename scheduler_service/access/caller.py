@@ -31,7 +31,7 @@ def key_check(keyring: Callable[[], Keyring | None], *, admin: bool = False) -> 
 
 
 def tenant_of(asked: str) -> str:
-    """The tenant of the current call: the API key's tenant. If calls need no key, the requested tenant.
+    """The tenant of the current call: the API key's tenant. If calls need no key, the requested tenant counts.
 
     Raises PERMISSION_DENIED if the requested tenant differs from the key's tenant.
     """

@@ -131,7 +131,7 @@ class Keyring:
         return key.metrics or key.admin
 
     def authenticate(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> ApiKey:
-        """The key in a call's `authorization: Bearer …`. Raises UNAUTHENTICATED."""
+        """The API key in the header `authorization` of a call. Raises UNAUTHENTICATED."""
         values = [value for name, value in metadata or () if name == "authorization"]
         if not values:
             raise _unauthenticated(_NO_KEY)
@@ -200,7 +200,7 @@ def parse_keys(text: str) -> list[ApiKey]:
     """Parse a key file. Raises ValueError with the error's place in the file."""
     try:
         entries = _File.model_validate(tomllib.loads(text)).key
-        if entries is None:  # e.g. a file that is being written
+        if entries is None:  # for example, the file is still being written
             raise ValueError("it has no [[key]]; if no key is to open anything, write key = []")
     except ValidationError as error:
         first = error.errors()[0]

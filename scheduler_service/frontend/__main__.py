@@ -28,6 +28,7 @@ def main() -> None:
     configure_logging(arguments.log_level, arguments.log_format)
     leave_signals_to_the_parent()
     end_with_the_parent()  # an orphaned front end would keep the port open
+
     # If cores are scarce, the engine has priority: a late front end merges tokens into fewer messages, but a late
     # engine lets workers idle.
     os.nice(NICE)

@@ -26,22 +26,23 @@ MAX_SCORED = 2
 class ServedModel:
     """Name, limits, defaults and tokenizer of the served model, and the model's `files` by name.
 
-    - `generates`: tokens can be sampled.
-    - `embedding_size`: length of embedding vectors; 0 means that the model cannot embed.
-    - `pooling_type`, `normalizes`: the pooling with which the model was trained.
-    - `num_labels`: number of a classifier's classes; 0 means that the model is no classifier.
-    - `scores_plainly`: a classifier's raw output is the score.
-    - `similarity`: the function that compares vectors, by sentence-transformers' name.
-    - `context_length`: largest number of tokens of a sequence, without lookahead.
-    - `pool_tokens`: tokens of a worker's KV cache for all outputs of one request. Each output also requires
+    `generates`: tokens can be sampled.
+    `embedding_size`: length of embedding vectors; 0 means that the model cannot embed.
+    `pooling_type`, `normalizes`: the pooling with which the model was trained.
+    `num_labels`: number of a classifier's classes; 0 means that the model is no classifier.
+    `scores_plainly`: a classifier's raw output is the score.
+    `similarity`: the function that compares vectors, by sentence-transformers' name.
+    `context_length`: largest number of tokens of a sequence, without lookahead.
+    `pool_tokens`: tokens of a worker's KV cache for all outputs of one request. Each output also requires
       `num_lookahead_slots` tokens of cache.
-    - `max_encoder_len`: longest text that the encoder reads, in tokens.
-    - `feature_bytes`: bytes of a sound's features.
-    - `speech_tokens`: control tokens of a model that transcribes.
-    - `decoder_start_token_ids`: the default start of outputs; a request may override it.
-    - `undeclared_keys`: JSON outputs may have keys that the schema does not name, unless the request is strict.
+    `max_encoder_len`: longest text that the encoder reads, in tokens.
+    `feature_bytes`: bytes of a sound's features.
+    `speech_tokens`: control tokens of a model that transcribes.
+    `decoder_start_token_ids`: the default start of outputs; a request may override it.
+    `undeclared_keys`: outputs in JSON may have keys that the schema does not name, unless the request is strict.
 
-    A model of random weights may have no tokenizer. Its prompts are token ids, and its outputs have no text.
+    A model of random weights may have no tokenizer. Without a tokenizer, prompts are token ids, and outputs have no
+    text.
     """
 
     name: str

@@ -75,7 +75,7 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
             setattr(sampling, name, getattr(params, name))
     for name, default in _NUMBERS.items():
         setattr(sampling, name, getattr(params, name) or default)
-    if params.min_tokens:  # a gateway also sends 0 for an absent field; then the model's default holds
+    if params.min_tokens:  # gateways send 0 for an absent field, which leaves the model's default
         sampling.min_tokens = params.min_tokens
     constraint = params.WhichOneof("constraint")
     if constraint in _FORMS:
@@ -92,8 +92,8 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
 class StreamedAnswers:
     """One chunk for each new token of an output, and an empty completion at the output's end.
 
-    Chunks have one token because of smg 1.13: that gateway loses text that follows a token for the end of thinking in
-    the same chunk.
+    Chunks have one token because of the gateway smg 1.13. If a chunk contains the token that ends thinking, smg loses
+    the text after the token.
     """
 
     def __init__(self, state: RequestState) -> None:

@@ -1,7 +1,7 @@
 """Exports the scheduler's state and statistics as Prometheus metrics.
 
-A metric that vLLM also has keeps vLLM's name and meaning, with the prefix `pagewire_` in place of `vllm:`. With
-`vllm_names`, these metrics are also exported under vLLM's names, for dashboards and gateways that read vLLM's names.
+If vLLM has the same metric, our metric has vLLM's meaning and name, with the prefix `pagewire_` in place of `vllm:`.
+With `vllm_names`, shared metrics are also exported under vLLM's names, for dashboards and gateways that read them.
 """
 
 import time
@@ -120,7 +120,7 @@ class SchedulerMetrics:
         ):
             yield family.histogram(name, text, [(more, getattr(of, histogram)) for more, of in histograms])
         workers = self._front_ends.engine.workers.all
-        # vLLM's name ends in `_total`, the suffix of counters. The name under `pagewire_` omits `_total`.
+        # The suffix `_total` of vLLM's name is for counters, so the name under `pagewire_` omits the suffix.
         yield family.histogram(
             "iteration_tokens_total" if prefix == VLLM else "iteration_tokens",
             "Tokens that a step computes.",
@@ -274,7 +274,7 @@ class _Families:
         return family
 
     def histogram(self, name: str, text: str, histograms: Sequence[tuple[dict[str, str], Histogram]]) -> Metric:
-        """A family of histograms, with one histogram for each set of additional labels. All sets have equal names."""
+        """A family with a histogram for each set of additional labels. All sets have the same label names."""
         labels = [self._labels | more for more, _ in histograms]
         family = HistogramMetricFamily(self._prefix + name, text, labels=list(labels[0]) if labels else ())
         for all_of, (_, histogram) in zip(labels, histograms, strict=True):

@@ -69,9 +69,9 @@ async def generate(
 ) -> None:
     """Serve a request until the call ends. Raises RequestError.
 
-    - `operation`: the call's name in traces, CHAT or TEXT_COMPLETION.
-    - `is_whole`: each output is sent after the output has ended.
-    - `num_bytes`: bytes of memory that the call holds in addition to `request`.
+    `operation`: the call's name in traces, CHAT or TEXT_COMPLETION.
+    `is_whole`: each output is sent after the output has ended.
+    `num_bytes`: bytes of memory that the call holds in addition to `request`.
     """
     record = _Record()
     with (

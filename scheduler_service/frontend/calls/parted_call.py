@@ -39,7 +39,7 @@ class PartedCall:
     """The call's name in traces."""
 
     def __init__(self, link: EngineLink, request: Request, context: Context, num_bytes: int) -> None:
-        """num_bytes: bytes of memory of the call without the parts."""
+        """`num_bytes`: bytes of memory of the call without the parts."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0

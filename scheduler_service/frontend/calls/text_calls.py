@@ -63,7 +63,7 @@ class TextCall(PartedCall):
     async def run(self, items: AsyncIterator[TextItem], pooling: PoolingParams, take: Take, longest: int) -> None:
         """Compute every text, and pass the results to `take` in order. Raises RequestError.
 
-        longest: an upper bound of the number of tokens of the longest text.
+        `longest`: an upper bound of the number of tokens of the longest text.
         """
         room = _Room(self._call, _bytes_of(min(longest, self.model.context_length), pooling))
         number, before = 0, asyncio.Event()
@@ -89,7 +89,7 @@ class TextCall(PartedCall):
         before: asyncio.Event,
         after: asyncio.Event,
     ) -> None:
-        """before: set after the results of all earlier texts are sent. after: set after this text's result is sent."""
+        """`before`: set after all earlier texts' results are sent. `after`: set after this text's result is sent."""
         pooled = replace(pooling, num_first_tokens=item.num_first_tokens)
         async with self.part(number, item.token_ids, RequestSampling(max_tokens=1, pooling=pooled)) as state:
             await before.wait()

@@ -115,7 +115,7 @@ class _SpeechCall(PartedCall):
                 logprobs=0 if request.scores else None,
                 transcript=tokens.transcript,
             )
-            kept: list[Segment] = []  # segments that wait for word times, which one request computes for all of them
+            kept: list[Segment] = []  # segments without word times; one request computes the times of all segments
             async with self.part(self._num_parts, prompt, sampling, features) as state:
                 state.stream.when_cut = writer.give_up
                 async for delta in state.stream:
@@ -211,8 +211,8 @@ class _SpeechCall(PartedCall):
     ) -> Sequence[float]:
         """The start of each token of the segments, and the end of the last token, in seconds of the window.
 
-        The request's prompt is a transcript without times, because the model's files name attention heads that follow
-        the sound only for transcripts without times.
+        The request's prompt is a transcript without times: only for such a prompt, the model's files name attention
+        heads that follow the sound.
         """
         prompt = [*plain, *(token_id for segment in segments for token_id in segment.token_ids)]
         check_context("a window's text, whose words are to be timed,", len(prompt), self.model)

@@ -1,4 +1,4 @@
-"""The encoder's input of an encoder-decoder model: converts a request's field to token ids or features."""
+"""Converts a request's encoder prompt to token ids or features, for encoder-decoder models."""
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.core import EncoderInput

@@ -36,7 +36,7 @@ from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.output_failure import NOTHING_ALLOWED
 from scheduler_service.wire.sampling import RequestSampling
 
-# Lower positive temperatures are raised to this value. A division by less would overflow and not change the choice.
+# Lower positive temperatures are raised to this value: dividing logits by less could overflow, with equal outputs.
 MIN_TEMPERATURE = 0.01
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_KEPT = 32 << 20
-"""Largest number of bytes of memory with which a process continues after a form. A process starts with 20 MiB."""
+"""Bytes of memory. A process that exceeds this limit ends after its form. A process starts with 20 MiB."""
 MAX_GRAMMAR = 256 << 10
 """Largest number of characters of a schema that is passed to llguidance. Closing objects may lengthen the client's
 schema.
@@ -67,7 +67,7 @@ def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = Fals
             error = "" if error.startswith("WARNING") else error
     except (MemoryError, RecursionError):
         raise
-    except (AttributeError, KeyError, TypeError):  # the code that reads a schema raised this
+    except (AttributeError, KeyError, TypeError):  # raised by code that reads a schema
         return "", "a keyword in it has a value of another kind than it must have"
     except BaseException as failure:  # a panic in Rust is no subclass of `Exception`
         grammar, error = "", str(failure) or type(failure).__name__

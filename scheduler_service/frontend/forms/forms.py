@@ -1,8 +1,8 @@
 """Compiles the form of a request's output to a grammar, and tests the grammar with a worker's limits.
 
-llguidance compiles forms in processes that are killed if they take too long (form_compiler.py). Two processes compile,
-so one slow form does not delay all other forms. If several requests have the same form at the same time, the form is
-compiled once. The worker masks tokens by the grammar (worker_service/execution/sampling/forms.py).
+The library llguidance compiles forms, in processes that are killed at a time limit (form_compiler.py). Two processes
+compile, so one slow form does not delay all other forms. If several requests have the same form at the same time, the
+form is compiled once. The worker masks tokens by the grammar (worker_service/execution/sampling/forms.py).
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Forms:
     async def read(self, sampling: pb.SamplingParams, *, undeclared_keys: bool = True) -> str:
         """The grammar of a request's form; "" if the request has no form. Raises FormError, RequestError.
 
-        undeclared_keys: JSON may have keys that the schema does not name. A strict form forbids undeclared keys.
+        `undeclared_keys`: JSON may have keys that the schema does not name. A strict form forbids undeclared keys.
         """
         kind = sampling.WhichOneof("constraint")
         if kind is None:
@@ -62,7 +62,7 @@ class Forms:
         form = json.dumps([kind, closes_objects, *_texts(kind, sampling)]).encode()
         digest = hashlib.sha256(form).digest()
         turn = self._turns.setdefault(digest, asyncio.Lock())
-        async with turn:  # later requests with this form find the grammar, or compile it if the first client has left
+        async with turn:  # requests with the same form wait for the first; if its client leaves, the next one compiles
             grammar, error, found_at = self._grammars.get(digest, ("", "", 0.0))
             if grammar or (error and time.monotonic() - found_at < REFUSAL_SECONDS):
                 self._grammars.move_to_end(digest)

@@ -2,7 +2,7 @@
 
 Large numbers here are integers that no double holds exactly, for example ids. A large value becomes a literal, and a
 range becomes an expression over digits. The objects, arrays, alternatives and references around a large number
-become rules. llguidance compiles all other parts of the schema, which the grammar contains as JSON schemas.
+become rules. All other parts of the schema remain JSON schemas within the grammar.
 """
 
 import json

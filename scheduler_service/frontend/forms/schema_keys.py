@@ -4,7 +4,7 @@ If a pattern (`patternProperties`) matches only keys that an object names, llgui
 comma after the named keys, but no key could follow. So the pattern is replaced by the keys that it matches:
 `{"patternProperties": {"^score$": …}}` becomes `{"properties": {"score": …}}`.
 
-llguidance does not prevent that an output repeats an unnamed key. So a schema can require at most one unnamed key. An
+An output may repeat a key that the schema does not name. So a schema can require at most one unnamed key. An
 output could also spell a named key with \\u: \\u0061 is the key "a". So if a schema allows unnamed keys, outputs may
 not contain \\u escapes.
 """
@@ -32,7 +32,7 @@ _END = -1
 
 
 class KeyPatterns:
-    """Finds the keys that match a pattern. llguidance matches the pattern byte by byte."""
+    """Finds the keys that match a pattern, by matching the pattern byte by byte."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer

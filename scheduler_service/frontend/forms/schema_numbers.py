@@ -1,14 +1,13 @@
 """Rewrites a JSON schema's numbers so that every output that llguidance 1.9 allows is valid.
 
-llguidance has three limits. llguidance reads numbers as doubles. llguidance reads integers of at most 64 bits. If the
-bounds of a range are less than 1 apart, llguidance allows an excluded bound that is an integer. For example, llguidance
-allows 0 for a number above 0 and at most 0.01. So bounds are rounded inward to numbers that llguidance handles
-correctly.
+The library llguidance has three limits. Numbers are read as doubles. Integers have at most 64 bits. If the bounds of a
+range are less than 1 apart, llguidance allows an excluded bound that is an integer. For example, llguidance allows 0
+for a number above 0 and at most 0.01. So bounds are rounded inward to numbers that llguidance handles correctly.
 
 Some numbers cannot be rounded and raise `NumberError`: values that are not exactly a double, and ranges that would lose
 too many integers. For schemas that raise `NumberError`, schema_grammar.py writes a grammar. Each schema object is
-rewritten independently. llguidance may merge bounds of several objects: the intersection of two correct ranges is
-correct.
+rewritten independently. If llguidance merges the bounds of several objects, the result stays correct: the intersection
+of two correct ranges is correct.
 """
 
 import math
@@ -23,7 +22,7 @@ MAX_INTEGER = (1 << 63) - 1024
 DIGITS, DECIMALS = 15, 18
 """Number of significant digits that every double holds, and number of decimals that llguidance reads of a bound."""
 MAX_NUMBER = Decimal("9.2e18")
-"""The largest bound of numbers. llguidance reads the digits before the decimal point as an integer of 64 bits."""
+"""The largest bound of numbers: llguidance reads the digits before the decimal point as an integer of 64 bits."""
 FULL = 10**18
 """The smallest lower bound that requires an upper bound: larger outputs could have more digits than 64 bits hold."""
 MAX_LOST = 1 << 10
@@ -162,8 +161,7 @@ def _close(ends: "list[_N | None]", most: "_N", path: str) -> None:
 def _check_values(value: Any, path: str) -> None:
     """Check numbers of `const` and `enum`. Raises NumberError for a number that llguidance would change.
 
-    llguidance writes integers of up to 64 bits. llguidance writes a fraction with the fewest digits that identify the
-    double.
+    Integers of up to 64 bits remain exact. A fraction is written with the fewest digits that identify the double.
     """
     for number, where in _numbers_in(value, path):
         if number != int(number):
@@ -185,8 +183,7 @@ def _numbers_in(value: Any, path: str) -> Iterator[tuple[int | Decimal, str]]:
 def _check_multiple(value: Any, path: str) -> None:
     """Check a `multipleOf`. Raises SchemaError.
 
-    llguidance reads the value as a double, and multiplies the double by 10 until it is an integer. The integer must
-    fit 32 bits.
+    The value is read as a double. The double is multiplied by 10 until it is an integer, which must fit 32 bits.
     """
     if not _is_number(value) or value <= 0:
         raise SchemaError(f"{path} is not a number above 0")

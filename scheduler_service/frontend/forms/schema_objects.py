@@ -6,8 +6,8 @@ keys of all parts. An object without named keys stays open. An object also stays
 `additionalProperties`. Every value that the closed schema allows is valid for the original schema.
 
 A definition that is the only part of a value is closed. If a value has further parts, its `$ref` is redirected to an
-open copy of the definition. llguidance reads a recursive `$ref` only without other keywords, so closing adds no keyword
-next to a `$ref`.
+open copy of the definition. Closing adds no keyword next to a `$ref`, because llguidance reads a recursive `$ref` only
+without other keywords.
 """
 
 import itertools
@@ -72,7 +72,7 @@ class _Closer:
         found["allOf"] = [
             *found.get("allOf", []),
             names | {"additionalProperties": False},
-        ]  # last, to keep the order of keys
+        ]  # appended last, to keep the order of keys
         return found
 
     def _part(self, node: Any) -> Any:

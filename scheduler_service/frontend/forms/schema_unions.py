@@ -1,9 +1,9 @@
-"""Rewrites alternatives with a tag in a JSON schema: pydantic writes a union with a discriminator as alternatives.
+"""Rewrites alternatives with a tag in a JSON schema, such as a union with a discriminator in pydantic.
 
 A tag is a key for which each alternative allows different values (`const`, `enum`). An object with a tag is valid for
-at most one alternative. So the tag becomes required in each alternative, and `oneOf` becomes `anyOf`. pydantic does not
-require a tag that has a default. The new schema is stricter, because llguidance needs the tag to distinguish the
-alternatives.
+at most one alternative. So the tag becomes required in each alternative, and `oneOf` becomes `anyOf`. The new schema is
+stricter than pydantic's schema, in which a tag with a default is not required: llguidance needs the tag to distinguish
+the alternatives.
 """
 
 from typing import Any

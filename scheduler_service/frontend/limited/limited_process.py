@@ -1,6 +1,6 @@
 """Runs expensive work in a process that the system kills at its limits: the part in the front end.
 
-limited_work.py is the part in the limited process.
+The part in the limited process is in limited_work.py.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ class LimitedProcess:
 
     Only one thread may use the process at a time.
 
-    - `does`: describes the work in errors, such as "compiles forms".
-    - `setup`: bytes that a new process receives first, if there are any.
+    `does`: describes the work in errors, such as "compiles forms".
+    `setup`: bytes that a new process receives first, if there are any.
     """
 
     def __init__(self, module: str, does: str, setup: bytes = b"") -> None:
@@ -101,7 +101,7 @@ class LimitedProcess:
 
 
 class LimitedProcesses:
-    """Several processes for the same kind of work, each with a waiting thread. If all are busy, work is queued."""
+    """Several processes for the same kind of work, each with a thread. If all processes are busy, work is queued."""
 
     def __init__(self, number: int, module: str, does: str, setup: bytes = b"") -> None:
         self._threads = ThreadPoolExecutor(number, module.rpartition(".")[2])

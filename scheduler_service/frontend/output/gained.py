@@ -15,10 +15,10 @@ from scheduler_service.wire.fields import decode_enum
 class Gained:
     """The gain of an output in one step.
 
-    - `token_id`: the new token; None while the prompt is computed.
-    - `status`: set if the output ended in this step.
-    - `prompt_logprobs`: log-probabilities of the prompt's positions from `prompt_start` on.
-    - `vectors`: the output's new vectors. If each token has a vector, they begin at the position `prompt_start` - 1.
+    `token_id`: the new token; None while the prompt is computed.
+    `status`: set if the output ended in this step.
+    `prompt_logprobs`: log-probabilities of the prompt's positions from `prompt_start` on.
+    `vectors`: the output's new vectors. If each token has a vector, the first is at `prompt_start` - 1.
     """
 
     index: int

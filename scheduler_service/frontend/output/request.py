@@ -24,11 +24,11 @@ def request_key(tenant: str, request_id: str) -> str:
 class Resumption:
     """The part of a broken stream that the client has received.
 
-    - `token_ids`: received tokens of each output; empty if the client has received no tokens.
-    - `begun`: received tokens of outputs that are sent after all outputs have ended. Begun outputs are generated again.
-    - `texts`: text of each output in `token_ids` with tokens.
-    - `finished`: indices of outputs that the client has received in full.
-    - `num_prompt_logprobs`: number of the prompt's positions whose log-probabilities the client has received.
+    `token_ids`: received tokens of each output; empty if the client has received no tokens.
+    `begun`: received tokens of outputs that are sent after all outputs have ended. Begun outputs are generated again.
+    `texts`: text of each output in `token_ids` with tokens.
+    `finished`: indices of outputs that the client has received in full.
+    `num_prompt_logprobs`: number of the prompt's positions whose log-probabilities the client has received.
     """
 
     token_ids: tuple[Sequence[int], ...] = ()
@@ -42,13 +42,13 @@ class Resumption:
 class GenerationRequest:
     """A request that has been checked against the model's limits, with every default filled in.
 
-    - `n`: number of outputs; None means one output for each sequence. If `n` is less than the number of sequences, the
+    `n`: number of outputs; None means one output for each sequence. If `n` is less than the number of sequences, the
       likeliest outputs are sent.
-    - `hides_logprobs`: log-probabilities only rank the outputs and are not sent.
-    - `resumes`: the request continues a broken stream.
-    - `is_whole`: each output is sent after the output has ended.
-    - `adapter_id`: the fingerprint of a low-rank adapter.
-    - `encoder_input`: the encoder's input, for an encoder-decoder model.
+    `hides_logprobs`: log-probabilities only rank the outputs and are not sent.
+    `resumes`: the request continues a broken stream.
+    `is_whole`: each output is sent after the output has ended.
+    `adapter_id`: the fingerprint of a low-rank adapter.
+    `encoder_input`: the encoder's input, for an encoder-decoder model.
     """
 
     request_id: str

@@ -27,8 +27,8 @@ CHARACTER_BYTES = 4
 """Bytes of a character, without the bytes in the received message. A character becomes at most one token."""
 LOGPROB_BYTES = 72
 POSITION_BYTES = 272
-"""Bytes of an unwritten position with log-probabilities, without `LOGPROB_BYTES` for each log-probability. Measured:
-329 bytes for a position with one log-probability, 1,751 to 1,778 bytes with 21.
+"""Bytes of a position with log-probabilities, in addition to `LOGPROB_BYTES` for each log-probability. Measured:
+329 bytes for a position with one log-probability, 1,751 to 1,778 bytes with 21 log-probabilities.
 """
 OUTPUT_TOKEN_BYTES = 42
 """Bytes of an unwritten output token: a number, and an entry of a list with spare capacity."""
@@ -45,7 +45,7 @@ STRING_BYTES = 50
 def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
     """An upper bound of the bytes that a request takes from its arrival until its stream is closed.
 
-    num_bytes: bytes of the received message, if known.
+    `num_bytes`: bytes of the received message, if known.
     """
     sampling = message.sampling
     num_numbers = len(message.token_ids.ids) + len(sampling.allowed_token_ids) + 8 * len(sampling.logit_bias)
@@ -96,7 +96,7 @@ def text_bytes(num_tokens: int, num_vector_bytes: int) -> int:
 def prompt_logprob_bytes(most: int | None, num_prompt_tokens: int) -> int:
     """Bytes of the prompt's unwritten log-probabilities, which may arrive faster than the client reads.
 
-    Call this function after tokenization, which determines the number of prompt tokens. most: number of likeliest
+    Call this function after tokenization, which determines the number of prompt tokens. `most`: number of likeliest
     tokens at each position; None if the request has no log-probabilities.
     """
     return 0 if most is None else logprob_bytes(num_prompt_tokens, most + 1)

@@ -69,7 +69,7 @@ class RequestState:
 
     @property
     def num_output_tokens(self) -> list[int]:
-        """Number of tokens of each output. With best_of or beam search: of each sequence, chosen or not."""
+        """Number of tokens of each output. With best_of or beam search, sequences that are not sent count too."""
         if self.request.sampling.beam_width:
             return self._num_hypothesis_tokens or []
         return self.times.num_tokens
@@ -102,7 +102,7 @@ class RequestState:
     def gain_token(self, index: int, token_id: int, now: float) -> bool:
         """Add a token to an unfinished output. Returns True if a stop string ended the output.
 
-        Until the engine receives the news of the end, the engine may send more tokens. These tokens are ignored.
+        The engine may send more tokens until the front end has reported the end. Tokens after the end are ignored.
         """
         if self._has_ended[index]:
             return False

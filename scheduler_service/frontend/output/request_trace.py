@@ -2,7 +2,7 @@
 
 A request's phases are queue, prefill and decode. After a preemption, a span `preemption` lasts until the request runs
 again. If the request runs again on another worker, the span's name is `move`. Attributes have the names of
-OpenTelemetry's conventions for generative AI (gen_ai.…), or begin with pagewire. No attribute reveals a prompt or an
+OpenTelemetry's conventions for generative AI (gen_ai.…), or begin with `pagewire.`. No attribute reveals a prompt or an
 output.
 """
 
@@ -104,7 +104,7 @@ class CallTrace:
         return int(at * 1e9) + self._offset
 
     def end(self, status: str, error: str, figures: Mapping[str, Any]) -> None:
-        """End the call's span. status: name of the gRPC status. figures: numbers of the call's log line."""
+        """End the call's span. `status`: name of the gRPC status. `figures`: numbers of the call's log line."""
         now = time.monotonic()
         for request in self._requests:
             request.end(now)

@@ -19,7 +19,7 @@ from scheduler_service.frontend.output.turns import Turn, Turns
 MAX_TOKENS = 2048
 MAX_CHARACTERS = 1 << 16
 MAX_LOGPROBS = 1024
-"""Number of log-probabilities at which a delta is full. A merged delta may have up to twice as many. Encoding a
+"""Number of log-probabilities at which a delta is full. A merged delta may have up to twice the limit. Encoding a
 log-probability takes 2.6 µs. The limits of tokens, characters and log-probabilities keep messages below 0.3 MB.
 """
 MAX_VECTOR_BYTES = 1 << 20

@@ -27,7 +27,7 @@ Matrix = npt.NDArray[np.float32]
 
 
 def log_mel(samples: Samples, num_bands: int) -> Matrix:
-    """Compute the spectrogram, [num_bands, 3000] float32. samples: at most a window; silence fills the window."""
+    """Compute the spectrogram, [num_bands, 3000] float32. `samples`: at most a window; silence fills the window."""
     padded = np.zeros(WINDOW + FRAME, dtype=np.float32)
     padded[FRAME // 2 : FRAME // 2 + len(samples)] = samples
     # Mirrored samples extend both ends, so that the first frame is centred on the first sample.

@@ -21,7 +21,7 @@ _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def flaw(data: bytes) -> str | None:
-    """The flaw with which libsndfile would decode a file only in part, as the end of an error sentence; None if intact.
+    """The reason why libsndfile would skip a part of a file, as the end of an error sentence; None for an intact file.
 
     Bytes outside pages, such as a title after the last page, are skipped, as in libsndfile. The last page may lack the
     end flag, because recorders of voice messages and live streams omit the flag. So a file that was cut off between two

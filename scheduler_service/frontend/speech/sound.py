@@ -1,6 +1,6 @@
 """Reads a sound file window by window as a model's input: one channel, 16,000 samples a second.
 
-libsndfile reads most formats. FFmpeg reads MP4 and WebM files (container.py).
+The library libsndfile reads most formats. FFmpeg reads MP4 and WebM files (container.py).
 
 A file may be hostile: a few kilobytes may claim or contain hours of sound. So the header is checked before any sample
 is decoded, and each window decodes only the samples of the window. Properties that the header lacks are checked during
@@ -28,12 +28,12 @@ FORMATS = {"WAV": "WAV", "WAVEX": "WAV", "RF64": "WAV", "FLAC": "FLAC", "MPEG": 
 MAX_CHANNELS = 8
 SAMPLE_RATES = (4_000, 192_000)
 _UNKNOWN_LENGTH = 0x7FFF_0000
-"""Data length from which a WAV header's length counts as unknown: recorders write such a header before the sound."""
+"""Data length from which a WAV header's length counts as unknown: some recorders write the header before the sound."""
 _UNKNOWN_FRAMES = 1 << 50
 """Frame count from which a file's length counts as unknown: libsndfile's count for a FLAC or MP3 without a length."""
 _ENDLESS_BYTES = 1 << 56
-"""Pretended file size of an MP3, in bytes. Even the lowest length estimate (384 samples for 1,728 bytes) then counts as
-unknown. The highest estimate fits 63 bits.
+"""Pretended file size of an MP3, in bytes. With the pretended size, even the lowest length estimate (384 samples for
+1,728 bytes) counts as unknown. The highest estimate fits 63 bits.
 """
 _MAX_LOST = 0.9
 """The share of the frames stated in the header that a file must contain."""
@@ -42,11 +42,11 @@ _CUT_OFF_LONG = re.compile(r"frame count (\d+) does not match value from 'ds64' 
 """Matches libsndfile's message about an RF64 file whose data chunk has no length."""
 
 _TAG = re.compile(rb"ID3...(....)", re.DOTALL)
-"""The header of an ID3 tag before a sound. The group is the length of the tag's rest: four bytes of seven bits each."""
+"""Matches the header of an ID3 tag before a sound. The group is the remaining length: four bytes of seven bits each."""
 _MAX_TAGS = 16
-"""Largest number of ID3 tags before a sound. libsndfile took 25 s for a file of 16 MB with 800,000 tags, no sound."""
+"""Largest number of ID3 tags before a sound. A file of 16 MB with 800,000 tags and no sound took libsndfile 25 s."""
 _MAX_NUMBERS = 1 << 19
-"""Number of samples, of all channels together, that are decoded at a time. Decoding takes three times 2 MB."""
+"""Number of samples, of all channels together, that are decoded at a time. Decoding takes three buffers of 2 MB."""
 
 Samples = npt.NDArray[np.float32]
 
@@ -75,9 +75,9 @@ class _Endless(io.BytesIO):
     """A file that reports a larger size than the real size.
 
     If an MP3's header has no length, libsndfile estimates the length from the file's size and the first frame's
-    bitrate. libsndfile reads no samples after the estimated length. For an MP3 of varying bitrate, the estimate was
-    less than half of the duration. With a very large size, libsndfile reads to the end of the file, and reports an end
-    within a frame as an error.
+    bitrate. No samples after the estimated length are read. For an MP3 of varying bitrate, the estimate was less than
+    half of the duration. With a very large size, libsndfile reads to the end of the file, and reports an end within a
+    frame as an error.
     """
 
     _is_at_end = False
@@ -108,8 +108,9 @@ class Sound:
         if file.frames is not None:
             self._check_seconds(file.frames / file.samplerate)
         self._resampler = soxr.ResampleStream(file.samplerate, SAMPLE_RATE, 1, dtype="float32")
-        self._block = min(file.samplerate, _MAX_NUMBERS // file.channels)  # one second of most sounds
-        # `_num_read` counts samples at the file's rate. `_start` is the position of `_kept` at the model's rate.
+        # A block has one second of most sounds. `_num_read` counts samples at the file's rate. `_start` is the position
+        # of `_kept` at the model's rate.
+        self._block = min(file.samplerate, _MAX_NUMBERS // file.channels)
         self._num_read = 0
         self._start = 0
         self._kept: Samples = np.empty(0, dtype=np.float32)
@@ -198,7 +199,7 @@ def _check_tags(data: bytes) -> None:
 def _check_whole(data: bytes, kind: str, log: str) -> None:
     """Raises SoundError if a file is cut off or damaged, or if libsndfile would decode only a part of the file.
 
-    log: libsndfile's messages about the file.
+    `log`: libsndfile's messages about the file.
     """
     if kind == "OGG" and (flaw := ogg.flaw(data)) is not None:
         raise SoundError(f"data {flaw}")

@@ -17,11 +17,11 @@ SECONDS_PER_TIMESTAMP = 0.02
 class SpeechTokens:
     """The control tokens of a speech model.
 
-    - `start`: the first token of outputs.
-    - `languages`: tokens by language code; empty for a model of one language.
-    - `tasks`: tokens by task name; empty for a model of one language.
-    - `language`: code of the default language; "" means that the language is detected.
-    - `aligns`: the model has alignment heads, from which workers compute the times of words.
+    `start`: the first token of outputs.
+    `languages`: tokens by language code; empty for a model of one language.
+    `tasks`: tokens by task name; empty for a model of one language.
+    `language`: code of the default language; "" means that the language is detected.
+    `aligns`: the model has alignment heads, from which workers compute the times of words.
     """
 
     start: int
@@ -35,7 +35,7 @@ class SpeechTokens:
     def read(cls, generation: GenerationConfig, start: int, end: int) -> Self | None:
         """Read the tokens; None if the file defines no timestamps. Raises StartError for invalid values.
 
-        start, end: the first and the last token of outputs.
+        `start`, `end`: the first and the last token of outputs.
         """
         keys, most = generation.keys, generation.vocabulary_size
         silent = keys.get("no_timestamps_token_id")
@@ -59,7 +59,7 @@ class SpeechTokens:
         return cls(start, languages, tasks, transcript, language, aligns)
 
     def prompt(self, language: str, task: str, before: Sequence[int] = ()) -> tuple[int, ...]:
-        """The decoder's prompt for a transcript with timestamps. before: tokens that precede the start token."""
+        """The decoder's prompt for a transcript with timestamps. `before`: tokens that precede the start token."""
         if not self.languages:
             return (*before, self.start)
         return (*before, self.start, self.languages[language], *((self.tasks[task],) if task in self.tasks else ()))

@@ -28,8 +28,8 @@ class Word(NamedTuple):
 def timed_words(segment: Segment, times: Sequence[float], language: str, prefixes: Sequence[str]) -> list[Word]:
     """The words of a segment. The texts of the words together are the segment's text.
 
-    - times: start of each token of the segment and of the next token, in ascending order.
-    - prefixes: the segment's text up to and including each token.
+    `times`: start of each token of the segment and of the next token, in ascending order.
+    `prefixes`: the segment's text up to and including each token.
     """
     pieces = [*_characters(prefixes)]
     if language not in WITHOUT_SPACES:

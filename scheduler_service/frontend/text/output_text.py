@@ -40,7 +40,7 @@ class OutputText:
     def replay(self, token_ids: Sequence[int]) -> str | None:
         """Add tokens whose text another server has already shown.
 
-        Returns a stop string if the tokens contain one: the output should have ended at this stop string.
+        Returns the stop string at which the output should have ended; None if the tokens contain no stop string.
         """
         for token_id in token_ids:
             _, stop = self.step(token_id)

@@ -11,12 +11,12 @@ from scheduler_service.frontend.text.chat_template import ChatTemplate
 from scheduler_service.frontend.text.encoding_errors import REFUSED, TEXT, TOO_MANY, TemplateError, TooManyTokensError
 
 MAX_KEPT = 64 << 20
-"""Largest number of bytes of memory with which a process continues after a chat. A process starts with 21 MiB; a chat
-of 10 MB exceeds the limit.
+"""Bytes of memory. A process that exceeds this limit ends after its chat. A process starts with 21 MiB; a chat of 10 MB
+exceeds the limit.
 """
 MAX_REASON = 64 << 10
-"""Largest number of characters of a reason that is sent to the front end. The front end first replaces marks by special
-tokens, then shortens the reason further.
+"""Largest number of characters of an error message that is sent to the front end. The front end replaces marks by
+special tokens and then shortens the message.
 """
 
 

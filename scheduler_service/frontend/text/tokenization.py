@@ -56,7 +56,7 @@ class PanicError(RuntimeError):
 def without_panic(function: Callable[[], T]) -> T:
     """Call a Rust function. Raises PanicError if the function panics.
 
-    The library's own exception for a panic is no subclass of `Exception`: handlers of a request's errors miss it.
+    The library's exception for a panic is no subclass of `Exception`, so code that handles errors would miss a panic.
     """
     try:
         return function()
@@ -74,8 +74,8 @@ Text = str | tuple[str, str]
 class TextItem:
     """The tokens of a text or of a pair.
 
-    - `num_first_tokens`: tokens of a pair's first text; 0 if the model does not distinguish the two texts.
-    - `largest_id`: the largest token id; 0 if the text has no tokens.
+    `num_first_tokens`: tokens of a pair's first text; 0 if the model does not distinguish the two texts.
+    `largest_id`: the largest token id; 0 if the text has no tokens.
     """
 
     token_ids: "array[int]"
@@ -165,8 +165,8 @@ class Tokenizer:
         return await self._on_thread(decode, aside=True)
 
     async def decode_prefixes(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each prefix of the tokens, without special tokens. The cost is quadratic, so call it with at most
-        a few hundred tokens.
+        """The text of each prefix of the tokens, without special tokens. The cost is quadratic, so pass at most a few
+        hundred tokens.
         """
 
         def decode() -> list[str]:
@@ -176,7 +176,7 @@ class Tokenizer:
         return await self._on_thread(decode, aside=True)
 
     async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token, decoded after another token: as the first token, it could lose a leading space."""
+        """The text of each token, decoded after another token: a first token could lose its leading space."""
 
         def decode() -> list[str]:
             alone = [[*self._anchor, token_id] for token_id in token_ids]
@@ -277,7 +277,7 @@ def _most_tokens(tokenizer: tokenizers.Tokenizer, parts: Sequence[str]) -> int:
 
 
 def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """A token that is put before other tokens, so that the decoder keeps their leading space; empty if none fits."""
+    """A token that is put before decoded tokens, so that the decoder keeps a leading space; empty if no token fits."""
     for letter in "aAeE0":
         token_id = tokenizer.token_to_id(letter)
         if token_id is not None and tokenizer.decode([token_id]) == letter:
@@ -325,7 +325,7 @@ class Detokenizer:
         return text or ""
 
     def _begin_again(self) -> str:
-        """Decode bytes that form no character as replacement characters: keeping many such bytes would be expensive.
+        """Decode bytes that form no character as replacement characters: decoding many pending bytes is expensive.
 
         Up to three bytes at the end may begin a character, and remain pending.
         """

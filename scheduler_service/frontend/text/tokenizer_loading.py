@@ -1,8 +1,8 @@
 """Loads the tokenizer from a model's files.
 
 Token ids, normalizer, splitter and decoder come from tokenizer.json. The tokenizer class that other files name has no
-effect; transformers 5 would rebuild all four parts for the class. tokenizer_config.json adds tokens and lists special
-tokens.
+effect; transformers 5 would rebuild all four parts for the class. The file tokenizer_config.json adds tokens and lists
+special tokens.
 """
 
 import json
@@ -34,9 +34,9 @@ _FIXED_SPLIT = r"\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
 class TokenizerFiles:
     """The loaded tokenizers and settings of a model.
 
-    - `parsing`: encodes a special token's text as the special token.
-    - `plain`: encodes the text of a `hidden` token as ordinary characters.
-    - `truncates_left`: truncation removes the beginning of a text.
+    `parsing`: encodes a special token's text as the special token.
+    `plain`: encodes the text of a `hidden` token as ordinary characters.
+    `truncates_left`: truncation removes the beginning of a text.
     """
 
     parsing: tokenizers.Tokenizer
@@ -151,8 +151,8 @@ def _added_token(token: Token, *, special: bool = False) -> AddedToken:
 def _compare_ends(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
     """Log a warning if the two files of the tokenizer disagree about the tokens around a text.
 
-    tokenizer.json takes precedence over tokenizer_config.json, as in transformers 5. In transformers 4 the tokenizer's
-    class decided: Llama, Gemma and Cohere obeyed the config's keys `add_bos_token` and `add_eos_token`.
+    The file tokenizer.json takes precedence, as in transformers 5. In transformers 4 the tokenizer's class decided:
+    Llama, Gemma and Cohere obeyed the keys `add_bos_token` and `add_eos_token` of tokenizer_config.json.
     """
     ids = tokenizer.encode("0").ids
     put = {"bos_token": ids[:1], "eos_token": ids[-1:]}
