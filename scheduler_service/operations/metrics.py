@@ -284,7 +284,7 @@ class _Families:
         return family
 
     def info(self, name: str, text: str, entries: Sequence[dict[str, str]]) -> Metric:
-        """A gauge of value 1 for each entry of labels. All entries have the same label names."""
+        """A gauge of value 1 for each set of labels. All sets have the same label names."""
         labels = [self._labels | entry for entry in entries]
         family = GaugeMetricFamily(self._prefix + name, text, labels=list(labels[0]) if labels else ())
         for all_of in labels:

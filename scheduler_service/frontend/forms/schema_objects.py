@@ -30,7 +30,7 @@ class _Closer:
     def __init__(self, schema: dict[str, Any]) -> None:
         self._root = schema
         self._has_ids = any("$id" in part for part, path in schemas_in(schema) if path != "#")
-        self._copies: dict[str, str] = {}  # names of the open copies, by reference to the definition
+        self._copies: dict[str, str] = {}  # names of the open copies, by the definition's `$ref`
 
     def closed(self) -> dict[str, Any]:
         found = self._value(self._root)

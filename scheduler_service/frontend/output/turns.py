@@ -1,7 +1,7 @@
 """Decides which stream writes to its client next: streams take turns, and only a few turns run at the same time.
 
 A step of 256 sequences brings tokens for 256 clients. If all streams wrote at once, workers' answers and new calls
-would wait behind 256 completed writes in gRPC's single queue of events. gRPC accepts new calls one after the other, so
+would wait behind 256 completed writes in gRPC's single queue of events. New calls are accepted one after the other, so
 only 100 calls a second would be accepted. With 100 new calls a second, three workers stayed half empty. So only a few
 writes run at a time, in the order of the requests for turns. Under high load, turns come later and output is merged, so
 that streams write fewer and larger messages.
@@ -31,8 +31,8 @@ class Turn:
 
     def __init__(self) -> None:
         self.came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Resolved when the current turn comes. If a reader leaves, its future is already done, and the turn does not
-        count towards the limit.
+        """Resolved when the current turn comes. If the reader has left, the future is done before the turn comes, and
+        the turn does not count towards the limit.
         """
         self.number = 0  # number of the current turn; 0 between turns
         self.is_slow = False

@@ -1,7 +1,7 @@
 """The text of one output: the text of its tokens, in whole characters, up to the first stop string.
 
-The shown text depends only on the tokens. So the tokens are enough to continue an output of another scheduler: replayed
-tokens restore an incomplete character and an incomplete stop string.
+The shown text depends only on the tokens. So the tokens are enough to continue an output of another scheduler.
+Replaying the tokens also restores an incomplete character, or an incomplete stop string, at the end of the text.
 """
 
 from collections.abc import Iterator, Sequence
