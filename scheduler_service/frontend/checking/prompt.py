@@ -110,7 +110,7 @@ async def _encode_chat(chat: pb.Chat, model: ServedModel, most: int, *, aside: b
 
 
 def _check_characters(field: str, count: int, model: ServedModel, tokenizer: Tokenizer) -> None:
-    """Refuse a text that is longer than a context full of longest tokens. The check needs no tokenization."""
+    """Refuse a text that would exceed the context even if each token were the vocabulary's longest token."""
     most = model.context_length * tokenizer.longest_token
     if count > most:
         invalid(f"{field} has {count} characters; the context of {model.context_length} tokens holds fewer than {most}")

@@ -1,8 +1,9 @@
 """Rewrites a JSON schema's numbers so that every output that llguidance 1.9 allows is valid.
 
 The library llguidance has three limits. Numbers are read as doubles. Integers have at most 64 bits. If the bounds of a
-range are less than 1 apart, llguidance allows an excluded bound that is an integer. For example, llguidance allows 0
-for a number above 0 and at most 0.01. So bounds are rounded inward to numbers that llguidance handles correctly.
+range are less than 1 apart, llguidance allows an excluded bound that is an integer. For example, if a number must be
+above 0 and at most 0.01, llguidance also allows 0. So bounds are rounded inward to numbers that llguidance handles
+correctly.
 
 Some numbers cannot be rounded and raise `NumberError`: values that are not exactly a double, and ranges that would lose
 too many integers. For schemas that raise `NumberError`, schema_grammar.py writes a grammar. Each schema object is

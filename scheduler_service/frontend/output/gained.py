@@ -18,7 +18,8 @@ class Gained:
     `token_id`: the new token; None while the prompt is computed.
     `status`: set if the output ended in this step.
     `prompt_logprobs`: log-probabilities of the prompt's positions from `prompt_start` on.
-    `vectors`: the output's new vectors. If each token has a vector, the first is at `prompt_start` - 1.
+    `vectors`: the output's new vectors. With a vector for each token, the first new vector is at position
+    `prompt_start` - 1.
     """
 
     index: int

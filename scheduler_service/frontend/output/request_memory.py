@@ -72,7 +72,7 @@ def sound_bytes(sound: pb.Sound, num_bytes: int = 0) -> int:
 
 
 def texts_bytes(message: pb.EmbedRequest | pb.ScoreRequest, num_bytes: int = 0) -> int:
-    """An upper bound of the bytes of a call with many texts, without `text_bytes` of the texts in the engine."""
+    """An upper bound of the bytes of a call with many texts. `text_bytes` counts the texts in the engine."""
     if isinstance(message, pb.EmbedRequest):
         num_numbers = sum(len(item.token_ids.ids) for item in message.inputs)
         num_characters, num_texts = sum(len(item.text) for item in message.inputs), len(message.inputs)

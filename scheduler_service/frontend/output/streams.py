@@ -1,8 +1,8 @@
 """Output streams to clients. While a client is slow, deltas are merged, so a stream holds each token only once.
 
 When a merged delta reaches a limit, the next delta begins. Each delta becomes one message. The limits keep messages
-below every client's default size limit, and make encoding quick. A token and its text are in the same delta, because a client
-may resume a broken stream after any message.
+below every client's default size limit, and make encoding quick. A token and its text are in the same delta, because a
+client may resume a broken stream after any message.
 """
 
 import asyncio

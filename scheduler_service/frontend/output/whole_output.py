@@ -1,4 +1,4 @@
-"""Outputs of best_of and beam search, which are sent after all outputs have ended, in deltas for the reader.
+"""Outputs of best_of and beam search. After all outputs have ended, they are sent to the reader in deltas.
 
 If a client already has the beginning of an output from a broken stream, the search runs again. Tokens that the client
 has are decoded but not sent: the text of later tokens depends on the text of earlier tokens.
