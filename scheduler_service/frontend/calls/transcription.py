@@ -62,7 +62,7 @@ async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: C
 
 
 class _SpeechCall(PartedCall):
-    """A call with parts for each window of the sound."""
+    """A call with one or more parts for each window of the sound."""
 
     event, operation = "transcription closed", TRANSCRIPTION
 

@@ -62,7 +62,8 @@ class Forms:
         form = json.dumps([kind, closes_objects, *_texts(kind, sampling)]).encode()
         digest = hashlib.sha256(form).digest()
         turn = self._turns.setdefault(digest, asyncio.Lock())
-        async with turn:  # requests with the same form wait for the first; if its client leaves, the next one compiles
+        # Requests with the same form wait here. If the first client leaves early, the next request compiles the form.
+        async with turn:
             grammar, error, found_at = self._grammars.get(digest, ("", "", 0.0))
             if grammar or (error and time.monotonic() - found_at < REFUSAL_SECONDS):
                 self._grammars.move_to_end(digest)

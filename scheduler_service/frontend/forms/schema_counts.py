@@ -1,4 +1,4 @@
-"""Converts lengths and counts in a JSON schema to integers: JSON Schema allows 2.0 for 2, but llguidance does not."""
+"""Converts lengths and counts in a JSON schema to integers: llguidance refuses 2.0, which JSON Schema allows for 2."""
 
 from decimal import Decimal
 from typing import Any

@@ -25,7 +25,7 @@ class Resumption:
     """The part of a broken stream that the client has received.
 
     `token_ids`: received tokens of each output; empty if the client has received no tokens.
-    `begun`: received tokens of outputs that are sent after all outputs have ended. Begun outputs are generated again.
+    `begun`: received tokens of outputs that are sent after all outputs have ended. The server generates them again.
     `texts`: text of each output in `token_ids` with tokens.
     `finished`: indices of outputs that the client has received in full.
     `num_prompt_logprobs`: number of the prompt's positions whose log-probabilities the client has received.

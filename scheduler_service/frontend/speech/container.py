@@ -1,7 +1,7 @@
 """Decodes the sound of an MP4 or WebM file in small blocks, with FFmpeg (PyAV).
 
-FFmpeg supports hundreds of formats. For safety, each file is limited to one demuxer, which the file's header selects,
-and to a few common decoders. FFmpeg can read only the bytes of the file.
+FFmpeg supports hundreds of formats. For safety, FFmpeg may use only the demuxer that the file's header selects, and a
+few common decoders. FFmpeg can read only the bytes of the file.
 """
 
 import io

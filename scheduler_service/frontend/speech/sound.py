@@ -149,7 +149,7 @@ class Sound:
         if self._is_over and frames is not None and self._num_read < _MAX_LOST * frames:
             said = frames / self._file.samplerate
             raise SoundError(f"data is cut off: its head says {said:.1f} s, and there are {self.seconds:.1f}")
-        # A file of floats may contain samples beyond full scale, which are clipped, and NaN, which becomes silence.
+        # In a file of floats, samples beyond full scale are clipped, and NaN becomes silence.
         mono = np.ascontiguousarray(np.clip(np.nan_to_num(block), -1.0, 1.0).mean(axis=1))
         self._kept = np.concatenate((self._kept, self._resampler.resample_chunk(mono, last=self._is_over)))
 

@@ -19,7 +19,7 @@ NUM_RENDERERS = 2
 MAX_REASON = 1000
 """Largest number of characters of a template's error message."""
 SECONDS, MAX_SECONDS = 0.3, 10.0
-"""CPU seconds of a render before the additions below, and the largest sum."""
+"""CPU seconds: the basic limit of a render, and the largest limit after the following additions."""
 SECONDS_OF_TEMPLATE = 3e-5
 """CPU seconds added for each character of the template. A new process compiles the template at 2.9 µs a character."""
 SECONDS_OF_MESSAGE = 2e-4
@@ -27,8 +27,8 @@ SECONDS_OF_MESSAGE = 2e-4
 SECONDS_OF_BYTE = 2e-7
 """CPU seconds added for each byte of the messages. A template's loop over characters takes 0.1 µs a character."""
 MEMORY, MAX_MEMORY = 128 << 20, 1 << 30
-"""Bytes of data of a rendering process before the addition below, and the largest sum. The process starts with 12 MiB.
-Compiling takes 140 bytes for each character of the template.
+"""Bytes of data: the basic limit of a rendering process, and the largest limit after the addition of `MEMORY_OF_BYTE`.
+The process starts with 12 MiB. Compiling takes 140 bytes for each character of the template.
 """
 MEMORY_OF_BYTE = 48
 """Bytes of memory added for each byte of the messages. If a message has one character outside the BMP, Python stores

@@ -257,7 +257,7 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_specia
 
 
 def _excess(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, from_end: bool = False) -> int | None:
-    """Number of characters that clearly have more than `most` tokens; None if the whole text has fewer tokens."""
+    """Number of characters after which the text clearly exceeds `most` tokens; None if the text may fit."""
     parts = [text[start : start + CHARACTERS_AT_ONCE] for start in range(0, len(text), CHARACTERS_AT_ONCE)]
     if len(parts) > 1 and _most_tokens(tokenizer, parts) > most:
         num_tokens = num_characters = 0

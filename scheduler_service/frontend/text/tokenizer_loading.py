@@ -56,7 +56,7 @@ def load_tokenizer(directory: Path) -> TokenizerFiles:
         parsing = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises only this class
         raise StartError(f"tokenizer.json cannot be read: {error}") from None
-    _check_ids(parsing, said)  # first, because `to_str` takes 4 bytes for each id missing in the vocabulary
+    _check_ids(parsing, said)  # checked before `to_str`, which takes 4 bytes for each missing id
     read = json.loads(parsing.to_str())
     if left := next(_left_over(said, read), None):
         raise StartError(f"tokenizer.json has {left}, which this release of tokenizers does not know")
