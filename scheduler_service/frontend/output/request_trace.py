@@ -1,4 +1,4 @@
-"""Trace spans: one span for each call, and within the span of a call one for each phase of its requests.
+"""Trace spans: one span for each call, and within a call's span, one span for each phase of the call's requests.
 
 A request's phases are queue, prefill and decode. After a preemption, a span `preemption` lasts until the request runs
 again. If the request runs again on another worker, the span's name is `move`. Attributes have the names of

@@ -19,8 +19,8 @@ AT_ONCE = 8
 LONGEST_SECONDS = 0.02
 SHORTEST_SECONDS = 0.001
 SLOW_AFTER = 4 * AT_ONCE
-"""Number of other turns that start during a turn of a slow client. Turns measure the delay better than seconds, because
-no turns start while the server itself is delayed.
+"""A client is slow if more other turns than this number start during the client's turn. Turns measure a client's delay
+better than seconds, because no turns start while the server itself is delayed.
 """
 
 
