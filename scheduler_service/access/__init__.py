@@ -1,4 +1,4 @@
-"""API keys: which caller makes a call, and the quota of each key.
+"""API keys: identify the caller of each call, and limit the usage of each key.
 
-The engine reads the keys and counts their use. Front ends have only the keys' digests, and identify callers.
+The engine reads the keys and counts usage. Front ends receive the keys' digests and identify callers.
 """

@@ -1,7 +1,8 @@
-"""A log line for each call that logs none itself: the method, the caller's key id, and how it ended.
+"""Writes a log line for each call whose method writes no line: the method, the caller's key id, and the call's status.
 
-Of a request, only the names that a servicer notes are logged, and never a key. Successful probes are not logged. A
-caller without a valid key could fill the log, so only a few such calls are logged, and the others are counted.
+A log line contains only names that the method notes with `note`, and never a key. Successful probes are not logged.
+A caller without a valid key could fill the log, so only a few calls without a valid key are logged. Further
+calls are counted.
 """
 
 import asyncio
@@ -21,9 +22,9 @@ from scheduler_service.access.caller import caller
 log = structlog.get_logger()
 
 MAX_NOTED = 256
-"""Characters of a name in a line, at most."""
+"""Largest number of characters of a name in a log line."""
 MAX_REFUSED = 20
-"""Calls without a valid key that are logged in each period."""
+"""Largest number of calls without a valid key that are logged in each period."""
 PERIOD_SECONDS = 10.0
 _HEALTH = "/grpc.health.v1.Health/"
 _PROBES = frozenset(("/vllm.grpc.engine.VllmEngine/HealthCheck",))
@@ -39,15 +40,15 @@ def note(**names: str) -> None:
 
 
 def leave_own_line() -> None:
-    """Log no audit line for the current call, because it logs a more detailed line."""
+    """Write no audit line for the current call, because the method writes a more detailed line."""
     _has_line.set(True)
 
 
 class Audit(grpc.aio.ServerInterceptor):
-    """The outermost interceptor of a server. Create it inside the event loop."""
+    """The outermost interceptor of a server. Create the interceptor inside the event loop."""
 
     def __init__(self) -> None:
-        self._num_refused = 0  # in this period
+        self._num_refused = 0  # calls without a valid key in this period
 
     async def intercept_service(
         self,
@@ -61,7 +62,7 @@ class Audit(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _watched(self, method: str, context: Context) -> AsyncIterator[None]:
-        # gRPC crashes if asked for the peer of a call that is gone, and a generator may end after its call.
+        # The peer is read before the call ends: gRPC crashes if `peer` is called after a call has ended.
         began, status, peer = time.monotonic(), grpc.StatusCode.OK, context.peer()
         try:
             yield
@@ -73,7 +74,7 @@ class Audit(grpc.aio.ServerInterceptor):
             raise
         finally:
             if not _has_line.get():
-                status = context.code() or status  # None if it was not set, despite its type
+                status = context.code() or status  # the code is None if unset, despite its type
                 self._log(method, status, peer, time.monotonic() - began)
 
     def _log(self, method: str, status: grpc.StatusCode, peer: str, seconds: float) -> None:

@@ -10,12 +10,13 @@ from pagewire_common.serving.lock import Check
 from scheduler_service.access.keys import ApiKey, Keyring
 
 caller: ContextVar[ApiKey | None] = ContextVar("caller", default=None)
-"""The current call's key; None if calls need no key."""
+"""The API key of the current call; None if calls need no key."""
 
 
 def key_check(keyring: Callable[[], Keyring | None], *, admin: bool = False) -> Check:
-    """A check of calls against the current keys, or None if there are none; with `admin`, against administrators'
-    keys.
+    """A check that each call has a valid API key. With `admin`, the key must be an administrator's key.
+
+    If `keyring` returns None, calls need no key.
     """
 
     def check(details: grpc.HandlerCallDetails) -> None:
@@ -30,9 +31,9 @@ def key_check(keyring: Callable[[], Keyring | None], *, admin: bool = False) -> 
 
 
 def tenant_of(asked: str) -> str:
-    """The current call's tenant: its key's, or if calls need no key the requested one.
+    """The tenant of the current call: the API key's tenant. If calls need no key, the requested tenant counts.
 
-    Raises PERMISSION_DENIED for a tenant other than the key's.
+    Raises PERMISSION_DENIED if the requested tenant differs from the key's tenant.
     """
     if (key := caller.get()) is None:
         return asked

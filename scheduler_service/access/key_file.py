@@ -1,9 +1,10 @@
-"""The source of API keys: a file, which is read again when it changes, and an environment variable.
+"""Reads API keys from a file, which is read again after a change, and from an environment variable.
 
-A changed file is read once two looks in a row find it unchanged: it may be half written.
+A changed file may be half written. So the file is read only after two consecutive looks find the same state.
 
-Many editors write a new file and rename it. Compose and a Kubernetes `subPath` can mount the file itself. This process
-then keeps seeing the old file, and a revoked key stays valid. So mount its folder.
+Many editors write a new file and rename the new file. Compose and a Kubernetes `subPath` can mount the file without its
+folder. After a rename, a process with a mounted file continues to see the old file, and a revoked key stays valid. So
+mount the folder.
 """
 
 import asyncio
@@ -19,20 +20,21 @@ from scheduler_service.access.keys import Keyring, read_keys
 log = structlog.get_logger()
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks at the file."""
+"""Seconds between two checks whether the file has changed."""
 _MOUNT = "mount its folder, and name the file in it"
 
 
 class KeyFile:
-    """`keyring` has the keys that calls need, or is None if neither a file nor a key is given.
+    """A file of API keys, and a key from the environment.
 
-    Raises StartError if the keys cannot be used.
+    `keyring` has all keys; None means that neither a file nor a key is given, so calls need no key. Raises StartError
+    if the keys are unreadable or invalid.
     """
 
     def __init__(self, file: Path | None, plain: str | None) -> None:
         self._file = file
         self._plain = plain
-        self._stamp = self._look()  # before the file is read, so that a change in between is noticed
+        self._stamp = self._look()  # taken before the file is read, to notice a change during reading
         self.keyring: Keyring | None = None
         if file is not None and os.path.ismount(file):
             log.warning("the file of API keys is mounted by itself: it may change unseen", file=str(file), do=_MOUNT)
@@ -43,7 +45,7 @@ class KeyFile:
                 raise StartError(f"cannot use the API keys of {file or 'the environment'}: {error}") from None
 
     def _look(self) -> tuple[int, ...] | None:
-        """A value that changes with the file, and with the right to read it."""
+        """A value that changes whenever the file or its permissions change."""
         try:
             status = self._file.stat() if self._file is not None else None
         except OSError:
@@ -51,9 +53,9 @@ class KeyFile:
         return None if status is None else (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
 
     async def watch(self, tell: Callable[[Keyring], None]) -> None:
-        """Call `tell` with the keys whenever the file has changed, until cancelled.
+        """Call `tell` with the new keys after each change of the file, until cancelled.
 
-        A file that is invalid or unreadable changes nothing.
+        If the file becomes invalid or unreadable, the old keys stay in use.
         """
         seen = self._stamp
         while self._file is not None:
@@ -64,10 +66,10 @@ class KeyFile:
             found: Keyring | Exception
             try:
                 found = await asyncio.to_thread(read_keys, self._file, self._plain)
-            except Exception as error:  # the parser may raise other errors than ours
+            except Exception as error:  # the parser may raise any error
                 found = error
             if self._look() != seen:
-                continue  # it was written to meanwhile
+                continue  # the file changed during reading
             self._stamp = seen
             if isinstance(found, Keyring):
                 tell(found)
@@ -88,7 +90,7 @@ class KeyFile:
 
     @staticmethod
     def _is_replaced(file: Path) -> bool:
-        """Whether the mounted file is no longer in any folder, because another file has taken its name."""
+        """Whether another file has replaced the mounted file, which is no longer in any folder."""
         try:
             return file.stat().st_nlink == 0
         except OSError:

@@ -1,19 +1,19 @@
-"""API keys from a file, which has only their digests and so opens nothing if it leaks.
+"""Parses a file of API keys. The file contains only digests of keys, so a leaked file permits no calls.
 
     [[key]]
     id = "alice-laptop"             # shown in logs
-    sha256 = "9f86d081884c7d65…"    # of the key; `python -m pagewire_client new-key` makes both
+    sha256 = "9f86d081884c7d65…"    # digest of the key; `python -m pagewire_client new-key` creates key and digest
     tenant = "alice"                # owns the key's requests, cached prompts and fair share
     requests_per_minute = 600       # this and the following lines are optional
-    tokens_per_minute = 100000      # of prompts and outputs
+    tokens_per_minute = 100000      # tokens of prompts and outputs
     concurrency = 16                # requests in flight
-    models = ["default"]            # models that it may use; by default all
-    adapters = ["poet"]             # adapters that it may name; by default all
-    weight = 2.0                    # its tenant's share under the fair policy; the same for all keys of a tenant
-    admin = false                   # whether it may call AdminService
-    metrics = false                 # whether it may read metrics
+    models = ["default"]            # models that the key may use; by default all
+    adapters = ["poet"]             # adapters that the key may name; by default all
+    weight = 2.0                    # the tenant's share under the fair policy; equal for all keys of a tenant
+    admin = false                   # whether the key may call AdminService
+    metrics = false                 # whether the key may read metrics
 
-One round of SHA-256 is enough, because a key is 32 random bytes and cannot be guessed.
+One round of SHA-256 is enough, because a key of 32 random bytes cannot be guessed.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from pagewire_common.calls.errors import RequestError
 
 MAX_NAME = 64
 MAX_BYTES = 4 << 20
-"""Bytes of a key file, at most; the engine sends its keys to front ends in one message."""
+"""Bytes of the largest key file. The engine sends all keys to a front end in one message."""
 _SCHEME = "bearer "
 _START = 8
 
@@ -64,7 +64,7 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One key: its permissions and limits. None means no limit."""
+    """The permissions and limits of one API key. None means no limit."""
 
     id: str
     digest: bytes
@@ -79,12 +79,12 @@ class ApiKey:
     metrics: bool = False
 
     def check_model(self, name: str) -> None:
-        """Raises PERMISSION_DENIED for a model that the key may not use."""
+        """Raises PERMISSION_DENIED if the key may not use the model."""
         if self.models is not None and name not in self.models:
             raise RequestError(grpc.StatusCode.PERMISSION_DENIED, f"this API key may not use the model {name!r}")
 
     def check_adapter(self, name: str) -> None:
-        """Raises PERMISSION_DENIED for an adapter that the key may not name, whether or not it exists."""
+        """Raises PERMISSION_DENIED if the key may not name the adapter. The adapter need not exist."""
         if name and not self.may_name(name):
             raise RequestError(grpc.StatusCode.PERMISSION_DENIED, f"this API key may not use the adapter {name!r}")
 
@@ -97,7 +97,7 @@ def digest_of(key: str) -> bytes:
 
 
 class Keyring:
-    """All keys. Raises ValueError if two have the same id, or one tenant's keys have different weights."""
+    """All API keys. Raises ValueError if two keys have the same id, or if a tenant's keys have different weights."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self.by_id: dict[str, ApiKey] = {}
@@ -113,9 +113,10 @@ class Keyring:
             self.by_id[key.id] = self._by_start[key.digest[:_START]] = key
 
     def find(self, presented: str) -> ApiKey | None:
-        """The key that was presented, or None. The time that this takes reveals nothing about the existing keys.
+        """The entry of a presented key; None if the key is unknown. The run time reveals nothing about existing keys.
 
-        The first bytes of a digest select the key to compare with; a caller cannot choose a digest.
+        The first bytes of the presented key's digest select an entry, whose digest is compared in constant time. A
+        caller cannot choose the digest of a key.
         """
         digest = digest_of(presented)
         key = self._by_start.get(digest[:_START])
@@ -130,7 +131,7 @@ class Keyring:
         return key.metrics or key.admin
 
     def authenticate(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> ApiKey:
-        """The key in a call's `authorization: Bearer …`. Raises UNAUTHENTICATED."""
+        """The API key in the header `authorization` of a call. Raises UNAUTHENTICATED."""
         values = [value for name, value in metadata or () if name == "authorization"]
         if not values:
             raise _unauthenticated(_NO_KEY)
@@ -141,7 +142,7 @@ class Keyring:
         return key
 
     def encode(self) -> pb.Keys:
-        """The keys as a message to front ends, with names and limits."""
+        """The message to front ends with all keys: digests, tenants, models and adapters."""
         return pb.Keys(
             keys=[
                 pb.Key(
@@ -180,11 +181,11 @@ def _unauthenticated(reason: str) -> RequestError:
 
 
 ENVIRONMENT_KEY = "environment"
-"""The id of the key that is given without a file."""
+"""The id of the key that the environment variable contains."""
 
 
 def read_keys(file: Path | None, plain: str | None) -> Keyring:
-    """A file's keys, and a single key with all permissions. Raises ValueError with the place of the error."""
+    """Read the keys of a file, and a `plain` key with all permissions. Raises ValueError with the error's place."""
     if file is not None and (size := file.stat().st_size) > MAX_BYTES:
         raise ValueError(f"the file has {size} bytes; at most {MAX_BYTES} are read")
     keys = [] if file is None else parse_keys(file.read_text())
@@ -196,10 +197,10 @@ def read_keys(file: Path | None, plain: str | None) -> Keyring:
 
 
 def parse_keys(text: str) -> list[ApiKey]:
-    """Parse a key file. Raises ValueError with the place of the error."""
+    """Parse a key file. Raises ValueError with the error's place in the file."""
     try:
         entries = _File.model_validate(tomllib.loads(text)).key
-        if entries is None:  # e.g. a file that is being written
+        if entries is None:  # for example, the file is still being written
             raise ValueError("it has no [[key]]; if no key is to open anything, write key = []")
     except ValidationError as error:
         first = error.errors()[0]

@@ -27,7 +27,8 @@ def main() -> None:
     _keep_stderr_for_logs()
     configure_logging(arguments.log_level, arguments.log_format)
     leave_signals_to_the_parent()
-    end_with_the_parent()  # otherwise it would keep the port
+    end_with_the_parent()  # an orphaned front end would keep the port open
+
     # If cores are scarce, the engine has priority: a late front end merges tokens into fewer messages, but a late
     # engine lets workers idle.
     os.nice(NICE)
@@ -49,7 +50,7 @@ def main() -> None:
 def _keep_stderr_for_logs() -> None:
     """Discard output of C libraries on stderr.
 
-    The MP3 decoder prints a line for each bad frame: a client's file of 16 MiB made 77,000 lines within the log.
+    The MP3 decoder prints a line for each bad frame: a client's file of 16 MiB added 77,000 lines to the log.
     """
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     null = os.open(os.devnull, os.O_WRONLY)

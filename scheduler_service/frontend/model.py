@@ -1,4 +1,4 @@
-"""The served model: its limits from the engine, and the settings in its own files."""
+"""The served model: limits that the engine sends, and settings from the model's files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,25 +19,30 @@ from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
 from scheduler_service.frontend.text.tokenization import Tokenizer
 
 MAX_SCORED = 2
-"""Classes of a classifier that has a score, at most."""
+"""Largest number of classes of a classifier that can score texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Name, limits, defaults and tokenizer of the served model, and its `files` by name.
+    """Name, limits, defaults and tokenizer of the served model, and the model's `files` by name.
 
-    - `generates`: tokens can be sampled.
-    - `embedding_size`: length of its vectors, 0 if it makes none. `pooling_type`, `normalizes`: trained pooling.
-    - `num_labels`: number of classes, 0 if it is no classifier. With `scores_plainly` its raw output is the score.
-    - `similarity`: compares vectors, by sentence-transformers' name.
-    - `context_length`: tokens of a sequence, at most, without lookahead.
-    - `pool_tokens`: tokens of a worker's KV cache for all outputs of one request, each with `num_lookahead_slots` more.
-    - `max_encoder_len`: longest text that the encoder reads, in tokens. `feature_bytes`: size of a sound's features.
-    - `speech_tokens`: control tokens of a model that transcribes.
-    - `decoder_start_token_ids`: the start of outputs, unless a request has its own.
-    - `undeclared_keys`: whether JSON may have keys that its schema does not name, unless a request is strict.
+    `generates`: tokens can be sampled.
+    `embedding_size`: length of embedding vectors; 0 means that the model cannot embed.
+    `pooling_type`, `normalizes`: the pooling with which the model was trained.
+    `num_labels`: number of a classifier's classes; 0 means that the model is no classifier.
+    `scores_plainly`: a classifier's raw output is the score.
+    `similarity`: the function that compares vectors, by sentence-transformers' name.
+    `context_length`: largest number of tokens of a sequence, without lookahead.
+    `pool_tokens`: tokens of a worker's KV cache for all outputs of one request. Each output also requires
+      `num_lookahead_slots` tokens of cache.
+    `max_encoder_len`: longest text that the encoder reads, in tokens.
+    `feature_bytes`: bytes of a sound's features.
+    `speech_tokens`: control tokens of a model that transcribes.
+    `decoder_start_token_ids`: the default start of outputs; a request may override it.
+    `undeclared_keys`: outputs in JSON may have keys that the schema does not name, unless the request is strict.
 
-    Random weights may come without a tokenizer; then requests are token ids, and outputs have no text.
+    A model of random weights may have no tokenizer. Without a tokenizer, prompts are token ids, and outputs have no
+    text.
     """
 
     name: str
@@ -83,7 +88,7 @@ class ServedModel:
 
     @classmethod
     def load(cls, limits: ModelLimits, directory: Path) -> "ServedModel":
-        """Read the files that a worker sent. Takes about a second; call it on a thread."""
+        """Read the model's files that a worker sent. Reading takes about a second, so call `load` on a thread."""
         config = _read_json(directory / "config.json") or {}
         generation = GenerationConfig.read(config, _read_json(directory / FILE), limits.vocabulary_size)
         tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").exists() else None
@@ -113,7 +118,8 @@ class ServedModel:
 def _decoder_start(config: Mapping[str, Any], generation: GenerationConfig) -> tuple[int, ...]:
     """The default prompt of a decoder: its start token, and the forced first token of some models.
 
-    Empty if the files name none. As in transformers, the default may be the beginning-of-sequence token.
+    Empty if the model's files name no start token. As in transformers, the beginning-of-sequence token may replace a
+    missing start token.
     """
 
     def token(name: str) -> int | None:

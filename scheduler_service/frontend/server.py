@@ -1,4 +1,4 @@
-"""A front-end process: its server, on a port shared with other front ends, and its link to the engine."""
+"""A front-end process: a gRPC server on a port shared with other front ends, and the link to the engine."""
 
 import asyncio
 import gc
@@ -31,19 +31,19 @@ SERVICES = [
 ]
 LOOK_SECONDS = 1.0
 UNLOADED_SECONDS = 5.0
-"""Seconds for which a front end that cannot load the model answers calls with the reason, before it restarts."""
+"""Seconds before a front end that cannot load the model restarts. Until the restart, calls fail with the reason."""
 MAX_SILENT_SECONDS = 30.0
-"""Seconds of silence after which the engine counts as hanging. It sends a message every five seconds, and a step may
-keep it busy for milliseconds.
+"""Seconds of silence after which the engine counts as hanging. A working engine sends a message every five seconds, and
+planning a step takes only milliseconds.
 """
 LONGEST_MESSAGE = 16 << 20
-"""Bytes: prompts of contexts of more than a million tokens."""
+"""Bytes of the longest request: enough for a prompt of more than a million tokens."""
 
 
 def front_end_server(
     link: EngineLink, *, shares_port: bool, security: Security = OPEN, max_connections: int = MAX_CONNECTIONS
 ) -> GrpcServer:
-    """A front end's server, not started yet."""
+    """Create a front end's server without starting it."""
     check_key = key_check(lambda: link.keyring)
 
     def check(details: grpc.HandlerCallDetails) -> None:
@@ -72,10 +72,10 @@ async def serve(
     max_connections: int = MAX_CONNECTIONS,
     traces_endpoint: str | None = None,
 ) -> int:
-    """Serve until the engine says goodbye or is gone; returns the exit status.
+    """Serve until the engine says goodbye or is lost; returns the exit status.
 
-    Without the engine, waiting is useless: the queue and all computed tokens are gone with it, and clients resume their
-    requests at any scheduler.
+    The front end does not wait for a lost engine to return: the queue and all computed tokens are lost with the engine.
+    Clients can resume their requests at any scheduler.
     """
     async with tracing(traces_endpoint, "pagewire-scheduler") as tracer:
         return await _serve(EngineLink(engine, tracer), listen, security, max_connections)
@@ -108,7 +108,7 @@ async def _serve(link: EngineLink, listen: str, security: Security, max_connecti
 
 
 async def show_health(link: EngineLink, server: GrpcServer) -> None:
-    """Report the engine's status, once the model is loaded. Raises the error of a failed load."""
+    """After the model is loaded, report the engine's health to clients. Raises the error of a failed load."""
     await link.loading.wait()
     _spare_the_collector()
     while True:
@@ -120,7 +120,7 @@ async def show_health(link: EngineLink, server: GrpcServer) -> None:
 
 
 async def watch_engine(link: EngineLink, server: GrpcServer) -> None:
-    """Report NOT_SERVING, to liveness probes too, while the engine is silent: it hangs, and so does this process."""
+    """Report NOT_SERVING while the engine is silent, to liveness probes too: without the engine no call can end."""
     is_alive = True
     while True:
         await asyncio.sleep(LOOK_SECONDS)
@@ -135,16 +135,16 @@ async def watch_engine(link: EngineLink, server: GrpcServer) -> None:
 
 
 async def _nothing(_: float) -> None:
-    """No drain: every stream has ended already, or cannot continue."""
+    """A drain that does nothing: every stream has already ended or cannot continue."""
 
 
 def _spare_the_collector() -> None:
     """Exclude the objects that exist at the start from Python's cycle collector.
 
-    The tokenizer library alone creates half a million objects that live as long as the process. Collecting them
-    repeatedly took a third of the process's time under load, in pauses of a tenth of a second. Requests need no
-    collector: they are freed when their call ends. Only small cycles remain, such as in gRPC's exceptions. The
-    last generation is collected about once in 100,000 new objects.
+    The tokenizer library alone creates half a million objects that live as long as the process. Under load, the
+    collector's scans of the tokenizer's objects took a third of the process's time, in pauses of 0.1 s. Requests need
+    no collector: a request's objects are freed when the call ends. Only small reference cycles remain, such as in
+    gRPC's exceptions. The oldest generation is collected about once in 100,000 new objects.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""InferenceService: from protobuf to a checked request, and from deltas to protobuf."""
+"""InferenceService: converts protobuf to checked requests, and deltas of outputs to protobuf."""
 
 import time
 
@@ -37,12 +37,12 @@ _FINISH_REASONS = {
 
 
 class InferenceServicer(InferenceServiceServicer):
-    """The public service; see the .proto for its contract."""
+    """The public service; the .proto file has the contract."""
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
 
-    async def Generate(  # type: ignore[override]  # it writes itself, to bound how long a write may take
+    async def Generate(  # type: ignore[override]  # a PatientWriter limits the time of a write
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         operation = CHAT if request.HasField("chat") else TEXT_COMPLETION
@@ -58,7 +58,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         with EngineCall(self._link) as call:
-            await call.admit_side_call()  # it may wait for the first worker
+            await call.admit_side_call()  # the call may wait for the first worker
             model = await allowed_model(self._link)
         key = caller.get()
         return pb.GetModelResponse(
@@ -105,7 +105,7 @@ def _num_bytes(request: pb.TokenizeRequest | pb.DetokenizeRequest) -> int:
 
 
 class _Messages:
-    """One message for each delta; the first message of an index has the data that a client needs to resume."""
+    """One message for each delta. The first message of an output also has the data with which a client can resume."""
 
     def __init__(self, state: RequestState, model: ServedModel) -> None:
         self._state = state
@@ -122,7 +122,7 @@ class _Messages:
 
 
 def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse:
-    """One message of a stream; the last message of an index has its finish reason and usage."""
+    """One message of a stream. The last message of an output has the output's finish reason and usage."""
     message = pb.GenerateResponse(
         request_id=state.request.request_id,
         index=delta.index,

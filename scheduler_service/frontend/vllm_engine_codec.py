@@ -1,7 +1,7 @@
-"""Between our protocol and vLLM's engine protocol, which OpenAI gateways speak.
+"""Converts between our protocol and vLLM's engine protocol, which OpenAI gateways use.
 
-The gateway itself tokenizes prompts and detokenizes outputs, so requests and answers have token ids. It always sets the
-fields that are not optional; where 0 is no valid value, 0 means vLLM's default.
+The gateway tokenizes prompts and detokenizes outputs, so requests and answers have token ids. A gateway sets all fields
+that are not `optional`. If 0 is not a valid value of a field, 0 means vLLM's default.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.streams import OutputDelta
 
 MAX_BYTES = 4 << 20
-"""Bytes of an output that is sent as one message: gRPC libraries read no larger ones by default."""
+"""Bytes of an output that is sent as one message: the largest message that gRPC libraries read by default."""
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 9
 POSITION_BYTES = 16
@@ -30,13 +30,13 @@ _NUMBERS: Mapping[str, float] = {"n": 1} | {
     for name, number in NUMBERS.items()
     if (known := vllm.SamplingParams.DESCRIPTOR.fields_by_name.get(name)) and not known.has_presence
 }
-"""Numeric fields and vLLM's defaults, for which 0 stands if 0 is no valid value."""
+"""Numeric fields and vLLM's defaults. A 0 in the field means the default if 0 is not a valid value."""
 _NOT_SERVED = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "media_refs")
 _FORMS = ("json_schema", "regex", "grammar")
 
 
 def decode_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
-    """The request in our protocol. Raises RequestError for fields that it cannot express."""
+    """Convert a request to our protocol. Raises RequestError for fields that our protocol cannot express."""
     for name in _NOT_SERVED:
         if message.HasField(name):
             invalid(f"{name} is not supported by this server")
@@ -75,7 +75,7 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
             setattr(sampling, name, getattr(params, name))
     for name, default in _NUMBERS.items():
         setattr(sampling, name, getattr(params, name) or default)
-    if params.min_tokens:  # 0 is also a gateway's value for an absent field, and the model's own file may set more
+    if params.min_tokens:  # gateways send 0 for an absent field, which leaves the model's default
         sampling.min_tokens = params.min_tokens
     constraint = params.WhichOneof("constraint")
     if constraint in _FORMS:
@@ -90,9 +90,10 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
 
 
 class StreamedAnswers:
-    """A chunk for each token that an output gained, and an empty completion at its end.
+    """One chunk for each new token of an output, and an empty completion at the output's end.
 
-    A gateway that looks for an end of thinking loses the text after it in the same chunk (smg 1.13).
+    Chunks have one token because of the gateway smg 1.13. If a chunk contains the token that ends thinking, smg loses
+    the text after the token.
     """
 
     def __init__(self, state: RequestState) -> None:
@@ -116,10 +117,10 @@ class StreamedAnswers:
 
 
 class WholeAnswers:
-    """One message for each output, once it and all earlier outputs have ended: gateways number outputs in order of
+    """One message for each output, sent after all earlier outputs have ended: gateways number outputs in order of
     arrival.
 
-    It is built incrementally, so that no step takes long.
+    Each delta extends the message a little, so that no delta takes long.
     """
 
     def __init__(self, state: RequestState) -> None:
@@ -129,7 +130,7 @@ class WholeAnswers:
         self._num_written = 0
 
     def encode(self, delta: OutputDelta) -> Iterator[vllm.GenerateResponse]:
-        """Raises INVALID_ARGUMENT when an output becomes larger than a message may be."""
+        """Messages of the outputs that have ended. Raises INVALID_ARGUMENT if an output exceeds the message limit."""
         self._state.stream.keep(delta)
         self._num_bytes[delta.index] += TOKEN_BYTES * len(delta.token_ids) + _logprob_bytes(delta.logprobs)
         if self._num_bytes[delta.index] > MAX_BYTES:

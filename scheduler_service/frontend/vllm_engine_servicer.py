@@ -1,4 +1,4 @@
-"""vLLM's engine protocol (vllm.grpc.engine.VllmEngine), for gateways that serve OpenAI's HTTP API before it."""
+"""The service of vLLM's engine protocol (vllm.grpc.engine.VllmEngine), for gateways that serve OpenAI's HTTP API."""
 
 import asyncio
 import hashlib
@@ -29,19 +29,19 @@ from scheduler_service.frontend.vllm_engine_codec import StreamedAnswers, WholeA
 from scheduler_service.wire.submission import floats
 
 PARSED_ID_BYTES = 8
-"""Bytes of a token id in the received request, which gRPC holds while the call is open."""
+"""Bytes of a token id in a parsed request. gRPC keeps the parsed request while the call is open."""
 CHUNK_BYTES = 1 << 20
 MAX_ABORTS = 128
-"""Requests that one call may end."""
+"""Largest number of requests that one Abort call may end."""
 
 
 class VllmEngine(VllmEngineServicer):
-    """Generate, Embed, Abort, and the calls of a gateway before it sends requests. Other methods are UNIMPLEMENTED."""
+    """Generate, Embed, Abort, and the calls with which a gateway starts. Other methods are UNIMPLEMENTED."""
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
         self._started_at = time.monotonic()
-        self._archive: tuple[bytes, str] | None = None  # the model's files, and their digest
+        self._archive: tuple[bytes, str] | None = None  # the zipped files of the model, and their digest
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
         ours = decode_request(request)
@@ -78,7 +78,7 @@ class VllmEngine(VllmEngineServicer):
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
         with EngineCall(self._link) as call:
-            await call.admit_side_call()  # it may wait for the first worker
+            await call.admit_side_call()  # the call may wait for the first worker
             model = await allowed_model(self._link)
         config = json.loads(model.files.get("config.json", b"{}"))
         return vllm.GetModelInfoResponse(
@@ -108,10 +108,10 @@ class VllmEngine(VllmEngineServicer):
             max_num_seqs=model.max_num_seqs,
         )
 
-    async def GetTokenizer(  # writes itself, to limit the time of a write
+    async def GetTokenizer(  # a PatientWriter limits the time of a write
         self, request: common.GetTokenizerRequest, context: Context
     ) -> None:
-        """The model's files without its weights, zipped; the last message has the SHA-256 of the whole."""
+        """The model's files without weights, as a zip archive. The last message has the archive's SHA-256."""
         with EngineCall(self._link) as call:
             await call.admit_side_call(2 * CHUNK_BYTES)  # the data on its way to a client, at most
             model = await allowed_model(self._link)

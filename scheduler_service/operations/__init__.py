@@ -1,1 +1,1 @@
-"""Operators' view: AdminService, the state of the cluster, metrics. Counts come from `statistics`."""
+"""Services for operators: AdminService, the state of the cluster, metrics. The package `statistics` counts."""

@@ -27,7 +27,7 @@ NUM_FINISHED = 100
 
 
 class AdminServicer(AdminServiceServicer):
-    """See the .proto for the service's contract. `close` ends the watches, which would otherwise be endless."""
+    """AdminService; the .proto file has the contract. `close` ends all WatchClusterState calls."""
 
     def __init__(self, front_ends: FrontEnds) -> None:
         self._front_ends = front_ends
@@ -41,7 +41,7 @@ class AdminServicer(AdminServiceServicer):
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
         return pb.GetClusterStateResponse(state=cluster_state(self._front_ends))
 
-    async def WatchClusterState(  # type: ignore[override]  # it writes itself, to bound how long a write may take
+    async def WatchClusterState(  # type: ignore[override]  # a PatientWriter limits the time of a write
         self, request: pb.WatchClusterStateRequest, context: Context
     ) -> None:
         interval_ms = request.interval_ms if request.HasField("interval_ms") else INTERVAL_MS

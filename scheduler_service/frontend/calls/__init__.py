@@ -1,1 +1,1 @@
-"""The calls of a client: one file for each kind of call."""
+"""The calls of clients, with one file for each kind of call."""

@@ -1,4 +1,4 @@
-"""How a call ended, for its log line and its span."""
+"""Records how a call ended, in the call's log line and trace span."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ Request = pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest | pb.Transcribe
 
 @dataclass
 class CallEnd:
-    """`status` is a status's name, `sentence` the message to the client."""
+    """The end of a call. `status`: name of the gRPC status. `sentence`: error message to the client."""
 
     status: str = "OK"
     sentence: str = ""
@@ -61,9 +61,10 @@ def recorded(
     tracer: Tracer | None,
     figures: Callable[[], Mapping[str, Any]],
 ) -> Iterator[CallTrace | None]:
-    """Log one line of a call, however it ends, as an `event`, and record a span if there is a tracer.
+    """Write one log line when a call ends or fails, with the given `event`. With a tracer, also record a span.
 
-    `figures` is called at the end, for both. The figures have nothing of the request's or the answer's content.
+    At the end, `figures` returns numbers for the log line and the span. The numbers of `figures` reveal no content of
+    the request or of the answer.
     """
     leave_own_line()
     metadata = context.invocation_metadata() or ()
@@ -84,7 +85,7 @@ def recorded(
 
 
 def names_of(tenant: str, lora_name: str) -> dict[str, Any]:
-    """A call's tenant and adapter, for its log line."""
+    """The tenant, API key and adapter of a call, for the call's log line."""
     key = caller.get()
     names = {"tenant": (tenant if key is None else key.tenant)[:MAX_STRING]}
     if key is not None:

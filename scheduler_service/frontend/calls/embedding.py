@@ -1,4 +1,4 @@
-"""Embed: vectors of texts."""
+"""Serves Embed calls, which compute vectors of texts."""
 
 from collections.abc import Iterator
 
@@ -21,13 +21,13 @@ from scheduler_service.frontend.output.streams import MAX_VECTOR_BYTES, OutputDe
 from scheduler_service.wire.fields import decode_enum
 
 MAX_STEP_BYTES = 16 << 20
-"""Bytes of the vectors that one step may bring, if all its sequences have the same pooling: 5 ms to parse, decode
-and check.
+"""Largest number of bytes of one step's vectors, if all sequences of the step have the same pooling. Parsing, decoding
+and checking 16 MiB takes 5 ms.
 """
 
 
 async def embed(link: EngineLink, request: pb.EmbedRequest, context: Context) -> None:
-    """Serve an Embed call to its end, or raise RequestError."""
+    """Serve an Embed call until the call ends. Raises RequestError."""
     async with TextCall(link, request, context) as call:
         model = call.model
         pooling = read_pooling(request, model)
@@ -48,7 +48,7 @@ async def embed(link: EngineLink, request: pb.EmbedRequest, context: Context) ->
 
 
 async def embed_one(link: EngineLink, request: pb.EmbedRequest, context: Context) -> tuple[bytes, int]:
-    """The vector of a call with one text, and its number of tokens. Raises RequestError."""
+    """The vector of a call with one text, and the text's number of tokens. Raises RequestError."""
     parts: list[bytes] = []
 
     async def take(_: int, state: RequestState) -> None:
@@ -92,7 +92,7 @@ def read_pooling(request: pb.EmbedRequest, model: ServedModel) -> PoolingParams:
 
 
 def _messages(number: int, state: RequestState, delta: OutputDelta) -> Iterator[pb.EmbedResponse]:
-    """Messages with a text's new vectors, small enough for any client; the text's last message has its usage."""
+    """Messages with a text's new vectors, small enough for any client. The text's last message has the usage."""
     for start in range(0, max(1, len(delta.vectors)), MAX_VECTOR_BYTES):
         message = pb.EmbedResponse(index=number, vectors=delta.vectors[start : start + MAX_VECTOR_BYTES])
         if delta.status is not None and start + MAX_VECTOR_BYTES >= len(delta.vectors):

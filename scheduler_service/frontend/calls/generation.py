@@ -1,4 +1,4 @@
-"""A Generate call, in either protocol: a place, checks, the engine, and its outputs in that protocol."""
+"""Serves Generate calls of both protocols: admission, checks, submission to the engine, and outputs to the client."""
 
 import contextlib
 import time
@@ -47,14 +47,14 @@ REASONS = {
 }
 
 _CLIENTS_OWN = (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
-"""Statuses of streams that the client left, or resumed in another call."""
+"""Statuses of a stream that the client left or resumed in another call."""
 
 
 class Answers(Protocol):
     """Encodes the outputs of one request as a protocol's messages."""
 
     def encode(self, delta: OutputDelta) -> Iterable[Any]:
-        """The messages that this delta completes, in order; may raise RequestError."""
+        """The messages that this delta completes, in order. May raise RequestError."""
 
 
 async def generate(
@@ -67,10 +67,11 @@ async def generate(
     is_whole: bool = False,
     num_bytes: int = 0,
 ) -> None:
-    """Serve a request to its end, or raise RequestError.
+    """Serve a request until the call ends. Raises RequestError.
 
-    With `is_whole`, each output is sent once it has ended. `num_bytes`: memory of the call besides `request`.
     `operation`: the call's name in traces, CHAT or TEXT_COMPLETION.
+    `is_whole`: each output is sent after the output has ended.
+    `num_bytes`: bytes of memory that the call holds in addition to `request`.
     """
     record = _Record()
     with (
@@ -116,7 +117,7 @@ async def generate(
 
 
 def _described(trace: CallTrace | None, request: GenerationRequest, model: ServedModel) -> RequestTrace | None:
-    """A description for the request's spans, if it is traced."""
+    """Describe the request in the call's span and return the request's trace; None without tracing."""
     if trace is None:
         return None
     trace.describe(model.name, request.tenant, request.priority)
@@ -125,7 +126,7 @@ def _described(trace: CallTrace | None, request: GenerationRequest, model: Serve
 
 
 async def allowed_model(link: EngineLink) -> ServedModel:
-    """The served model. Raises PERMISSION_DENIED if the call's API key may not use it, and UNAVAILABLE."""
+    """The served model. Raises UNAVAILABLE, and PERMISSION_DENIED if the API key may not use the model."""
     model = await link.model()
     if (key := caller.get()) is not None:
         key.check_model(model.name)
@@ -133,7 +134,7 @@ async def allowed_model(link: EngineLink) -> ServedModel:
 
 
 async def _write(state: RequestState, answers: Answers, ended: list[str], writer: PatientWriter) -> None:
-    """Write the outputs to their ends, and append each one's finish reason to `ended`."""
+    """Write all messages of the outputs. When an output ends, append its finish reason to `ended`."""
     state.stream.when_cut = writer.give_up
     try:
         async for delta in state.stream:
@@ -147,7 +148,7 @@ async def _write(state: RequestState, answers: Answers, ended: list[str], writer
 
 @contextlib.contextmanager
 def _counting(state: RequestState, ended: list[str]) -> Iterator[None]:
-    """Count the finish reasons; an output that its call cut off counts as an error or an abort."""
+    """Count the finish reasons. If a call ends early, its open outputs count as errors or aborts."""
     counts, num_outputs = state.counts, state.stream.num_open
     try:
         yield
@@ -162,7 +163,7 @@ def _counting(state: RequestState, ended: list[str]) -> Iterator[None]:
 
 
 def _count_ended(state: RequestState, counts: RequestCounts) -> None:
-    """Count a request that has ended by itself."""
+    """Observe the figures of a request whose outputs have all ended."""
     request, figures = state.request, state.metrics(time.monotonic())
     counts.request_seconds.observe(figures.total_seconds)
     counts.prompt_tokens.observe(request.num_prompt_tokens)
@@ -181,7 +182,7 @@ def _count_ended(state: RequestState, counts: RequestCounts) -> None:
 
 
 class _Record:
-    """The fate of a request: its outputs' finish reasons `ended`, and its `state` after submission."""
+    """The end of a request. `ended`: finish reasons of the outputs. `state`: set when the engine has the request."""
 
     def __init__(self) -> None:
         self.state: RequestState | None = None

@@ -1,7 +1,7 @@
-"""A call that is split into parts, each of which goes through the engine as its own request.
+"""A call that is split into parts. Each part goes through the engine as a separate request.
 
-The call is admitted as one request: it has the place, the quota, the API key and the adapter, and holds its parts'
-memory.
+The engine admits the call as one request, with one quota, one API key and one adapter. The call also holds the memory
+of all parts.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ Request = pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest
 
 
 class PartedCall:
-    """One call, from its admission to its end, as an `async with` block. A refusal raises RequestError.
+    """One call, from admission to end, as an `async with` block. A refused call raises RequestError.
 
-    `model` is the served model; `num_tokens` and `num_cached_tokens` count the prompts of finished parts.
+    `model` is the served model. `num_tokens` and `num_cached_tokens` count prompt tokens of finished parts.
     """
 
     model: ServedModel
@@ -39,7 +39,7 @@ class PartedCall:
     """The call's name in traces."""
 
     def __init__(self, link: EngineLink, request: Request, context: Context, num_bytes: int) -> None:
-        """num_bytes: the call's memory without its parts."""
+        """`num_bytes`: bytes of memory of the call without the parts."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
@@ -77,7 +77,7 @@ class PartedCall:
         self._open.__exit__(*error)
 
     def _check(self) -> None:
-        """Make the cheap checks, before there is a model. Raises RequestError."""
+        """Make the cheap checks, which need no model. Raises RequestError."""
 
     @contextlib.asynccontextmanager
     async def part(
@@ -87,7 +87,7 @@ class PartedCall:
         sampling: RequestSampling,
         encoder_input: EncoderInput | None = None,
     ) -> AsyncIterator[RequestState]:
-        """Have a part computed; read its stream within the `with` block. Raises RequestError."""
+        """Submit a part to the engine. Read the part's stream within the `with` block. Raises RequestError."""
         request = self._request
         checked = GenerationRequest(
             request_id=f"{self._id}-{number}",
@@ -113,7 +113,7 @@ class PartedCall:
         state.counts.finished(num_tokens, num_output_tokens)
 
     def _known(self) -> dict[str, Any]:
-        """Names for the log line."""
+        """Names and figures of the call, for the log line."""
         return {"request_id": self._id, "prompt_tokens": self.num_tokens, **self._figures()}
 
     def _figures(self) -> dict[str, Any]:

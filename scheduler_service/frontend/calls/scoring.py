@@ -1,4 +1,4 @@
-"""Score: how well documents answer a query, by a cross-encoder or by the vectors of an encoder."""
+"""Serves Score calls: how well documents answer a query, by a cross-encoder or by the vectors of an encoder."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ QUERY, DOCUMENT = "{query}", "{document}"
 
 
 async def score(link: EngineLink, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-    """Serve a Score call, or raise RequestError."""
+    """Serve a Score call. Raises RequestError."""
     async with TextCall(link, request, context) as call:
         if call.model.num_labels:
             scores = await _scores_of_pairs(call, request)
@@ -59,7 +59,7 @@ async def _scores_of_pairs(call: TextCall, request: pb.ScoreRequest) -> list[flo
 
 
 def _longest(request: pb.ScoreRequest, num_characters: int) -> int:
-    """The most tokens that a document with `num_characters` around it can have."""
+    """An upper bound of the tokens of a document plus `num_characters` of other text."""
     return most_tokens(max(map(len, request.documents)) + num_characters)
 
 
@@ -69,14 +69,16 @@ def _pairs(request: pb.ScoreRequest) -> Iterator[Text]:
         return ((query, document) for document in request.documents)
     if pattern.count(QUERY) != 1 or pattern.count(DOCUMENT) != 1:
         invalid(f"pair_format must have {QUERY} and {DOCUMENT} once each")
-    before, _, after = pattern.partition(DOCUMENT)  # split first, so that these words in a query or a document stay
+    before, _, after = pattern.partition(DOCUMENT)  # split first, because the query may contain `{document}`
     before, after = before.replace(QUERY, query), after.replace(QUERY, query)
     return (f"{before}{document}{after}" for document in request.documents)
 
 
 def _score(outputs: Sequence[float], *, plain: bool) -> float:
-    """One class: the logistic function, or with `plain` the raw output. Two classes: the second's share of the
-    softmax.
+    """The score of a classifier's outputs.
+
+    For one class, the score is the logistic function of the output; with `plain`, the raw output. For two classes, the
+    score is the second class's probability (softmax).
     """
     if plain and len(outputs) == 1:
         return outputs[0]
@@ -93,7 +95,7 @@ _SIMILARITIES: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]]
     "euclidean": lambda query, document: -math.dist(query, document),
     "manhattan": lambda query, document: -sum(map(abs, map(sub, query, document))),
 }
-"""Similarities by sentence-transformers' names. Distances are negated: a higher score is more similar."""
+"""Similarities by sentence-transformers' names. Distances are negated, so that similar texts have high scores."""
 
 
 async def _similarities(call: TextCall, request: pb.ScoreRequest) -> list[float]:

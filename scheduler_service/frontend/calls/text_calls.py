@@ -1,8 +1,8 @@
-"""Calls of many texts, each of which goes through the engine as its own request.
+"""Calls with many texts. Each text goes through the engine as a separate request.
 
-Once admitted, a call reserves memory for some of its texts, as much as available; so no text is refused because of
-others in its call. Results are sent in the order of the texts: memory depends on the texts in flight, and a client that
-reads slowly slows only its own call.
+After admission, a call reserves the available memory for some of its texts; the other texts wait. So no text is refused
+because of other texts of the call. Results are sent in the order of the texts. Only texts in flight take memory, and a
+client that reads slowly delays only its own call.
 """
 
 import asyncio
@@ -28,18 +28,19 @@ from scheduler_service.wire.sampling import RequestSampling
 
 MAX_TEXTS = 2048
 IN_FLIGHT = 256
-"""Texts of one call in the engine at a time: two steps of 2,048 tokens with texts of 16, so that the next step's
-texts are there while one is computed. MiniLM on two cores: 176 texts a second with 128, 225 with 256.
+"""Largest number of one call's texts in the engine. At 16 tokens a text, 256 texts fill two steps of 2,048 tokens, so
+the next step's texts are ready while a step is computed. MiniLM on two cores embeds 225 texts a second. With a limit of
+128 texts, MiniLM embeds 176 texts a second.
 """
 IN_FLIGHT_BYTES = 32 << 20
-"""Bytes of memory for several texts in flight of one call. One text with a vector for each token may take more."""
+"""Bytes of memory for one call's texts in flight. A single text with a vector for each token may take more."""
 
 Take = Callable[[int, RequestState], Awaitable[None]]
-"""Handles the result of the text with this number."""
+"""A function that handles the result of a text; its first argument is the text's number."""
 
 
 class TextCall(PartedCall):
-    """A call whose parts are its texts."""
+    """A call with one part for each text."""
 
     event = "texts closed"
 
@@ -62,7 +63,7 @@ class TextCall(PartedCall):
     async def run(self, items: AsyncIterator[TextItem], pooling: PoolingParams, take: Take, longest: int) -> None:
         """Compute every text, and pass the results to `take` in order. Raises RequestError.
 
-        longest: an upper bound of the longest text's tokens.
+        `longest`: an upper bound of the number of tokens of the longest text.
         """
         room = _Room(self._call, _bytes_of(min(longest, self.model.context_length), pooling))
         number, before = 0, asyncio.Event()
@@ -88,7 +89,7 @@ class TextCall(PartedCall):
         before: asyncio.Event,
         after: asyncio.Event,
     ) -> None:
-        """before: set once the earlier texts' results are taken; after: set once this text's result is."""
+        """`before`: set after all earlier texts' results are sent. `after`: set after this text's result is sent."""
         pooled = replace(pooling, num_first_tokens=item.num_first_tokens)
         async with self.part(number, item.token_ids, RequestSampling(max_tokens=1, pooling=pooled)) as state:
             await before.wait()
@@ -97,15 +98,15 @@ class TextCall(PartedCall):
 
 
 def _bytes_of(num_tokens: int, pooling: PoolingParams) -> int:
-    """Bytes of memory of a text and its vectors."""
+    """Bytes of memory of a text and the text's vectors."""
     num_vectors = num_tokens if pooling.type is PoolingType.ALL else 1
     return text_bytes(num_tokens, num_vectors * pooling.vector_bytes)
 
 
 class _Room:
-    """Room for texts in the engine: limits their number and the memory that their call holds.
+    """Limits the texts of a call in the engine, by number and by bytes of memory that the call holds.
 
-    The call holds at least `least` from the beginning, so that the longest text needs no more when its turn comes.
+    From the first text on, the call holds at least `least` bytes, which is enough for the longest text.
     """
 
     def __init__(self, call: EngineCall, least: int) -> None:
@@ -117,7 +118,7 @@ class _Room:
         self._left = asyncio.Event()
 
     async def enter(self, num_bytes: int) -> None:
-        """Wait for room. Raises RequestError if there is no memory even for a single text."""
+        """Wait until the limits allow another text. Raises RequestError if memory is too short for a single text."""
         while self._num_texts >= IN_FLIGHT or self._num_bytes + num_bytes > self._held:
             if self._num_texts >= IN_FLIGHT or not await self._grow(self._num_bytes + num_bytes - self._held):
                 self._left.clear()
@@ -126,7 +127,7 @@ class _Room:
         self._num_bytes += num_bytes
 
     async def _grow(self, missing: int) -> bool:
-        """Hold more memory, up to twice as much if texts would otherwise wait; returns whether there was any."""
+        """Hold at least `missing` more bytes, up to twice the memory held so far. Returns whether memory was free."""
         more, allowed = max(missing, self._least - self._held), IN_FLIGHT_BYTES - self._held
         if self._num_texts:
             if missing > allowed:

@@ -1,6 +1,6 @@
-"""Transcribe: the text of a sound, in windows of 30 seconds.
+"""Serves Transcribe calls, which return the text of a sound, in windows of 30 seconds.
 
-Each window is its own request. Its start in the sound follows from the text of the previous window.
+Each window is a separate request. The text of a window determines where the next window starts in the sound.
 """
 
 import math
@@ -35,22 +35,22 @@ from scheduler_service.frontend.speech.words import Word, timed_words
 from scheduler_service.wire.sampling import RequestSampling
 
 MIN_STEP = SAMPLE_RATE
-"""Samples between the starts of windows, at least: a text that ends sooner, before another that does not end, is
-invented.
+"""Smallest number of samples between the starts of windows. If the complete texts of a window end within one second,
+the model has invented the texts.
 """
 SAMPLES_PER_TOKEN = round(SAMPLE_RATE * SECONDS_PER_TIMESTAMP)
-"""Samples for each token of the encoder's output."""
+"""Samples of sound for each token of the encoder's output."""
 MAX_SECONDS = 3600.0
-"""Seconds of a sound, at most."""
+"""Seconds of the longest sound that is transcribed."""
 MAX_PROMPT_CHARACTERS = 1 << 16
 PREVIOUS = "<|startofprev|>"
-"""The token before the text of earlier windows."""
+"""The token that precedes the text of earlier windows in a prompt."""
 NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
-"""The token for a window without speech, by its names in newer and in older models."""
+"""The names of the token for a window without speech, in newer and in older models."""
 
 
 async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: Context) -> None:
-    """Serve a Transcribe call to its end, or raise RequestError."""
+    """Serve a Transcribe call until the call ends. Raises RequestError."""
     async with _SpeechCall(link, request, context) as call:
         writer = PatientWriter(context, link.stall_timeout)
         try:
@@ -62,7 +62,7 @@ async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: C
 
 
 class _SpeechCall(PartedCall):
-    """A call whose parts are its windows."""
+    """A call with one or more parts for each window of the sound."""
 
     event, operation = "transcription closed", TRANSCRIPTION
 
@@ -115,7 +115,7 @@ class _SpeechCall(PartedCall):
                 logprobs=0 if request.scores else None,
                 transcript=tokens.transcript,
             )
-            kept: list[Segment] = []  # with word times, which are found for all segments together
+            kept: list[Segment] = []  # segments without word times; one request computes the times of all segments
             async with self.part(self._num_parts, prompt, sampling, features) as state:
                 state.stream.when_cut = writer.give_up
                 async for delta in state.stream:
@@ -164,7 +164,7 @@ class _SpeechCall(PartedCall):
             invalid(f"words is set, and {self.model.name} has no tokenizer to tell words apart with")
 
     async def _tokens_before(self) -> Sequence[int]:
-        """The last tokens of the request's prompt, as many as the model takes."""
+        """The last tokens of the request's prompt, up to half of the model's context."""
         text, tokenizer = self._speech.prompt.strip(), self.model.tokenizer
         if not text:
             return ()
@@ -175,7 +175,7 @@ class _SpeechCall(PartedCall):
         return (previous, *token_ids[1 - self.model.context_length // 2 :])
 
     async def _find_language(self, features: EncoderInput, tokens: SpeechTokens) -> str:
-        """The likeliest language. The encoder's result is cached for the text's request."""
+        """The likeliest language of a window. The encoder's result is cached for the request that follows."""
         codes = {token_id: code for code, token_id in tokens.languages.items()}
         sampling = RequestSampling(max_tokens=1, allowed_token_ids=sorted(codes))
         found = next(iter(codes))
@@ -185,9 +185,9 @@ class _SpeechCall(PartedCall):
         return codes[found]
 
     async def _find_silence(self, prompt: Sequence[int], features: EncoderInput) -> float | None:
-        """The probability of silence: of the silence token after the outputs' start token.
+        """The probability of silence: the probability that the silence token follows the start token.
 
-        Only this token is allowed, and its log-probability is the model's own.
+        The request allows only the silence token. The returned log-probability is the model's, without the restriction.
         """
         tokenizer = self.model.tokenizer
         found = (tokenizer.token_id(name) for name in NO_SPEECH) if tokenizer is not None else iter(())
@@ -209,10 +209,10 @@ class _SpeechCall(PartedCall):
         num_samples: int,
         writer: PatientWriter,
     ) -> Sequence[float]:
-        """When each token of these segments begins, and the last one ends, in seconds of the window.
+        """The start of each token of the segments, and the end of the last token, in seconds of the window.
 
-        The request is for a transcript without times: for such transcripts it is known which attention heads follow the
-        sound.
+        The request's prompt is a transcript without times: only for such a prompt, the model's files name attention
+        heads that follow the sound.
         """
         prompt = [*plain, *(token_id for segment in segments for token_id in segment.token_ids)]
         check_context("a window's text, whose words are to be timed,", len(prompt), self.model)
@@ -231,7 +231,7 @@ class _SpeechCall(PartedCall):
         return times
 
     async def _prefixes(self, segment: Segment) -> Sequence[str]:
-        assert self.model.tokenizer is not None  # otherwise the call was refused
+        assert self.model.tokenizer is not None  # calls with `words` are refused without a tokenizer
         return await self.model.tokenizer.decode_prefixes(segment.token_ids)
 
     async def _encode(

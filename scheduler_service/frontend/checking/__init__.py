@@ -1,1 +1,1 @@
-"""Checks of a request before it reaches the engine: prompts, sampling parameters, resumptions, encoder inputs."""
+"""Checks of a request before the engine receives the request: prompts, sampling parameters, resumptions and so on."""

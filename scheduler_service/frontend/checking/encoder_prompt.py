@@ -1,4 +1,4 @@
-"""The encoder's input of an encoder-decoder model: from a request to token ids or features."""
+"""Converts a request's encoder prompt to token ids or features, for encoder-decoder models."""
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.core import EncoderInput
@@ -9,7 +9,7 @@ from scheduler_service.frontend.text.encoding_errors import TooManyTokensError
 
 
 async def read_encoder_prompt(message: pb.GenerateRequest, model: ServedModel) -> EncoderInput | None:
-    """The encoder's input; None for a model without an encoder. Raises RequestError."""
+    """Read the encoder's input; None for a model without an encoder. Raises RequestError."""
     kind, most = message.WhichOneof("encoder_prompt"), model.max_encoder_len
     if not most:
         if kind is not None:

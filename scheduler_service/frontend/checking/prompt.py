@@ -1,4 +1,4 @@
-"""From text, chat or token ids to the token ids of a prompt, and from tokens to text."""
+"""Converts text, chats or token ids to the token ids of a prompt, and tokens to text."""
 
 import asyncio
 from array import array
@@ -17,19 +17,19 @@ from scheduler_service.frontend.text.encoding_errors import TemplateError, TooMa
 from scheduler_service.frontend.text.tokenization import Tokenizer
 
 MAX_TOKENIZE = 1 << 17
-"""Tokens of a Tokenize call, or the context length if that is larger."""
+"""Largest number of tokens of a Tokenize call. If the context is longer, the context length is the limit."""
 MAX_DETOKENIZE = 1 << 17
 MAX_SEPARATE = 1 << 12
 MAX_DETOKENIZED_CHARACTERS = 1_000_000
-"""Characters of a Detokenize answer: at most 4 bytes each, so any client accepts the message."""
+"""Largest number of characters of a Detokenize answer. The answer has at most 4 MB, which any client accepts."""
 MAX_MESSAGES = 4096
 MESSAGES_AT_ONCE = 512
-"""Messages that are read in one turn of the event loop."""
+"""Chat messages that are read in one turn of the event loop."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
 async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> "array[int]":
-    """The prompt's token ids, at least one and all in the vocabulary. Raises RequestError."""
+    """The prompt's token ids: at least one id, and all ids in the vocabulary. Raises RequestError."""
     aside = isinstance(message, pb.TokenizeRequest)
     kind = message.WhichOneof("input" if aside else "prompt")
     most = max(model.context_length, MAX_TOKENIZE) if aside else model.context_length
@@ -64,7 +64,7 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
         invalid(f"{kind} has more than {most} tokens; {limit}")
     if not prompt:
         invalid(f"{kind} is empty; the prompt needs at least one token")
-    check_token_ids(kind, prompt, model)  # a tokenizer may know tokens that the model does not
+    check_token_ids(kind, prompt, model)  # a tokenizer may have tokens that the model does not have
     return prompt
 
 
@@ -110,7 +110,7 @@ async def _encode_chat(chat: pb.Chat, model: ServedModel, most: int, *, aside: b
 
 
 def _check_characters(field: str, count: int, model: ServedModel, tokenizer: Tokenizer) -> None:
-    """Refuse a text that cannot fit, without tokenizing it: it has at least its length over the longest token's."""
+    """Refuse a text that would exceed the context even if each token were the vocabulary's longest token."""
     most = model.context_length * tokenizer.longest_token
     if count > most:
         invalid(f"{field} has {count} characters; the context of {model.context_length} tokens holds fewer than {most}")

@@ -1,4 +1,4 @@
-"""Checks the output that a client already has of a broken stream, and adds it to the request."""
+"""Checks the output that a client already received from a broken stream, and adds the output to the request."""
 
 import asyncio
 from array import array
@@ -16,14 +16,14 @@ from scheduler_service.frontend.text.output_text import OutputText
 
 
 def served_fingerprint(model: ServedModel, adapter: str) -> str:
-    """Identifies the tokens of a model with this adapter."""
+    """Identifies a model together with an adapter."""
     return f"{model.fingerprint}+{adapter}" if adapter else model.fingerprint
 
 
 async def check_resumption(
     message: pb.GenerateRequest, request: GenerationRequest, model: ServedModel
 ) -> GenerationRequest:
-    """The checked request, with its `resume` applied if present. Raises RequestError."""
+    """Apply the field `resume`, if present, to the checked request. Raises RequestError."""
     if not message.HasField("resume"):
         return request
     resume = message.resume
@@ -51,7 +51,7 @@ async def check_resumption(
         sampling=replace(
             request.sampling,
             seed=_seed(message, request, is_needed=bool(token_ids)),
-            prompt_logprobs=None if has_begun else request.sampling.prompt_logprobs,  # they came with the first token
+            prompt_logprobs=None if has_begun else request.sampling.prompt_logprobs,  # sent with the first token
         ),
         resumes=True,
         resumption=Resumption(
@@ -65,7 +65,7 @@ async def check_resumption(
 
 
 def _check_indices(outputs: Sequence[pb.ResumedOutput], num_outputs: int) -> dict[int, str]:
-    """The name of each index's entry, for error messages. Raises RequestError."""
+    """The field name of each resumed output, by the output's index, for error messages. Raises RequestError."""
     if len(outputs) > num_outputs:
         invalid(f"resume.outputs has {len(outputs)} entries; at most {num_outputs} (sampling.n) are allowed")
     places: dict[int, str] = {}
@@ -86,7 +86,7 @@ def _check_number(field: str, num_tokens: int, request: GenerationRequest) -> No
 
 
 def _check_tokens(field: str, token_ids: Sequence[int], request: GenerationRequest, model: ServedModel) -> None:
-    """Refuse output that should have ended at or before its last token: nothing is left to generate."""
+    """Refuse an output that already contains an end token: the server has nothing left to generate."""
     sampling = request.sampling
     check_token_ids(field, token_ids, model)
     for position in range(sampling.min_tokens, len(token_ids)):
@@ -102,7 +102,7 @@ def _check_prompt_logprobs(count: int, request: GenerationRequest) -> None:
 
 
 def _seed(message: pb.GenerateRequest, request: GenerationRequest, *, is_needed: bool) -> int:
-    """The broken stream's seed."""
+    """The seed of the broken stream."""
     resume, sampling = message.resume, message.sampling
     if not resume.HasField("seed"):
         if is_needed and not sampling.HasField("seed"):
@@ -116,7 +116,7 @@ def _seed(message: pb.GenerateRequest, request: GenerationRequest, *, is_needed:
 def _replay(
     token_ids: Mapping[int, Sequence[int]], places: Mapping[int, str], request: GenerationRequest, model: ServedModel
 ) -> dict[int, OutputText]:
-    """The text of each output so far. It takes about 2 µs a token, and therefore runs on a thread."""
+    """The text of each output so far. Call `_replay` on a thread, because replaying takes about 2 µs a token."""
     texts: dict[int, OutputText] = {}
     for index, tokens in token_ids.items():
         texts[index] = request.text(model.tokenizer)

@@ -1,4 +1,4 @@
-"""A request's sampling parameters: checked against the model's limits, with defaults filled in."""
+"""Checks a request's sampling parameters against the model's limits, and fills in defaults."""
 
 import asyncio
 import math
@@ -36,12 +36,15 @@ from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.output_failure import NOTHING_ALLOWED
 from scheduler_service.wire.sampling import RequestSampling
 
-# Lower positive temperatures are raised to this one: dividing logits by less overflows without changing the choice.
+# Lower positive temperatures are raised to this value: dividing logits by less could overflow, with equal outputs.
 MIN_TEMPERATURE = 0.01
 
 
 async def read_sampling(sampling: pb.SamplingParams, prompt: Sequence[int], model: ServedModel) -> RequestSampling:
-    """The checked parameters for this prompt, after `check_sampling`. Raises RequestError."""
+    """Check the parameters that depend on the prompt, and fill in defaults. Call `check_sampling` first.
+
+    Raises RequestError.
+    """
     max_tokens = _max_tokens(sampling, len(prompt), model)
     if sampling.stop:
         require_tokenizer("sampling.stop", model)
@@ -104,7 +107,7 @@ def _check_beams(sampling: pb.SamplingParams, most_sequences: int, model: Served
             if sampling.HasField(name):
                 invalid(f"sampling.{name} is for beam search; it needs sampling.beam_width")
         return
-    num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})  # each beam needs tokens other than end tokens
+    num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})  # each beam needs a token that is no end token
     _check_number("beam_width", sampling, sampling.n or 1, min(most_sequences, model.vocabulary_size - num_ends))
     _check_bounds("length_penalty", sampling, LENGTH_PENALTY)
     given = [field.name for field, value in sampling.ListFields() if value and not PARAMETERS[field.name].with_beams]
@@ -133,7 +136,7 @@ def _check_strings(name: str, strings: Sequence[str], most: int) -> None:
 
 
 async def _read_form(sampling: pb.SamplingParams, model: ServedModel) -> str:
-    """The grammar of the requested form, or "". Raises RequestError."""
+    """The grammar of the requested output form; "" if the request has no form. Raises RequestError."""
     try:
         return await model.forms.read(sampling, undeclared_keys=model.undeclared_keys)
     except FormError as error:
@@ -141,7 +144,7 @@ async def _read_form(sampling: pb.SamplingParams, model: ServedModel) -> str:
 
 
 async def _distinct(token_ids: "array[int]", model: ServedModel) -> "array[int]":
-    """Checked token ids, sorted and without repeats; sorting many would block the event loop."""
+    """Checked token ids, sorted and without repeats. Long lists are not sorted at once, to keep the event loop free."""
     if len(token_ids) <= IDS_AT_ONCE:
         return array("I", sorted(set(token_ids)))
     is_there = bytearray(model.vocabulary_size)
@@ -160,9 +163,8 @@ def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: Serv
     room = model.context_length - num_prompt_tokens
     name = max(("n", "best_of", "beam_width"), key=lambda name: getattr(sampling, name))
     if (n := getattr(sampling, name)) > 1:
-        # Outputs share the prompt's full blocks, and nothing after them. Except for beams, a block that ends with the
-        # prompt is not shared either: every other output computes the last prompt token itself. The last token of
-        # an output is never stored.
+        # Outputs share only full blocks of the prompt. Without beam search, a block that ends with the prompt is not
+        # shared, because each output computes the last prompt token. The last token of an output is never stored.
         shared = (num_prompt_tokens - (not sampling.beam_width)) // model.block_size
         blocks_each = (model.pool_tokens // model.block_size - shared) // n
         in_pool = (shared + blocks_each) * model.block_size - model.num_lookahead_slots + 1 - num_prompt_tokens
@@ -194,7 +196,7 @@ def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: Serv
 
 
 def _ends(sampling: pb.SamplingParams, model: ServedModel, num_prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
-    """The ends of outputs. The model's own least length is no reason to refuse a shorter output."""
+    """Parameters that end outputs. A request's max_tokens overrides a larger min_tokens of the model's files."""
     least = sampling.min_tokens
     if not sampling.HasField("min_tokens"):
         least = min(model.defaults.min_tokens(num_prompt_tokens), max_tokens)
@@ -245,7 +247,7 @@ def _sampling_params(
 
 
 def _bans(defaults: GenerationDefaults) -> TranscriptParams | None:
-    """The model's bans of single tokens, as bans of a transcript without times."""
+    """The model's banned tokens, as bans of a transcript without times."""
     if not (defaults.suppressed or defaults.begin_suppressed):
         return None
     return TranscriptParams(suppressed=defaults.suppressed, begin_suppressed=defaults.begin_suppressed)

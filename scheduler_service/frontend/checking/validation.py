@@ -1,4 +1,4 @@
-"""From a GenerateRequest to a checked GenerationRequest, or to a status that names the field and its limit."""
+"""Checks a GenerateRequest and converts the message to a GenerationRequest. Errors name the field and its limit."""
 
 import grpc
 
@@ -30,7 +30,7 @@ def check_characters(name: str, text: str, most: int = MAX_STRING) -> None:
 def check_sizes(message: pb.GenerateRequest) -> None:
     """Raises RequestError for too many elements or outputs.
 
-    It is called before any code iterates over lists or counts their bytes, and before there is a model.
+    Call `check_sizes` before any code iterates over lists or counts their bytes. No model is needed yet.
     """
     check_characters("lora_name", message.lora_name)
     check_length("chat.messages", len(message.chat.messages), MAX_MESSAGES)
@@ -46,7 +46,7 @@ def check_sizes(message: pb.GenerateRequest) -> None:
 def check_place(
     message: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest, model: ServedModel
 ) -> None:
-    """Raises RequestError for invalid fields about a request's place in queue and cache."""
+    """Raises RequestError for an invalid `cache_salt` or `priority`."""
     check_characters("cache_salt", message.cache_salt)
     if message.priority and not model.has_priorities:
         invalid(f"priority is {message.priority}; this server does not run with --scheduling-policy priority")
@@ -55,7 +55,7 @@ def check_place(
 
 
 async def check_request(message: pb.GenerateRequest, request_id: str, model: ServedModel) -> GenerationRequest:
-    """Check everything else about a request, after `check_sizes`, cheapest first. Raises RequestError."""
+    """Make the checks that follow `check_sizes`, cheap checks first. Raises RequestError."""
     if not model.generates:
         reason = "this model reads texts and generates none; it can be asked to Embed or to Score"
         raise RequestError(grpc.StatusCode.UNIMPLEMENTED, reason)

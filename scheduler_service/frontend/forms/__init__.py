@@ -1,4 +1,4 @@
-"""Output forms: grammars, regular expressions and JSON schemas, rewritten where llguidance is not exact.
+"""Output forms: grammars, regular expressions and JSON schemas. A schema is rewritten where llguidance is not exact.
 
-`form_compiler` rewrites a JSON schema by the files `schema_*`, each for one kind of keyword.
+`form_compiler` rewrites a JSON schema with the files `schema_*`. Each `schema_*` file handles one kind of keyword.
 """

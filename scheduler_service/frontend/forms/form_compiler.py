@@ -1,6 +1,7 @@
-"""Compiles forms outside of the front end, which starts this process; see `compile_form`.
+"""The process that compiles output forms (`compile_form`). The front end starts this process.
 
-A form can be made to take hours and all memory, and the library cannot be told to stop, so limited_work.py limits it.
+A hostile form can take hours and all memory, and llguidance cannot be interrupted. So limited_work.py limits the
+process.
 """
 
 import json
@@ -26,33 +27,35 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_KEPT = 32 << 20
-"""Bytes of memory with which a process may continue; it starts with 20 MiB."""
+"""Bytes of memory. A process that exceeds this limit ends after its form. A process starts with 20 MiB."""
 MAX_GRAMMAR = 256 << 10
-"""Characters of a schema as passed to llguidance: closed objects may make it larger than the client's schema."""
+"""Largest number of characters of a schema that is passed to llguidance. Closing objects may lengthen the client's
+schema.
+"""
 
 _JSON_OPTIONS: "JsonCompileOptions" = {
-    # Without a limit, small models generate spaces until the output is full.
+    # Without a limit, small models generate whitespace until the output reaches its maximum length.
     "whitespace_pattern": r"[ \n\r\t]{1,32}",
-    # A schema may set these options, and its outputs would then not always be valid.
+    # A client's schema may contain `lenient` and `coerce_one_of`, with which outputs could be invalid.
     "lenient": False,
     "coerce_one_of": False,
 }
 _TOKENIZER = LLTokenizer("byte")
-"""A tokenizer of bytes: the model's own takes seconds to load, and most of the process's memory."""
+"""A tokenizer of bytes. The model's tokenizer would take seconds to load, and most of the process's memory."""
 _ONE_OF = (
     'its "oneOf" has alternatives that are not visibly different; they are if their types differ, or if each demands a '
     'key with a "const" of its own. Or say "anyOf"'
 )
 _OF_THE_MODEL = re.compile(r"special token|token range|token id", re.IGNORECASE)
-"""Matches errors about tokens that a grammar names: workers know these tokens, this process does not."""
+"""Matches errors about tokens that a grammar names. Only workers have the model's tokens; this process has bytes."""
 
 
 def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = False) -> tuple[str, str]:
-    """The grammar of a form, and an error message, or "".
+    """Compile a form. Returns the grammar and an error message, which is "" for a valid form.
 
-    With `closes_objects`, an object whose JSON schema names keys has no other keys, unless the schema allows them. The
-    grammar is tested like in a worker, so a form that exceeds llguidance's limits is found before the first token.
-    Raises MemoryError, RecursionError.
+    With `closes_objects`, a JSON object may only have keys that the schema names. A schema's `additionalProperties`
+    overrides `closes_objects`. The grammar is tested with a worker's limits, so that a form that exceeds llguidance's
+    limits is refused before the first token. Raises MemoryError, RecursionError.
     """
     try:
         grammar = _schema_grammar(texts[0], closes_objects) if kind == "json_schema" else _grammar(kind, texts)
@@ -64,16 +67,16 @@ def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = Fals
             error = "" if error.startswith("WARNING") else error
     except (MemoryError, RecursionError):
         raise
-    except (AttributeError, KeyError, TypeError):  # raised by the code that reads a schema
+    except (AttributeError, KeyError, TypeError):  # raised by code that reads a schema
         return "", "a keyword in it has a value of another kind than it must have"
-    except BaseException as failure:  # the library's own kinds; a Rust panic is no `Exception`
+    except BaseException as failure:  # a panic in Rust is no subclass of `Exception`
         grammar, error = "", str(failure) or type(failure).__name__
     return grammar, _ONE_OF if "coerce_one_of" in error else error
 
 
 def _schema_grammar(text: str, closes_objects: bool) -> str:
     schema = read_schema(text)
-    if isinstance(schema, bool):  # llguidance takes options only with objects
+    if isinstance(schema, bool):  # llguidance reads options only with a schema that is an object
         schema = {} if schema else {"not": {}}
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise SchemaError("x-guidance is not obeyed here; leave it out")

@@ -1,8 +1,8 @@
-"""The form of a request's output: compiled and tested with the worker's limits, before any worker gets it.
+"""Compiles the form of a request's output to a grammar, and tests the grammar with a worker's limits.
 
-llguidance compiles forms to grammars, in processes that are killed if they take too long: form_compiler.py. There are
-two processes, so one slow form does not delay all others. Each text is compiled once, even if several requests bring it
-at the same time. The worker, which knows the tokens, follows the grammar: worker_service/execution/sampling/forms.py.
+The library llguidance compiles forms, in processes that are killed at a time limit (form_compiler.py). Two processes
+compile, so one slow form does not delay all other forms. If several requests have the same form at the same time, the
+form is compiled once. The worker masks tokens by the grammar (worker_service/execution/sampling/forms.py).
 """
 
 import asyncio
@@ -20,24 +20,26 @@ from scheduler_service.frontend.limited.limited_process import LimitedProcess, L
 MAX_FORM_BYTES = 64 << 10
 MAX_CHOICES = 1024
 MAX_KEPT_BYTES = 4 << 20
-"""Bytes of kept grammars and of kept reasons for refusals."""
+"""Bytes of cached grammars and of cached error messages."""
 REFUSAL_SECONDS = 60.0
-"""Seconds after a refusal before a form is compiled again: whether it takes too long also depends on the machine."""
+"""Seconds for which the refusal of a form is cached. A refusal may be temporary: compile time depends on the machine's
+load.
+"""
 MAX_REASON = 500
-"""Characters of an error message about a form."""
+"""Largest number of characters of an error message about a form."""
 NUM_COMPILERS = 2
 MAX_MEMORY = 256 << 20
-"""Bytes of data of a compiling process, which has 13 MiB at its start. A schema of 50 KB with 1,800 properties takes
-34 MiB; no form was found that takes more than 90 MiB within `MAX_SECONDS`.
+"""Bytes of data of a compiling process. The process starts with 13 MiB. A schema of 50 KB with 1,800 properties takes
+34 MiB. No tested form took more than 90 MiB within `MAX_SECONDS`.
 """
 
 
 class FormError(ValueError):
-    """The form is invalid; the message names the field, the error and its place."""
+    """The form is invalid. The message names the field, the error and the error's place in the form."""
 
 
 class Forms:
-    """Grammars of forms; recently used grammars are kept."""
+    """Compiles forms to grammars, and caches recently used grammars."""
 
     def __init__(self) -> None:
         # (grammar, error, time of the error) by digest, least recently used first.
@@ -49,9 +51,9 @@ class Forms:
         )
 
     async def read(self, sampling: pb.SamplingParams, *, undeclared_keys: bool = True) -> str:
-        """The grammar of a request's form, or "". Raises FormError, RequestError.
+        """The grammar of a request's form; "" if the request has no form. Raises FormError, RequestError.
 
-        Unless the form is strict, `undeclared_keys` says whether JSON may have keys that its schema does not name.
+        `undeclared_keys`: JSON may have keys that the schema does not name. A strict form forbids undeclared keys.
         """
         kind = sampling.WhichOneof("constraint")
         if kind is None:
@@ -60,7 +62,8 @@ class Forms:
         form = json.dumps([kind, closes_objects, *_texts(kind, sampling)]).encode()
         digest = hashlib.sha256(form).digest()
         turn = self._turns.setdefault(digest, asyncio.Lock())
-        async with turn:  # requests with the same form find its grammar, or compile it if the first client has left
+        # Requests with the same form wait here. If the first client leaves early, the next request compiles the form.
+        async with turn:
             grammar, error, found_at = self._grammars.get(digest, ("", "", 0.0))
             if grammar or (error and time.monotonic() - found_at < REFUSAL_SECONDS):
                 self._grammars.move_to_end(digest)
@@ -89,7 +92,7 @@ def _compile(compiler: LimitedProcess, form: bytes) -> tuple[str, str]:
 
 
 def _texts(kind: str, sampling: pb.SamplingParams) -> Sequence[str]:
-    """The texts of a request's form. Raises FormError if they are empty or too long."""
+    """The texts of a request's form. Raises FormError if a text is empty or too long."""
     if kind == "choice":
         name, texts = "sampling.choice.options", list(sampling.choice.options)
         if not 1 <= len(texts) <= MAX_CHOICES:

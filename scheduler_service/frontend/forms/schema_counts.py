@@ -1,4 +1,4 @@
-"""Lengths and counts in a JSON schema as integers: JSON Schema allows 2.0 for 2, llguidance does not."""
+"""Converts lengths and counts in a JSON schema to integers: llguidance refuses 2.0, which JSON Schema allows for 2."""
 
 from decimal import Decimal
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from scheduler_service.frontend.forms.schema_text import SchemaError, path_to, schemas_in
 
 MAX = (1 << 31) - 1
-"""Characters, items or keys that no output can exceed."""
+"""The largest count of characters, items or keys. Every output is smaller."""
 _MIN = ("minLength", "minItems", "minProperties", "minContains")
 _MAX = ("maxLength", "maxItems", "maxProperties", "maxContains")
 
 
 def rewrite_counts(schema: Any) -> None:
-    """Rewrite counts in place. Raises SchemaError for an invalid count, or a minimum that no output reaches."""
+    """Rewrite counts in place. Raises SchemaError for an invalid count, and for a minimum above `MAX`."""
     for part, path in schemas_in(schema):
         for keyword in (*_MIN, *_MAX):
             if keyword not in part:

@@ -1,8 +1,8 @@
-"""A grammar in Lark's syntax for a JSON schema with numbers that llguidance cannot read in a schema.
+"""Writes a grammar in Lark's syntax for a JSON schema with large numbers that llguidance cannot read in a schema.
 
-Such numbers are integers that no double holds exactly, for example ids. Values are written out here, and ranges become
-expressions over their digits. The objects, arrays, alternatives and references around such a number are written out
-too. Everything else is left to llguidance, as a schema within the grammar.
+Large numbers here are integers that no double holds exactly, for example ids. A large value becomes a literal, and a
+range becomes an expression over digits. The objects, arrays, alternatives and references around a large number
+become rules. All other parts of the schema remain JSON schemas within the grammar.
 """
 
 import json
@@ -32,9 +32,7 @@ MAX_RULES = 20_000
 
 
 def schema_grammar(schema: Any, options: "JsonCompileOptions") -> str:
-    """The grammar, within JSON's options. Raises SchemaError, with the name of an unsupported keyword around a
-    number.
-    """
+    """The grammar of a schema. Raises SchemaError for an unsupported keyword of a part with large numbers."""
     return _Writer(schema, options).grammar()
 
 
@@ -60,7 +58,7 @@ class _Writer:
         return name
 
     def _json(self, schema: Any) -> str:
-        """A rule for a schema that llguidance reads itself."""
+        """A rule for a schema that llguidance can read."""
         schema = rewrite_numbers(schema)
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
@@ -151,7 +149,7 @@ class _Writer:
         return self._rule(f'"[" {items} "]"' if least else f'"[" ({items})? "]"')
 
     def _object(self, node: dict[str, Any], path: str) -> str:
-        """A rule for an object: its named keys in order, then others."""
+        """A rule for an object. Named keys come first, in the schema's order, and other keys follow."""
         others = node.get("additionalProperties", True)
         required = node.get("required", [])
         properties = dict(node.get("properties", {}))

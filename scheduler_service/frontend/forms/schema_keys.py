@@ -1,12 +1,12 @@
-"""Keys of objects in a JSON schema, where llguidance is not exact.
+"""Rewrites the keys of objects in a JSON schema where llguidance is not exact.
 
-If a pattern (`patternProperties`) matches only keys that an object names, no other key is left, and an output could not
-continue after a comma. So such a pattern is replaced by its keys: `{"patternProperties": {"^score$": …}}` means the
-same as `{"properties": {"score": …}}`.
+If a pattern (`patternProperties`) matches only keys that an object names, llguidance is not exact: it would allow a
+comma after the named keys, but no key could follow. So the pattern is replaced by the keys that it matches:
+`{"patternProperties": {"^score$": …}}` becomes `{"properties": {"score": …}}`.
 
-An output may repeat a key that the schema does not name, so a schema can demand at most one such key. An output may
-also spell such a key with \\u, and \\u0061 reads as the key "a", which may be a name. So if such keys are allowed,
-texts have no \\u escapes.
+An output may repeat a key that the schema does not name. So a schema can require at most one unnamed key. An
+output could also spell a named key with \\u: \\u0061 is the key "a". So if a schema allows unnamed keys, outputs may
+not contain \\u escapes.
 """
 
 import json
@@ -20,11 +20,11 @@ from pagewire_common.forms import parser_limits
 from scheduler_service.frontend.forms.schema_text import SCHEMAS_BY_NAME, VALUES, SchemaError, path_to, schemas_in
 
 ESCAPES = 'nrbtf\\"'
-"""Letters that may follow a backslash in a JSON text, except u."""
+"""Characters that may follow a backslash in JSON text, without `u`."""
 _CONTROL = re.compile(r"\\u00[01]|\x7f")
-"""Matches control characters in JSON text that have no shorter escape."""
+"""Matches control characters in JSON text that only a \\u escape can spell."""
 _MAY_BE_CONTROL = re.compile(rf"{_CONTROL.pattern}|\\\\[xuUcav0-9pP]")
-"""Matches patterns that may match such a control character; expressions have many notations for them."""
+"""Matches regular expressions that may match a control character, in any notation of regular expressions."""
 _NAMING = ("properties", "patternProperties", "required")
 
 Trie = dict[int, "Trie"]
@@ -32,13 +32,13 @@ _END = -1
 
 
 class KeyPatterns:
-    """Reads patterns with the tokenizer of bytes."""
+    """Finds the keys that match a pattern, by matching the pattern byte by byte."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
 
     def list_keys(self, schema: Any) -> Any:
-        """The schema without patterns that match only names in it. Raises SchemaError."""
+        """Replace each pattern that matches only named keys by the keys. Raises SchemaError."""
         _check_counts(schema)
         parts = [part for part, _ in schemas_in(schema)]
         if not any("patternProperties" in part for part in parts):
@@ -71,7 +71,7 @@ class KeyPatterns:
         return found
 
     def _keys(self, pattern: str, names: Collection[str]) -> list[str]:
-        """All keys that match the pattern, in order; empty if keys other than these names match."""
+        """All keys that match the pattern, in order. Empty if the pattern also matches keys outside `names`."""
         grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         trie: Trie = {}
@@ -84,7 +84,7 @@ class KeyPatterns:
         prefix = bytearray()
 
         def follow(matcher: LLMatcher, node: Trie) -> bool:
-            """Whether only the names can follow."""
+            """Whether only the names in `node` can follow."""
             if matcher.is_stopped():
                 keys.append(json.loads(prefix))
                 return _END in node and not matcher.is_error()
@@ -105,7 +105,7 @@ class KeyPatterns:
 
 
 def _check_counts(schema: Any) -> None:
-    """Raises SchemaError for an object that must have several keys beyond its required ones."""
+    """Raises SchemaError if an object's `minProperties` exceeds the number of its required keys by more than 1."""
     for part, path in schemas_in(schema):
         least, required = part.get("minProperties", 0), part.get("required", [])
         if isinstance(least, int) and isinstance(required, list) and least > len(required) + 1:
@@ -116,9 +116,10 @@ def _check_counts(schema: Any) -> None:
 
 
 def json_escapes(schema: Any) -> str:
-    """The allowed escapes in JSON of this schema. Raises SchemaError if they are not enough for it.
+    """The escapes that outputs of this schema may contain.
 
-    Without \\u, llguidance omits texts of the schema that only \\u can spell.
+    Without \\u, llguidance silently excludes texts that only \\u escapes can spell. So this function raises SchemaError
+    if a schema without \\u escapes may have control characters.
     """
     parts = [part for part, _ in schemas_in(schema)]
     if not any(key in part for part in parts for key in _NAMING if part.get("additionalProperties") is not False):

@@ -1,7 +1,7 @@
-"""Finds endless recursion in a JSON schema, with which no text could end.
+"""Finds endless recursion in a JSON schema: a text of a part with endless recursion could not end.
 
-A part of a schema can end if all parts that it demands can: the targets of `$ref` and `allOf`, one of `anyOf` or
-`oneOf`, and the required keys and items. Contradictions between these parts are not checked here.
+A text of a schema can end if texts of all required parts can end. Required parts are the targets of `$ref` and `allOf`,
+one alternative of `anyOf` or `oneOf`, and required keys and items. Contradictions between required parts are not found.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ def check_ends(schema: Any) -> None:
     parts = [*schemas_in(schema)]
     if not any("$ref" in part for part, _ in parts):
         return
-    left, ending = parts[::-1], set[int]()  # parts within a part come before it
+    left, ending = parts[::-1], set[int]()  # inner parts come before outer parts
     while True:
         still = []
         for part, path in left:

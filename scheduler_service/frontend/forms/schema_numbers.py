@@ -1,12 +1,14 @@
 """Rewrites a JSON schema's numbers so that every output that llguidance 1.9 allows is valid.
 
-llguidance has three limits. It reads numbers as doubles. It reads no more than 64 bits. It writes an excluded integer
-bound if the other bound is less than 1 away (0 for above 0, at most 0.01). So bounds are rounded inward to numbers that
-llguidance handles correctly.
+The library llguidance has three limits. Numbers are read as doubles. Integers have at most 64 bits. If the bounds of a
+range are less than 1 apart, llguidance allows an excluded bound that is an integer. For example, if a number must be
+above 0 and at most 0.01, llguidance also allows 0. So bounds are rounded inward to numbers that llguidance handles
+correctly.
 
-Some numbers cannot be rounded, and raise `NumberError`: a value that is not exactly a double, or a range of integers
-that would lose too many. schema_grammar.py writes a grammar for these. Each schema object is rewritten by itself.
-Bounds that llguidance merges stay correct: the intersection of two correct ranges is correct.
+Some numbers cannot be rounded and raise `NumberError`: values that are not exactly a double, and ranges that would lose
+too many integers. For schemas that raise `NumberError`, schema_grammar.py writes a grammar. Each schema object is
+rewritten independently. If llguidance merges the bounds of several objects, the result stays correct: the intersection
+of two correct ranges is correct.
 """
 
 import math
@@ -19,13 +21,13 @@ from scheduler_service.frontend.forms.schema_text import ANNOTATIONS, SCHEMAS_BY
 MAX_INTEGER = (1 << 63) - 1024
 """The largest double below 2^63."""
 DIGITS, DECIMALS = 15, 18
-"""Significant digits that every double holds, and decimals of a bound that llguidance reads."""
+"""Number of significant digits that every double holds, and number of decimals that llguidance reads of a bound."""
 MAX_NUMBER = Decimal("9.2e18")
-"""The largest bound of numbers: llguidance reads the digits before the point as 64 bits."""
+"""The largest bound of numbers: llguidance reads the digits before the decimal point as an integer of 64 bits."""
 FULL = 10**18
-"""The least number that may have more digits than 64 bits hold."""
+"""The smallest lower bound that requires an upper bound: larger outputs could have more digits than 64 bits hold."""
 MAX_LOST = 1 << 10
-"""Rounding bounds to doubles may lose at most one of this many integers."""
+"""Rounding the bounds of a range may lose at most 1 of 1,024 integers."""
 MAX_MULTIPLE = 1 << 32
 
 _MERGING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
@@ -33,21 +35,21 @@ _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 
 class NumberError(SchemaError):
-    """A number that a schema for llguidance cannot express."""
+    """llguidance cannot read a number in the schema."""
 
 
 _N = TypeVar("_N", int, Decimal)
 
 
 class _Bound(NamedTuple):
-    """A lower bound of numbers. An upper bound is the lower bound of the negated numbers."""
+    """A lower bound of numbers. An upper bound is stored as the lower bound of the negated numbers."""
 
     value: int | Decimal
     is_excluded: bool
 
 
 def rewrite_numbers(schema: Any) -> Any:
-    """The schema with rounded bounds, and without annotations. Raises SchemaError."""
+    """Round the bounds of a schema, and remove annotations. Raises SchemaError."""
     found = _rewritten(schema, "#")
     _check_multiples(schema)
     return found
@@ -83,9 +85,9 @@ def _is_integer(types: Any) -> bool:
 
 
 def _bound(node: dict[str, Any], plain: str, excluding: str, sign: int, path: str) -> _Bound | None:
-    """The tighter of an inclusive and an exclusive bound; upper bounds (sign -1) are negated."""
+    """The tighter bound of an inclusive and an exclusive bound. Upper bounds (sign -1) are negated."""
     value, excluded = node.get(plain), node.get(excluding)
-    if isinstance(excluded, bool):  # draft 4's form
+    if isinstance(excluded, bool):  # the notation of JSON Schema draft 4
         value, excluded = (None, value) if excluded else (value, None)
     bounds = []
     for keyword, number in ((plain, value), (excluding, excluded)):
@@ -97,7 +99,7 @@ def _bound(node: dict[str, Any], plain: str, excluding: str, sign: int, path: st
 
 
 def _negative(value: int | Decimal) -> int | Decimal:
-    return value.copy_negate() if isinstance(value, Decimal) else -value  # unary minus would round a Decimal
+    return value.copy_negate() if isinstance(value, Decimal) else -value  # a unary minus would round a Decimal
 
 
 def _is_number(value: Any) -> TypeGuard[int | Decimal]:
@@ -105,7 +107,7 @@ def _is_number(value: Any) -> TypeGuard[int | Decimal]:
 
 
 def _integers(low: _Bound | None, high: _Bound | None, path: str) -> tuple[int | None, int | None]:
-    """The first and the last integer within the bounds that are doubles."""
+    """The first and the last integer within the bounds that a double holds exactly."""
     wanted = [None if end is None else _first_integer(end) for end in (low, high)]
     ends = [None if end is None else _next_double(max(end, -MAX_INTEGER)) for end in wanted]
     _close(ends, MAX_INTEGER, path)
@@ -125,17 +127,17 @@ def _first_integer(bound: _Bound) -> int:
 
 
 def _next_double(value: int) -> int:
-    """The least double that is an integer and at least `value`."""
+    """The smallest integer of at least `value` that a double holds exactly."""
     unit = 1 << max(abs(value).bit_length() - 53, 0)
     return -(-value // unit) * unit
 
 
 def _numbers(low: _Bound | None, high: _Bound | None, path: str) -> tuple[Decimal | None, Decimal | None]:
-    """Inclusive bounds, with few enough digits that llguidance reads them exactly."""
+    """Inclusive bounds of numbers, rounded to so few digits that llguidance reads the bounds exactly."""
     ends = [None if end is None else _first_number(end) for end in (low, high)]
     _close(ends, MAX_NUMBER, path)
     first, last = ends
-    return first, None if last is None else -last + 0  # not -0
+    return first, None if last is None else -last + 0  # `+ 0` converts -0 to 0
 
 
 def _first_number(bound: _Bound) -> Decimal:
@@ -149,7 +151,7 @@ def _first_number(bound: _Bound) -> Decimal:
 
 
 def _close(ends: "list[_N | None]", most: "_N", path: str) -> None:
-    """Add the missing bound if the other has as many digits as 64 bits: llguidance then needs both."""
+    """Add a missing bound, which llguidance requires if the existing bound is at least `FULL`."""
     for number, end in enumerate(ends):
         if end is not None and end > most:
             raise NumberError(f"{path} has a bound beyond {most:.4g}, behind which no number can be written")
@@ -158,9 +160,9 @@ def _close(ends: "list[_N | None]", most: "_N", path: str) -> None:
 
 
 def _check_values(value: Any, path: str) -> None:
-    """Check numbers of `const` and `enum`.
+    """Check numbers of `const` and `enum`. Raises NumberError for a number that llguidance would change.
 
-    llguidance writes integers as 64 bits, and other numbers with the shortest digits of their double.
+    Integers of up to 64 bits remain exact. A fraction is written with the fewest digits that identify the double.
     """
     for number, where in _numbers_in(value, path):
         if number != int(number):
@@ -180,8 +182,9 @@ def _numbers_in(value: Any, path: str) -> Iterator[tuple[int | Decimal, str]]:
 
 
 def _check_multiple(value: Any, path: str) -> None:
-    """Check a multiple as llguidance reads it: a double is multiplied by 10 until it is whole, and must then fit 32
-    bits.
+    """Check a `multipleOf`. Raises SchemaError.
+
+    The value is read as a double. The double is multiplied by 10 until it is an integer, which must fit 32 bits.
     """
     if not _is_number(value) or value <= 0:
         raise SchemaError(f"{path} is not a number above 0")
@@ -190,9 +193,9 @@ def _check_multiple(value: Any, path: str) -> None:
 
 
 def _multiple(value: int | Decimal) -> tuple[int, int] | None:
-    """The integer and exponent as which llguidance reads a value: integer / 10**exponent.
+    """Integer and exponent with which llguidance represents a value as integer / 10**exponent.
 
-    None if the quotient does not equal the value, or the integer is too large.
+    None if the quotient differs from the value, or if the integer is too large.
     """
     if value >= MAX_MULTIPLE:
         return None
@@ -205,7 +208,7 @@ def _multiple(value: int | Decimal) -> tuple[int, int] | None:
 
 
 def _check_multiples(schema: Any) -> None:
-    """Check that the product of multiples that llguidance merges has at most 32 bits: llguidance does not check."""
+    """Raises SchemaError if merged multiples may exceed 32 bits: llguidance merges them without a check."""
     keywords = {*_keywords_in(schema)}
     found = (_multiple(value) for keyword, value in keywords if keyword == "multipleOf" and value is not None)
     multiples = [multiple for multiple in found if multiple]
@@ -217,7 +220,7 @@ def _check_multiples(schema: Any) -> None:
 
 
 def _keywords_in(node: Any) -> Iterator[tuple[str, int | Decimal | None]]:
-    """The keys of all objects, with their numbers."""
+    """Pairs of a key and the key's number, for all objects. The number is None if the value is no number."""
     if isinstance(node, dict):
         for keyword, value in node.items():
             yield keyword, value if _is_number(value) else None

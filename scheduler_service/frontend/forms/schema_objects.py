@@ -1,13 +1,13 @@
-"""Closes the objects of a JSON schema: no keys are allowed but the named ones.
+"""Closes the objects of a JSON schema: outputs may only have keys that the schema names.
 
-Several parts describe one value: a schema's own keywords, and the schemas in `allOf`, `anyOf`, `oneOf` and `$ref`. If
-only one part names keys, that part is closed. If several parts do, the value's schema is closed with the names of all.
-An object without named keys stays open; so does an object with a part that has `additionalProperties`. A closed schema
-allows less than the schema: every value that it allows is valid.
+Several parts describe one value: the keywords of a schema, and the schemas in `allOf`, `anyOf`, `oneOf` and `$ref`. If
+only one part names keys, the part is closed. If several parts name keys, the schema of the value is closed with the
+keys of all parts. An object without named keys stays open. An object also stays open if a part has
+`additionalProperties`. Every value that the closed schema allows is valid for the original schema.
 
-A definition is closed for values that it describes alone. If it is one of several parts, the `$ref` names a copy of the
-definition, which stays open. llguidance reads a recursive `$ref` only if no other keyword is beside it, so none is
-added here.
+A definition that is the only part of a value is closed. If a value has further parts, its `$ref` is redirected to an
+open copy of the definition. Closing adds no keyword next to a `$ref`, because llguidance reads a recursive `$ref` only
+without other keywords.
 """
 
 import itertools
@@ -22,7 +22,7 @@ _SAYS_ITSELF = ("additionalProperties", "unevaluatedProperties")
 
 
 def close_objects(schema: Any) -> Any:
-    """The schema with its objects closed. Raises SchemaError."""
+    """Close the objects of a schema. Raises SchemaError."""
     return _Closer(schema).closed() if isinstance(schema, dict) else schema
 
 
@@ -30,11 +30,11 @@ class _Closer:
     def __init__(self, schema: dict[str, Any]) -> None:
         self._root = schema
         self._has_ids = any("$id" in part for part, path in schemas_in(schema) if path != "#")
-        self._copies: dict[str, str] = {}  # names of open copies of definitions, by reference to the original
+        self._copies: dict[str, str] = {}  # names of the open copies, by the definition's `$ref`
 
     def closed(self) -> dict[str, Any]:
         found = self._value(self._root)
-        if self._has_ids:  # no object is closed
+        if self._has_ids:  # a schema with ids is returned unchanged
             return self._root
         definitions: dict[str, Any] = {}
         while left := [reference for reference in self._copies if self._copies[reference] not in definitions]:
@@ -45,7 +45,7 @@ class _Closer:
         return found  # type: ignore[no-any-return]
 
     def _value(self, node: Any) -> Any:
-        """The schema of a value, closed."""
+        """Close the schema of a value."""
         if isinstance(node, list):
             return [self._value(part) for part in node]
         if not isinstance(node, dict):
@@ -59,7 +59,7 @@ class _Closer:
         found = self._part(node)
         if not naming or any(key in part for part in parts for key in _SAYS_ITSELF):
             return found
-        if self._has_ids:  # its references are resolved with its id
+        if self._has_ids:  # references within a part with `$id` cannot be redirected
             raise SchemaError('its objects cannot be closed, as a part has a "$id": say "additionalProperties" in each')
         required = [name for part in parts for name in part.get("required", ()) if isinstance(name, str)]
         names = {key: {name: True for part in naming for name in part.get(key, ())} for key in _NAMES}
@@ -72,18 +72,18 @@ class _Closer:
         found["allOf"] = [
             *found.get("allOf", []),
             names | {"additionalProperties": False},
-        ]  # last, to keep the order of keys
+        ]  # appended last, to keep the order of keys
         return found
 
     def _part(self, node: Any) -> Any:
-        """A schema that is one part of a value's description: it stays open, while the values inside are closed."""
+        """Close the values inside a schema that is one of several parts. The schema itself stays open."""
         return self._with_children(node, is_closed=False) if isinstance(node, dict) else node
 
     def _with_children(self, node: dict[str, Any], *, is_closed: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in node.items():
             if key == "patternProperties" and value == {}:
-                continue  # it has no effect, and some keywords do not allow it beside them
+                continue  # an empty map has no effect, but schema_grammar.py and llguidance may refuse it
             if key in VALUES:
                 found[key] = value
             elif key in SCHEMAS_BY_NAME and isinstance(value, dict):
@@ -101,7 +101,7 @@ class _Closer:
         return next(name for number in itertools.count() if (name := f"open-{number}") not in taken)
 
     def _parts(self, node: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
-        """All schemas that describe a schema's value, each once."""
+        """All parts that describe the value of a schema, each part once."""
         if not isinstance(node, dict):
             return
         yield node

@@ -1,4 +1,4 @@
-"""A JSON schema's text: read with exact numbers, and written for llguidance, which reads doubles."""
+"""Reads the text of a JSON schema with exact numbers, and writes a schema for llguidance, which reads doubles."""
 
 import json
 import math
@@ -8,22 +8,22 @@ from typing import Any
 from urllib.parse import unquote
 
 MAX_DIGITS = 400
-"""Digits of a number, at most. The largest double has 309 digits before the point."""
+"""Largest number of digits of a number. The largest double has 309 digits before the decimal point."""
 
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose value is an object that maps names to schemas."""
 ANNOTATIONS = ("default", "example", "examples")
-"""Keywords with values that outputs are not checked against."""
+"""Keywords whose values have no effect on outputs."""
 VALUES = ("const", "enum", *ANNOTATIONS)
-"""Keywords with values, not schemas."""
+"""Keywords whose values are plain JSON values, not schemas."""
 
 
 class SchemaError(ValueError):
-    """The schema is not supported; the message has the keyword and its place."""
+    """The schema is not supported. The message has the keyword and the keyword's place in the schema."""
 
 
 def read_schema(text: str) -> Any:
-    """A schema whose numbers are `int` or `Decimal`. Raises SchemaError."""
+    """Parse a schema; its numbers become `int` or `Decimal`. Raises SchemaError."""
     try:
         return json.loads(
             text,
@@ -39,7 +39,7 @@ def read_schema(text: str) -> Any:
 
 
 def write_schema(schema: Any) -> str:
-    """The text of a schema whose decimals are all doubles. Raises SchemaError."""
+    """The text of a schema. Each `Decimal` must equal a double. Raises SchemaError."""
     written = json.dumps(schema, default=_double, ensure_ascii=False)
     if any("\ud800" <= character <= "\udfff" for character in written):
         raise SchemaError("it has a text with half of a surrogate pair (\\ud800 to \\udfff)")
@@ -58,7 +58,7 @@ def path_to(path: str, *names: object) -> str:
 
 
 def target_of(schema: Any, reference: str) -> Any:
-    """The part of a schema that its "$ref" names. Raises SchemaError."""
+    """The part of a schema that a `$ref` names. Raises SchemaError."""
     found = schema
     try:
         start, *names = unquote(reference).split("/")
@@ -73,7 +73,7 @@ def target_of(schema: Any, reference: str) -> Any:
 
 
 def schemas_in(node: Any, path: str = "#", *, is_schema: bool = True) -> Iterator[tuple[dict[str, Any], str]]:
-    """All objects in a schema that may be schemas, each with its path."""
+    """All JSON objects within a schema that may be schemas, each with its path."""
     if isinstance(node, list):
         for number, part in enumerate(node):
             yield from schemas_in(part, path_to(path, number))

@@ -1,8 +1,9 @@
-"""Alternatives of a JSON schema with a tag, as pydantic writes a union with a discriminator.
+"""Rewrites alternatives with a tag in a JSON schema, such as a union with a discriminator in pydantic.
 
-A tag is a key for which each alternative allows different values (`const`, `enum`). An object with that key is valid
-for at most one alternative. So the key becomes required in each, and `oneOf` becomes `anyOf`. The new schema allows
-less: pydantic does not require a tag with a default, and without it llguidance cannot tell the alternatives apart.
+A tag is a key for which each alternative allows different values (`const`, `enum`). An object with a tag is valid for
+at most one alternative. So the tag becomes required in each alternative, and `oneOf` becomes `anyOf`. The new schema is
+stricter than pydantic's schema, in which a tag with a default is not required: llguidance needs the tag to distinguish
+the alternatives.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ _NOTES = ("title", "description", "discriminator", "default", "$comment")
 
 
 def tag_unions(schema: Any) -> None:
-    """Rewrite the unions in place."""
+    """Rewrite the `oneOf` alternatives with a tag, in place."""
     for part, _ in schemas_in(schema):
         if not isinstance(part.get("oneOf"), list) or "anyOf" in part:
             continue
@@ -26,7 +27,7 @@ def tag_unions(schema: Any) -> None:
 
 
 def _objects(schema: Any, node: Any, seen: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The object descriptions that an alternative consists of; empty if it allows other values."""
+    """The object schemas of an alternative; empty if the alternative also allows values of other types."""
     if not isinstance(node, dict) or id(node) in seen:
         return []
     keywords = [key for key in node if key not in _NOTES]
@@ -43,7 +44,7 @@ def _objects(schema: Any, node: Any, seen: tuple[int, ...]) -> list[dict[str, An
 
 
 def _tag(alternatives: list[list[dict[str, Any]]]) -> str | None:
-    """A key for which no two alternatives share a value, if all of them limit its values."""
+    """A key whose values all alternatives list, and for which no two alternatives share a value."""
     if not alternatives or not all(alternatives):
         return None
     for key in alternatives[0][0]["properties"]:
@@ -55,7 +56,7 @@ def _tag(alternatives: list[list[dict[str, Any]]]) -> str | None:
 
 
 def _values(described: dict[str, Any], key: str) -> list[str]:
-    """The texts that a key may have as its value; empty if it may have other values."""
+    """The texts that the key's value may be; empty if the schema also allows other values."""
     part = described["properties"].get(key)
     if not isinstance(part, dict):
         return []

@@ -1,6 +1,6 @@
-"""Expensive work in a process that the system kills at its limits: the front end's half.
+"""Runs expensive work in a process that the system kills at its limits: the part in the front end.
 
-limited_work.py is the half in the process.
+The part in the limited process is in limited_work.py.
 """
 
 import asyncio
@@ -26,9 +26,11 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 MAX_STARTS = 2
-"""Process starts for one piece of work, at most. A first kill from outside is not the work's fault; a second may be."""
+"""Largest number of process starts for one piece of work. A second kill from outside may be the work's fault."""
 DEAF_SECONDS = 30
-"""Seconds without an answer after which a process counts as stuck. It starts in 0.1 s, and work ends by its limit."""
+"""Seconds without an answer after which a process counts as stuck. A process starts in 0.1 s, and each piece of work
+has a limit of CPU time.
+"""
 
 
 class Limits(NamedTuple):
@@ -39,13 +41,16 @@ class Limits(NamedTuple):
 
 
 class LimitError(ValueError):
-    """The work was killed at a limit; the message is the beginning of a sentence, to which the work is appended."""
+    """The work exceeded a limit. The caller completes the message's sentence with the kind of work."""
 
 
 class LimitedProcess:
-    """`python -m MODULE`, started at the first work, and restarted after a kill. For one thread at a time.
+    """A process `python -m MODULE` that starts with the first work and restarts after a kill.
 
-    `setup` is sent first, unless it is empty. `does` describes the work in errors, such as "compiles forms".
+    Only one thread may use the process at a time.
+
+    `does`: describes the work in errors, such as "compiles forms".
+    `setup`: bytes that a new process receives first, if there are any.
     """
 
     def __init__(self, module: str, does: str, setup: bytes = b"") -> None:
@@ -54,7 +59,7 @@ class LimitedProcess:
         self._end: weakref.finalize[..., LimitedProcess]
 
     def ask(self, message: bytes, limits: Limits) -> bytes:
-        """The answer to a message. Raises LimitError, RequestError."""
+        """Send a message and return the answer. Raises LimitError, RequestError."""
         for _ in range(MAX_STARTS):
             try:
                 connection = self._connection or self._start()
@@ -79,7 +84,7 @@ class LimitedProcess:
         return reply[1:]
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process if it runs."""
         if self._connection is not None:
             self._connection = None
             self._end()
@@ -96,7 +101,7 @@ class LimitedProcess:
 
 
 class LimitedProcesses:
-    """Several processes for the same work, each with a thread that waits for it; further work waits for its turn."""
+    """Several processes for the same kind of work, each with a thread. If all processes are busy, work is queued."""
 
     def __init__(self, number: int, module: str, does: str, setup: bytes = b"") -> None:
         self._threads = ThreadPoolExecutor(number, module.rpartition(".")[2])
@@ -108,10 +113,10 @@ class LimitedProcesses:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, waiting)
         finally:
-            waiting.clear()  # otherwise the threads' queue would keep the data of a cancelled call
+            waiting.clear()  # the threads' queue must not keep the data of a cancelled call
 
     def _run(self, waiting: list[Callable[[LimitedProcess], T]]) -> T:
-        process = self._idle.pop()  # the last used one: the others may never be needed
+        process = self._idle.pop()  # the last used process, so that the others may never need to start
         try:
             return waiting.pop()(process)
         finally:

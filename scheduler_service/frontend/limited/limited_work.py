@@ -1,9 +1,9 @@
-"""Expensive work in a process that the system kills at its limits: the half in the process.
+"""Runs expensive work in a process that the system kills at its limits: the part in the limited process.
 
-The front end starts `python -m MODULE` with a socket as stdin (limited_process.py is its half). That process imports
-the work's modules, and forks a worker process within milliseconds. The fork sets a timer and a memory limit for each
-piece of work. Libraries need not cooperate: the timer's signal also ends a loop inside C. The first process sees how a
-fork has ended, reports it, and forks another one.
+The front end starts `python -m MODULE` with a socket as stdin (limited_process.py). The started process imports the
+work's modules, and forks a child within milliseconds. The child sets a timer and a memory limit for each piece of work.
+Libraries need no support for limits: the timer's signal also ends a loop inside C. If a child was killed at a limit,
+its parent reports the limit and forks another child.
 """
 
 import os
@@ -17,11 +17,11 @@ from multiprocessing.connection import Connection
 from pagewire_common.processes.child_process import end_with_the_parent, leave_signals_to_the_parent
 
 LIMITS = struct.Struct("=dQ")
-"""Header of each piece of work: CPU seconds, and bytes of data, including the idle process's data."""
+"""Header of each piece of work: CPU seconds, and bytes of data. The bytes include the data of an idle process."""
 
 
 class Outcome(IntEnum):
-    """The first byte of a reply; data follows only after `DONE`."""
+    """The first byte of a reply. Data follows only `DONE`."""
 
     DONE = 0
     TOO_LONG = 1
@@ -30,25 +30,26 @@ class Outcome(IntEnum):
 
 
 _END, _ANOTHER = 0, 3
-"""Exit statuses of a fork: end without a reply, or continue with another fork."""
+"""Exit statuses of a child: the process ends without a reply, or forks another child."""
+# Rust aborts if an allocation fails. A stack overflow causes SIGSEGV.
 _ENDED_BY: dict[int, Outcome] = {
     signal.SIGPROF: Outcome.TOO_LONG,
-    signal.SIGABRT: Outcome.TOO_MUCH_MEMORY,  # Rust aborts if an allocation fails
-    signal.SIGSEGV: Outcome.TOO_DEEP,  # a stack overflow
+    signal.SIGABRT: Outcome.TOO_MUCH_MEMORY,
+    signal.SIGSEGV: Outcome.TOO_DEEP,
 }
 
 
 def connect_to_the_front_end() -> Connection:
-    """The connection to the front end; this process ends when it closes."""
+    """The connection to the front end. This process ends when the connection closes."""
     end_with_the_parent()
     leave_signals_to_the_parent()
     return Connection(0)
 
 
 def serve(connection: Connection, answer: Callable[[bytes], bytes], most_kept: int) -> None:
-    """Answer each piece of work, until the front end closes the connection or a fork was killed from outside.
+    """Answer each piece of work, until the front end closes the connection or a child was killed from outside.
 
-    A fork that has held more than `most_kept` bytes ends, which frees them.
+    A child whose memory has exceeded `most_kept` bytes ends, so that the memory is freed.
     """
     while True:
         if not (process := os.fork()):
@@ -60,12 +61,12 @@ def serve(connection: Connection, answer: Callable[[bytes], bytes], most_kept: i
                 os._exit(status)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         outcome = _ENDED_BY.get(-status)
-        if outcome is None and status != _ANOTHER:  # the front end restarts this program, and asks again
+        if outcome is None and status != _ANOTHER:  # the front end restarts this program and repeats the message
             return
         if outcome is not None:
             try:
                 connection.send_bytes(bytes([outcome]))
-            except OSError:  # the front end is gone
+            except OSError:  # the front end has ended
                 return
 
 

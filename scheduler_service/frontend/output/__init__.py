@@ -1,7 +1,7 @@
-"""Tokens from the engine, until they are messages of a client's stream.
+"""Converts tokens from the engine to messages of a client's stream.
 
-`request` says what was asked for. Tokens arrive at its `request_state`: alone, or as `gained` with whatever else there
-is. Text is made of them, `token_times` counts them, and they become deltas of a stream. `streams` merges deltas until
-the client reads, and `turns` says which stream may write. Outputs of a search are `whole_output`s, chosen when all have
-ended.
+`request` describes a checked request. The engine's tokens arrive at `request_state`, alone or with other data
+(`gained`). `request_state` decodes the tokens to text and adds deltas to the stream; `token_times` counts the tokens.
+`streams` merges deltas until the client reads, and `turns` decides which stream may write. The outputs of best_of and
+beam search are sent as a `whole_output`, after all outputs have ended.
 """

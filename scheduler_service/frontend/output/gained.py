@@ -1,4 +1,4 @@
-"""An output's gain of one step, as the engine tells it when it is more than a token."""
+"""An output's gain in one step, if the gain is more than a token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,13 @@ from scheduler_service.wire.fields import decode_enum
 
 @dataclass(slots=True)
 class Gained:
-    """The gain of an output: nothing (`token_id` None) while its prompt is computed, else one token.
+    """The gain of an output in one step.
 
-    `status` is set if it ended with it. `prompt_logprobs` belong to the positions from `prompt_start` on, `vectors` of
-    tokens to those from the one before it.
+    `token_id`: the new token; None while the prompt is computed.
+    `status`: set if the output ended in this step.
+    `prompt_logprobs`: log-probabilities of the prompt's positions from `prompt_start` on.
+    `vectors`: the output's new vectors. With a vector for each token, the first new vector is at position
+    `prompt_start` - 1.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""Why an output failed, as a sentence for its client."""
+"""The error message for a client whose output failed."""
 
 import grpc
 
@@ -16,9 +16,9 @@ _FORM_ENDED = (
 
 
 def failure(sampling: SamplingParams, status: SequenceStatus | None) -> RequestError | None:
-    """The error of an output that ended with this status; None if it did not fail.
+    """The error of an output that ended with this status; None if the output did not fail.
 
-    An output fails at a position that depends on its own tokens alone, whatever its request's other outputs do.
+    The position of a failure depends only on the output's tokens. The request's other outputs have no effect.
     """
     if status is SequenceStatus.FINISHED_BARRED:
         return RequestError(grpc.StatusCode.INVALID_ARGUMENT, _FORM_ENDED if sampling.form else NOTHING_ALLOWED)

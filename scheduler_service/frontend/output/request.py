@@ -1,4 +1,4 @@
-"""A checked request, and the part of a broken stream that its client holds already."""
+"""A checked request, and the part of a broken stream that the client has already received."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +11,10 @@ from scheduler_service.wire.sampling import RequestSampling
 
 
 def request_key(tenant: str, request_id: str) -> str:
-    """The name of a request inside the server. Every tenant has request ids of its own.
+    """The name of a request inside the server. Two tenants may use the same request id.
 
-    Both parts are percent-encoded, so no two pairs have the same name, and most request ids stay as they are.
+    Tenant and request id are percent-encoded, so that different pairs have different names. Encoding leaves most
+    request ids unchanged.
     """
     name = quote(request_id, safe="")
     return f"{quote(tenant, safe='')}/{name}" if tenant else name
@@ -21,10 +22,13 @@ def request_key(tenant: str, request_id: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """The part of a stream that the client holds: tokens of each index, or of none; whole outputs; and the number of
-    the prompt's log-probabilities. `texts` has the text of each output that has tokens.
+    """The part of a broken stream that the client has received.
 
-    `begun` has tokens of outputs that are sent when all have ended; such outputs are generated again.
+    `token_ids`: received tokens of each output; empty if the client has received no tokens.
+    `begun`: received tokens of outputs that are sent after all outputs have ended. The server generates them again.
+    `texts`: text of each output in `token_ids` with tokens.
+    `finished`: indices of outputs that the client has received in full.
+    `num_prompt_logprobs`: number of the prompt's positions whose log-probabilities the client has received.
     """
 
     token_ids: tuple[Sequence[int], ...] = ()
@@ -38,10 +42,13 @@ class Resumption:
 class GenerationRequest:
     """A request that has been checked against the model's limits, with every default filled in.
 
-    `n` is how many outputs are wanted, None for as many as there are sequences; if it is less, the likeliest are given.
-    `hides_logprobs` when log-probabilities serve that ranking alone. `resumes` if it goes on with a broken stream.
-    `is_whole` if its client is sent each output once it has ended. `adapter_id` is the fingerprint of a low-rank
-    adapter; `encoder_input` what an encoder beside the decoder reads.
+    `n`: number of outputs; None means one output for each sequence. If `n` is less than the number of sequences, the
+      likeliest outputs are sent.
+    `hides_logprobs`: log-probabilities only rank the outputs and are not sent.
+    `resumes`: the request continues a broken stream.
+    `is_whole`: each output is sent after the output has ended.
+    `adapter_id`: the fingerprint of a low-rank adapter.
+    `encoder_input`: the encoder's input, for an encoder-decoder model.
     """
 
     request_id: str
@@ -67,7 +74,7 @@ class GenerationRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt, and those of the encoder's input."""
+        """Number of tokens of the prompt and of the encoder's input together."""
         return len(self.prompt_token_ids) + (self.encoder_input.num_tokens if self.encoder_input else 0)
 
     @property
@@ -76,25 +83,25 @@ class GenerationRequest:
 
     @property
     def comes_whole(self) -> bool:
-        """Whether no output is sent before all have ended, because only the best are sent."""
+        """Whether the best outputs are sent after all outputs have ended."""
         return self.n is not None or self.sampling.beam_width > 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether an output that goes on gains a token and its text, and nothing else.
+        """Whether an unfinished output gains only tokens and their text.
 
-        The engine's notion, `SequenceGroup.is_plain`, and what only the front end knows: text may end at a stop string,
-        and outputs may have to be ranked.
+        The engine's `SequenceGroup.is_plain` has the same meaning for tokens. The front end also excludes requests with
+        stop strings and requests with ranked outputs.
         """
         return not (self.sampling.reports or self.stop or self.comes_whole)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the client holds everything already."""
+        """Whether the client has already received all outputs in full."""
         return len(self.resumption.finished) == self.num_outputs
 
     def text(self, tokenizer: Tokenizer | None) -> OutputText:
-        """The text of an output without tokens."""
+        """Create the text of an output, without any tokens yet."""
         return OutputText(
             tokenizer if self.sampling.pooling is None else None,
             self.prompt_token_ids,

@@ -1,48 +1,51 @@
-"""How much of the scheduler's memory requests take: counted when a request comes, and for its output as it grows.
+"""Counts the scheduler's memory that requests take: input when a request arrives, and output while it grows.
 
-The number of requests bounds no memory: one may be a thousand times as large as another. So requests are admitted by
-bytes as well. Before any work is done for a request, an upper bound is counted from what its client can make large. As
-long as a call is open gRPC holds the message as it came and as it was parsed; we hold its numbers once more, packed.
+A limit on the number of requests does not limit memory, because one request may be 1,000 times as large as another. So
+admission also counts bytes. Before any work on a request, an upper bound is computed from the fields of variable
+length. While a call is open, gRPC holds the received message and the parsed message. The front end also holds the
+message's token ids, packed.
 
-The length of an output is not known then, and little of it waits while its client reads. So output counts from the
-moment at which it is made until the client has read it. All unread output together may take a share of the memory
-besides; when it takes more, the request with the most unread output ends.
+At admission, the length of an output is unknown. While its client reads, only a small part of an output is in memory.
+So an output's bytes count from their creation until the client has read them. All unread output together has a
+separate limit. If unread output exceeds the limit, the request with the most unread output ends.
 """
 
 from pagewire.v1 import inference_service_pb2 as pb
 
 REQUEST_BYTES = 32 << 10
-"""Bytes of a call, its task, its stream and its group, without the parts below."""
+"""Bytes of a call with its task, stream and group, without the parts that the following constants count."""
 OUTPUT_BYTES = 4 << 10
-"""Bytes of a sequence, its detokenizer and its deltas that wait to be written."""
+"""Bytes of a sequence, with its detokenizer and its unwritten deltas."""
 NUMBER_BYTES = 31
-"""Bytes of a token id besides its bytes in the message. In the front end it takes 8 in the parsed column and 4 packed,
-and 4 on the way to the engine. In the engine it takes 4 packed and 5 as keys of blocks. The rest is lost between
-requests. Measured with 200 prompts of 100,000 tokens: 26.9 bytes a token in the front end, of which 3 came, 10.0 in the
-engine.
+"""Bytes of a token id, without the bytes in the received message. In the front end, a token id takes 8 bytes in the
+parsed column, 4 bytes packed, and 4 bytes in the message to the engine. In the engine, a token id takes 4 bytes packed
+and 5 bytes for keys of blocks. Fragmentation of memory between requests takes the other 6 of the 31 bytes. Measured
+with 200 prompts of 100,000 tokens: a token takes 26.9 bytes in the front end and 10.0 bytes in the engine. The
+26.9 bytes include 3 bytes of the received message.
 """
 CHARACTER_BYTES = 4
-"""Bytes of a character besides its bytes in the message: it becomes a token at most."""
+"""Bytes of a character, without the bytes in the received message. A character becomes at most one token."""
 LOGPROB_BYTES = 72
 POSITION_BYTES = 272
-"""Bytes of a log-probability until it is written, and of a position with log-probabilities. Measured: 329 bytes a
-position with one, 1,751 to 1,778 with 21.
+"""Bytes of a position with log-probabilities, in addition to `LOGPROB_BYTES` for each log-probability. Measured:
+329 bytes for a position with one log-probability, 1,751 to 1,778 bytes with 21 log-probabilities.
 """
 OUTPUT_TOKEN_BYTES = 42
-"""Bytes of an output's token until it is written: the number, and its place in a list that has grown."""
+"""Bytes of an unwritten output token: a number, and an entry of a list with spare capacity."""
 TEXT_BYTES = 4 << 10
-"""Bytes of one text of a call of many, for its task and its place in lists."""
+"""Bytes of memory of each text of a call with many texts: the text's task and list entries."""
 SOUND_BYTES = 16 << 20
-"""Bytes of 30 seconds of sound: 2 MB of samples, 10 MB while they become features, and three copies of the features (1
-to 1.5 MB each) on their way to the engine. A call takes them once it is admitted."""
+"""Bytes of 30 seconds of sound: 2 MB of samples, 10 MB during the computation of features, and three copies of the
+features (1 to 1.5 MB each). A call reserves the memory for a sound after its admission.
+"""
 STRING_BYTES = 50
-"""Bytes of a token's text, if it is kept as a string of its own."""
+"""Bytes of a token's text that is stored as a separate string."""
 
 
 def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
     """An upper bound of the bytes that a request takes from its arrival until its stream is closed.
 
-    `num_bytes` is how many it had when it came.
+    `num_bytes`: bytes of the received message, if known.
     """
     sampling = message.sampling
     num_numbers = len(message.token_ids.ids) + len(sampling.allowed_token_ids) + 8 * len(sampling.logit_bias)
@@ -64,12 +67,12 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
 
 
 def sound_bytes(sound: pb.Sound, num_bytes: int = 0) -> int:
-    """The same for a call with a sound, without what its windows take."""
+    """An upper bound of the bytes of a call with a sound, without the memory of the call's windows."""
     return REQUEST_BYTES + 3 * (num_bytes or sound.ByteSize())
 
 
 def texts_bytes(message: pb.EmbedRequest | pb.ScoreRequest, num_bytes: int = 0) -> int:
-    """The same for a call of many texts, without what each takes while it is computed."""
+    """An upper bound of the bytes of a call with many texts. `text_bytes` counts the texts in the engine."""
     if isinstance(message, pb.EmbedRequest):
         num_numbers = sum(len(item.token_ids.ids) for item in message.inputs)
         num_characters, num_texts = sum(len(item.text) for item in message.inputs), len(message.inputs)
@@ -86,15 +89,15 @@ def texts_bytes(message: pb.EmbedRequest | pb.ScoreRequest, num_bytes: int = 0) 
 
 
 def text_bytes(num_tokens: int, num_vector_bytes: int) -> int:
-    """The bytes that one text of a call takes while its vectors are computed and until they are written."""
+    """Bytes of one text of a call, from its submission to the engine until its vectors are written."""
     return REQUEST_BYTES + NUMBER_BYTES * num_tokens + num_vector_bytes
 
 
 def prompt_logprob_bytes(most: int | None, num_prompt_tokens: int) -> int:
-    """The bytes of the prompt's log-probabilities until they are written; they may come faster than they are read.
+    """Bytes of the prompt's unwritten log-probabilities, which may arrive faster than the client reads.
 
-    They are counted last, because the number of tokens may be known only after tokenization. `most`: the number of
-    likeliest tokens at each position, None for no log-probabilities.
+    Call this function after tokenization, which determines the number of prompt tokens. `most`: number of likeliest
+    tokens at each position; None if the request has no log-probabilities.
     """
     return 0 if most is None else logprob_bytes(num_prompt_tokens, most + 1)
 
@@ -104,12 +107,12 @@ def logprob_bytes(num_positions: int, num_each: int) -> int:
 
 
 def output_bytes(num_tokens: int, num_characters: int) -> int:
-    """Bytes of output until it is written, without its log-probabilities."""
+    """Bytes of unwritten output, without log-probabilities."""
     return OUTPUT_TOKEN_BYTES * num_tokens + CHARACTER_BYTES * num_characters
 
 
 class UnreadOutput:
-    """The bytes of output that no client has read, of all streams of a front end together."""
+    """The bytes of output that clients have not read yet, of all streams of a front end together."""
 
     __slots__ = ("most", "num_bytes")
 

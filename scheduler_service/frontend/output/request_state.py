@@ -1,4 +1,4 @@
-"""One request in flight: tokens arrive from the engine, become text, and go to the client's stream."""
+"""The state of a request in flight: receives tokens from the engine, decodes text, and fills the client's stream."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -20,7 +20,7 @@ from scheduler_service.statistics.finished_requests import RequestMetrics
 
 
 class Trace(Protocol):
-    """The events of a request that its trace records."""
+    """The events of a request that a trace records."""
 
     def stands(self, standing: Standing) -> None: ...
 
@@ -30,7 +30,7 @@ class Trace(Protocol):
 
 
 class RequestState:
-    """A request in flight: its text so far, its stream, and what the engine told of it."""
+    """A request in flight: the text so far, the client's stream, and the request's state in the engine."""
 
     def __init__(
         self,
@@ -41,10 +41,11 @@ class RequestState:
         unread: UnreadOutput,
     ) -> None:
         self.request = request
-        self.call = 0  # the number of its call, between front end and engine
-        self.first_output = 0  # that of its first output
+        # The connection to the engine numbers calls and outputs.
+        self.call = 0
+        self.first_output = 0
         self.standing = Standing()
-        """The request's standing in the engine, as it was told last."""
+        """The request's place and counts in the engine, from the engine's latest message."""
         self.trace: Trace | None = None
         self.counts = counts
         self._num_hypothesis_tokens: list[int] | None = None
@@ -61,18 +62,20 @@ class RequestState:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the prompt that were found in the cache; of a resumed request it may have had output as well."""
+        """Number of prompt tokens found in the cache. The cache may also contain output of a resumed request; output
+        tokens do not count.
+        """
         return min(self.standing.cached_tokens, self.request.num_prompt_tokens)
 
     @property
     def num_output_tokens(self) -> list[int]:
-        """For each output, or for each sequence that the best outputs are chosen from."""
+        """Number of tokens of each output. With best_of or beam search, sequences that are not sent count too."""
         if self.request.sampling.beam_width:
             return self._num_hypothesis_tokens or []
         return self.times.num_tokens
 
     def metrics(self, now: float) -> RequestMetrics:
-        """The request's times and counts until now."""
+        """The request's times and counts up to `now`."""
         standing, times = self.standing, self.times
         return RequestMetrics(
             queued_seconds=standing.queued_seconds if standing.HasField("queued_seconds") else None,
@@ -86,10 +89,10 @@ class RequestState:
             cached_tokens=self.num_cached_tokens,
         )
 
-    # ---- what the engine tells
+    # ---- messages from the engine
 
     def stands(self, standing: Standing) -> None:
-        """The request stands there now."""
+        """Record the request's new place and counts in the engine."""
         if standing.HasField("queued_seconds") and not self.standing.HasField("queued_seconds"):
             self.counts.queue_seconds.observe(standing.queued_seconds)
         self.standing = standing
@@ -97,9 +100,9 @@ class RequestState:
             self.trace.stands(standing)
 
     def gain_token(self, index: int, token_id: int, now: float) -> bool:
-        """An output gained a token and goes on; returns True when a stop string ended it.
+        """Add a token to an unfinished output. Returns True if a stop string ended the output.
 
-        What it gains after that, while the engine is told, is no part of it.
+        The engine may send more tokens until the front end has reported the end. Tokens after the end are ignored.
         """
         if self._has_ended[index]:
             return False
@@ -113,14 +116,14 @@ class RequestState:
         return self.gain(Gained(index, token_id), now)
 
     def gain(self, gained: Gained, now: float) -> bool:
-        """An output gained whatever there is to gain; returns True when a stop string ended it."""
+        """Add an output's gain of one step. Returns True if a stop string ended the output."""
         index, token_id = gained.index, gained.token_id
         if self._has_ended[index]:
             return False
         if (error := failure(self.request.sampling, gained.status)) is not None:
             self._fail(index, gained.status, error)
             return False
-        if gained.prompt_logprobs:  # a preempted prompt is computed again; its positions count once
+        if gained.prompt_logprobs:  # skip positions that a preempted request computes again
             new = gained.prompt_logprobs[max(0, self._num_prompt_logprobs + 1 - gained.prompt_start) :]
             self._num_prompt_logprobs += len(new)
             if new:
@@ -140,7 +143,7 @@ class RequestState:
                 delta.logprobs.append(gained.logprobs)
         text = self._texts[index]
         hides = gained.status is SequenceStatus.FINISHED_STOPPED and not self.request.include_stop_str_in_output
-        delta.text, stop = text.step(None if hides else token_id)  # the token that ended it is not text
+        delta.text, stop = text.step(None if hides else token_id)  # an end token has no text
         if stop is not None:
             delta.stop, delta.status = stop, SequenceStatus.FINISHED_STOPPED
         elif gained.status is not None:
@@ -150,7 +153,7 @@ class RequestState:
         return stop is not None
 
     def _fail(self, index: int, status: SequenceStatus | None, error: RequestError) -> None:
-        """An output failed: it ends alone, unless its request is for nothing else."""
+        """End a failed output. If the request has only this output or is a beam search, the whole request fails."""
         if (self.request.num_outputs == 1 and self._ranked is None) or self.request.sampling.beam_width:
             self.stream.fail(error)
         else:
@@ -158,7 +161,7 @@ class RequestState:
             self._put(OutputDelta(index, text, status=status, num_output_tokens=self.times.num_tokens[index]))
 
     def _gain_vectors(self, gained: Gained, pooling: PoolingParams, now: float) -> None:
-        """Vectors of tokens come again when a preempted prompt is computed again; they count once."""
+        """Add vectors to an output. Vectors that a preempted request computes again are skipped."""
         vectors = gained.vectors
         if pooling.type is PoolingType.ALL:
             start = (gained.prompt_start - 1) * pooling.vector_bytes
@@ -170,7 +173,7 @@ class RequestState:
             self._put(OutputDelta(gained.index, vectors=vectors, status=gained.status))
 
     def gain_hypotheses(self, hypotheses: Sequence[Hypothesis], now: float) -> None:
-        """A beam search is over."""
+        """Add the outputs of a finished beam search."""
         self.times.first_token_seconds = now - self.times.arrived_at
         self._num_hypothesis_tokens = [len(hypothesis.token_ids) for hypothesis in hypotheses]
         for index, hypothesis in enumerate(hypotheses[: self.request.num_outputs]):
@@ -190,8 +193,8 @@ class RequestState:
             )
 
     def abort(self) -> None:
-        """End every output that is still open as aborted, with the text that was held back."""
-        if self.request.sampling.beam_width:  # beam search has no output before it has all
+        """End every unfinished output as aborted, and send the text that was held back."""
+        if self.request.sampling.beam_width:  # beam search sends nothing before its end
             for index in range(self.request.num_outputs):
                 self._put_whole(index, WholeOutput())
             return
@@ -201,10 +204,10 @@ class RequestState:
                 num_tokens = self.times.num_tokens[index]
                 self._put(OutputDelta(index, text.flush(), status=status, num_output_tokens=num_tokens))
 
-    # ---- to the stream
+    # ---- deltas to the stream
 
     def _put(self, delta: OutputDelta) -> None:
-        """Put a delta on the stream, or keep it until all outputs have ended and the likeliest are known."""
+        """Put a delta on the stream. With best_of, keep the delta until all outputs have ended and are ranked."""
         self._has_ended[delta.index] = delta.status is not None
         if self._ranked is None:
             self.stream.put(delta)
@@ -221,7 +224,7 @@ class RequestState:
                 self._put_whole(index, output.whole)
 
     def _put_whole(self, index: int, output: WholeOutput) -> None:
-        """Put a delta on the stream, without what the client has from an earlier stream."""
+        """Put a whole output on the stream, without tokens that the client received from a broken stream."""
         resumption = self.request.resumption
         if index not in resumption.finished:
             self.stream.put_whole(output.deltas(index, resumption.begun.get(index, ())))

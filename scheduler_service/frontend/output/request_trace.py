@@ -1,8 +1,9 @@
-"""Spans: one of each call, and within it, for each request of the call, what this waited for or had computed.
+"""Trace spans: one span for each call, and within a call's span, one span for each phase of the call's requests.
 
-queue, then prefill and decode; preemption until it is computed again, or move if that is on another worker. Attributes
-have the names of OpenTelemetry's conventions for generative AI (gen_ai.…), or begin with pagewire.; nothing of what was
-asked or answered is in them.
+A request's phases are queue, prefill and decode. After a preemption, a span `preemption` lasts until the request runs
+again. If the request runs again on another worker, the span's name is `move`. Attributes have the names of
+OpenTelemetry's conventions for generative AI (gen_ai.…), or begin with `pagewire.`. No attribute reveals a prompt or an
+output.
 """
 
 import time
@@ -16,22 +17,22 @@ from pagewire_common.telemetry.tracing import parent_of, trace_parent
 from scheduler_service.frontend.output.request import GenerationRequest
 
 CHAT, TEXT_COMPLETION, EMBEDDINGS = "chat", "text_completion", "embeddings"
-"""Operations, as those conventions name them; they have no names for the others."""
+"""Names of operations in OpenTelemetry's conventions. Scoring and transcription have no names in the conventions."""
 SCORE, TRANSCRIPTION = "score", "transcription"
 MAX_PHASES = 64
-"""Spans of one call within that of all of it: one whose request is preempted again and again has no more."""
+"""Largest number of phase spans of a call. The limit matters for a request that is preempted many times."""
 MAX_REQUESTS = 16
-"""Requests of one call that have spans: Embed may have 2,048 texts."""
+"""Largest number of requests of a call that have spans. The limit matters for Embed, with up to 2,048 texts."""
 
 
 def trace_id_of(metadata: Any) -> str:
-    """The trace that a caller says its call belongs to; empty if it says nothing."""
+    """The id of the trace in a call's metadata; empty if the caller sent none."""
     context = get_current_span(parent_of(metadata)).get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
 
 
 class CallTrace:
-    """The span of a call, from its arrival until `end`. `operation` is what gen_ai.operation.name has."""
+    """The span of a call, from the call's arrival until `end`. `operation`: value of gen_ai.operation.name."""
 
     def __init__(self, tracer: Tracer, metadata: Any, operation: str) -> None:
         self._tracer = tracer
@@ -48,11 +49,11 @@ class CallTrace:
 
     @property
     def parent(self) -> str:
-        """The parent of the worker's spans."""
+        """The trace parent that workers use for their spans."""
         return trace_parent(self._context)
 
     def describe(self, model: str, tenant: str, priority: int) -> None:
-        """The call may use this model."""
+        """Add attributes about the model and the tenant. Call `describe` after the API key's model is checked."""
         self._span.update_name(f"{self._operation} {model}")
         self._span.set_attributes(
             {
@@ -66,7 +67,7 @@ class CallTrace:
         )
 
     def describe_sampling(self, request: GenerationRequest) -> None:
-        """The request has been checked."""
+        """Add attributes about the sampling parameters of a checked request."""
         sampling = request.sampling
         self._span.set_attributes(
             {
@@ -81,8 +82,9 @@ class CallTrace:
         )
 
     def request(self, **attributes: int) -> "RequestTrace | None":
-        """One more request of the call, which has these attributes in its spans. None if it is to have no spans: the
-        trace is not sampled, or others of the call have them.
+        """The trace of another request of the call, with these attributes in its spans.
+
+        None if the trace is not sampled, or if `MAX_REQUESTS` requests of the call already have spans.
         """
         if not self._span.is_recording() or len(self._requests) >= MAX_REQUESTS:
             return None
@@ -91,18 +93,18 @@ class CallTrace:
         return request
 
     def start_phase(self, name: str, at: float, attributes: Mapping[str, Any]) -> Span | None:
-        """None where the call has spans enough."""
+        """Start the span of a phase; None if the call already has `MAX_PHASES` phase spans."""
         self._num_phases += 1
         if self._num_phases > MAX_PHASES:
             return None
         return self._tracer.start_span(name, self._context, attributes=attributes, start_time=self.ns(at))
 
     def ns(self, at: float) -> int:
-        """A time of the monotonic clock, in seconds, as spans have it."""
+        """Convert a time in seconds of the monotonic clock to the spans' nanoseconds since 1970."""
         return int(at * 1e9) + self._offset
 
     def end(self, status: str, error: str, figures: Mapping[str, Any]) -> None:
-        """The call is over, with this status of gRPC; `figures` are those of its line in the log."""
+        """End the call's span. `status`: name of the gRPC status. `figures`: numbers of the call's log line."""
         now = time.monotonic()
         for request in self._requests:
             request.end(now)
@@ -126,7 +128,7 @@ class CallTrace:
 
 
 class RequestTrace:
-    """One request of a call, from its submission until `end`. Times are seconds of the monotonic clock."""
+    """The spans of one request of a call, from submission until `end`. Times are seconds of the monotonic clock."""
 
     def __init__(self, call: CallTrace, attributes: Mapping[str, Any]) -> None:
         self._call = call
@@ -138,14 +140,14 @@ class RequestTrace:
         self._standing = Standing()
 
     def submitted(self, request: GenerationRequest, arrived_at: float) -> str:
-        """The request is queued. Returns what the worker needs to know."""
+        """Begin the phase `queue`. Returns the trace parent for the worker."""
         if request.sampling.beam_width:
             self._computes = "beam search"
         self._begin("queue", arrived_at)
         return self._call.parent
 
     def stands(self, standing: Standing) -> None:
-        """The engine tells where the request is."""
+        """Begin a phase if the request's place in the engine has changed."""
         place, before = standing.place, self._standing
         self._standing = standing
         if not standing.HasField("place"):
@@ -161,7 +163,7 @@ class RequestTrace:
             self._begin(self._computes if self._awaits_token else "decode", place.at, {"pagewire.worker": place.worker})
 
     def gained_token(self, now: float) -> None:
-        """An output gained a token."""
+        """Record a new token; the first token after a prefill begins the phase `decode`."""
         if self._awaits_token:
             self._awaits_token, self._has_tokens = False, True
             if self._runs:
@@ -172,7 +174,7 @@ class RequestTrace:
         self._phase = self._call.start_phase(name, at, {**self._attributes, **(attributes or {})})
 
     def end(self, at: float) -> None:
-        """Nothing more is computed of it."""
+        """End the request's last phase."""
         if self._phase is not None:
             self._phase.end(self._call.ns(at))
             self._phase = None

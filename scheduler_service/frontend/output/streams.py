@@ -1,8 +1,8 @@
-"""Output on its way to one client: merged while the client is slow, so a stream never holds more than its output.
+"""Output streams to clients. While a client is slow, deltas are merged, so a stream holds each token only once.
 
-A merged delta grows up to a limit, and then the next one is begun. A delta becomes one message, which is smaller than
-every client's default limit and takes little time to encode. A token and its text are in the same delta, because a
-client whose stream broke may resume it behind any message.
+When a merged delta reaches a limit, the next delta begins. Each delta becomes one message. The limits keep messages
+below every client's default size limit, and make encoding quick. A token and its text are in the same delta, because a
+client may resume a broken stream after any message.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from scheduler_service.frontend.output.turns import Turn, Turns
 MAX_TOKENS = 2048
 MAX_CHARACTERS = 1 << 16
 MAX_LOGPROBS = 1024
-"""A delta of as much is full: of tokens, of characters, or of single log-probabilities, which take 2.6 µs each to
-encode. Up to twice as many of the last may come together. That makes messages of at most 0.3 MB.
+"""Number of log-probabilities at which a delta is full. A merged delta may have up to twice the limit. Encoding a
+log-probability takes 2.6 µs. The limits of tokens, characters and log-probabilities keep messages below 0.3 MB.
 """
 MAX_VECTOR_BYTES = 1 << 20
-"""A delta of as many bytes of vectors is full, too."""
+"""Bytes of vectors at which a delta is full."""
 
 
 @dataclass(slots=True)
 class OutputDelta:
-    """The unsent part of one output. `status` is set, and `stop` may be, when the output ended."""
+    """The unsent part of one output. `status` is set if the output has ended."""
 
     index: int
     text: str = ""
@@ -37,7 +37,7 @@ class OutputDelta:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     status: SequenceStatus | None = None
     stop: str | int | None = None
-    """The stop string or stop token that ended it, when the request named one."""
+    """The stop string or stop token of the request that ended the output; None if the output ended differently."""
     num_output_tokens: int = 0
     vectors: bytes = b""
 
@@ -52,7 +52,7 @@ class OutputDelta:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory, without the prompt's log-probabilities and vectors, which were counted with the request."""
+        """Bytes of memory of the delta. Prompt log-probabilities and vectors were counted with the request."""
         num_bytes = output_bytes(len(self.token_ids), len(self.text))
         if self.logprobs:
             num_bytes += logprob_bytes(len(self.logprobs), len(self.logprobs[0].token_ids))
@@ -74,32 +74,33 @@ def _size(logprobs: Sequence[TokenLogprobs]) -> int:
 
 
 class OutputStream:
-    """The deltas of one request. The engine puts deltas, one reader iterates until every output has ended.
+    """The deltas of one request. The engine puts deltas; one reader iterates until every output has ended.
 
-    Streams that share `turns` take turns: a turn lasts from one delta until the reader asks for the next, or leaves.
-    With `until_ended` the reader is given an output's deltas when the output, or another one, has ended; it may keep
-    deltas, and tells how much it keeps.
+    Streams with the same `turns` take turns. A turn lasts from one delta until the reader requests the next delta or
+    leaves. With `until_ended`, the reader receives deltas only after an output has ended. A reader that stores a delta
+    reports the delta with `keep`.
     """
 
     def __init__(self, num_outputs: int, turns: Turns, unread: UnreadOutput, *, until_ended: bool = False) -> None:
         self.num_open = num_outputs
-        self.num_unread = 0  # bytes of output that the reader is not done with
+        self.num_unread = 0  # bytes of output that the client has not read yet
         self.when_cut: Callable[[RequestError], None] | None = None
-        """Called when the stream is cut: the reader may be in the middle of writing a delta then."""
+        """Called when the stream is cut: the reader may be writing a delta at this moment."""
         self._until_ended = until_ended
         self._unread = unread
-        self._taken = 0  # bytes of these that the reader has in hand, as a delta
+        self._taken = 0  # bytes of the delta that the reader is writing
         self._full: deque[OutputDelta] = deque()
-        self._pending: dict[int, OutputDelta] = {}  # of each index the last, which grows; they follow the full ones
-        self._whole: deque[Iterator[OutputDelta | None]] = deque()  # after everything else
+        # The last delta of each output, which grows. Full deltas are sent first, pending deltas next.
+        self._pending: dict[int, OutputDelta] = {}
+        self._whole: deque[Iterator[OutputDelta | None]] = deque()  # whole outputs, sent after all other deltas
         self._error: RequestError | None = None
         self._turns = turns
         self._turn = Turn()
-        self._is_awaited = False  # by the reader, which asks for its turn when there is something to read
+        self._is_awaited = False  # whether the reader waits for output
         self._loop = asyncio.get_running_loop()
 
     def put(self, delta: OutputDelta) -> None:
-        """Never waits: what the reader has not taken yet is merged."""
+        """Add a delta without waiting. Deltas of one output are merged until the reader takes them."""
         self.count(delta.num_bytes)
         waiting = self._pending.get(delta.index)
         if waiting is not None and not waiting.is_full:
@@ -110,8 +111,10 @@ class OutputStream:
             self._notify()
 
     def put_token(self, index: int, token_id: int, text: str, num_output_tokens: int) -> None:
-        """As `put`, for a token and its text, of a request that `is_plain`: no delta of such a request is full of
-        log-probabilities or vectors. Most deltas are of this kind, and nearly all of them are merged.
+        """Add a token and its text, for a request with `is_plain`.
+
+        `put_token` is a fast path of `put`: deltas of plain requests have no log-probabilities or vectors. Most tokens
+        are added with `put_token`, and nearly all are merged into an existing delta.
         """
         self.count(output_bytes(1, len(text)))
         delta = self._pending.get(index)
@@ -124,13 +127,13 @@ class OutputStream:
             self._notify()
 
     def put_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Put the log-probabilities of the prompt's next positions, at least one."""
+        """Add log-probabilities of at least one more position of the prompt."""
         at_once = max(1, MAX_LOGPROBS // len(entries[0].token_ids))
         for start in range(0, len(entries), at_once):
             self.put(OutputDelta(0, prompt_logprobs=list(entries[start : start + at_once])))
 
     def put_whole(self, deltas: Iterator[OutputDelta | None]) -> None:
-        """All of an output's deltas; they are made when the reader takes them, and not counted before."""
+        """Add all deltas of an output. A delta is created and counted when the reader takes the delta."""
         self._whole.append(deltas)
         self._notify()
 
@@ -141,21 +144,21 @@ class OutputStream:
         return delta
 
     def keep(self, delta: OutputDelta) -> None:
-        """The reader keeps a delta that it was given: it counts as unread until the reader leaves."""
+        """Record that the reader stores a delta: the delta counts as unread until the reader leaves."""
         self.count(delta.num_bytes)
 
     def count(self, num_bytes: int) -> None:
-        """Add to the unread output; a negative number is output that has been read."""
+        """Add bytes to the unread output. A negative number means bytes that the client has read."""
         self.num_unread += num_bytes
         self._unread.num_bytes += num_bytes
 
     def fail(self, error: RequestError) -> None:
-        """End the stream with an error, after what is pending. The first error counts."""
+        """End the stream with an error, after the pending deltas. If `fail` is called again, the first error counts."""
         self._error = self._error or error
         self._notify()
 
     def cut(self, error: RequestError) -> None:
-        """End the stream with an error instead of what is pending."""
+        """Drop the pending deltas, and end the stream with an error."""
         self._drop()
         self.fail(error)
         if self.when_cut is not None:
@@ -170,7 +173,7 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> OutputDelta:
-        """The next delta; raises the RequestError that ended the stream."""
+        """Wait for the next delta. Raises the RequestError that ended the stream."""
         while True:
             self._turns.end(self._turn)
             self.count(-self._taken)
@@ -184,8 +187,8 @@ class OutputStream:
             await self._turn.came
             if not self._has_some:
                 assert self._error is not None
-                # A new error, because a raised error refers to this frame, and so to the stream. If the stream referred
-                # to the error as well, both would stay in memory until Python's collector runs.
+                # A raised error refers to this frame and to the stream. If the stream also referred to the raised
+                # error, the cycle would stay in memory until Python's collector runs. So a new error is raised.
                 raise RequestError(self._error.code, str(self._error))
             if (delta := self._take()) is not None:
                 self.num_open -= delta.status is not None
@@ -207,7 +210,7 @@ class OutputStream:
         return delta
 
     def leave(self) -> None:
-        """The reader reads no more."""
+        """End the reader's turn and drop unread deltas, because the reader stops reading."""
         self._turns.end(self._turn)
         self._drop()
 

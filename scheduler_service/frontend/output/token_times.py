@@ -1,4 +1,4 @@
-"""How many tokens each output of a request has gained here, and when: what a client waited for."""
+"""Counts the new tokens of each output of a request, and records their times."""
 
 import time
 from collections.abc import Sequence
@@ -7,7 +7,10 @@ from scheduler_service.statistics.counts import RequestCounts
 
 
 class TokenTimes:
-    """Times are seconds of the monotonic clock. `num_tokens` of each output begins with those of an earlier stream."""
+    """The number of tokens of each output, and the times of new tokens in seconds of the monotonic clock.
+
+    `num_tokens` includes tokens of a broken stream that the request resumes.
+    """
 
     __slots__ = (
         "_counts",
@@ -28,11 +31,11 @@ class TokenTimes:
         self.longest_pause_seconds = 0.0
         self._counts = counts
         self._num_earlier = sum(num_tokens)
-        self._first_at = [0.0] * len(num_tokens)  # of each output, 0 before this server's first
+        self._first_at = [0.0] * len(num_tokens)  # time of each output's first new token, or 0
         self._last_at = [0.0] * len(num_tokens)
 
     def count(self, index: int, now: float) -> int:
-        """An output gained a token; returns how many it has."""
+        """Count a new token of an output. Returns the output's number of tokens."""
         num_tokens, last = self.num_tokens[index] + 1, self._last_at[index]
         self.num_tokens[index] = num_tokens
         self._last_at[index] = now
@@ -50,15 +53,15 @@ class TokenTimes:
 
     @property
     def last_token_seconds(self) -> float:
-        """When any output gained its last token so far, since the arrival; 0 or less if none has."""
+        """Seconds from the arrival to the latest token of any output; 0 or less before the first token."""
         return max(self._last_at) - self.arrived_at
 
     @property
     def num_pauses(self) -> int:
-        """Between two tokens of one output; those before a broken stream was resumed are not counted."""
+        """Number of pauses between two new tokens of one output. Tokens of a broken stream do not count."""
         return sum(self.num_tokens) - self._num_earlier - sum(at > 0 for at in self._first_at)
 
     @property
     def mean_pause_seconds(self) -> float | None:
-        """None before the first pause."""
+        """Mean pause between two tokens of one output, in seconds; None before the first pause."""
         return (sum(self._last_at) - sum(self._first_at)) / self.num_pauses if self.num_pauses else None

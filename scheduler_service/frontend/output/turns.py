@@ -1,47 +1,49 @@
-"""Which stream writes to its client next: readers take turns, and only a few turns are under way at the same time.
+"""Decides which stream writes to its client next: streams take turns, and only a few turns run at the same time.
 
 A step of 256 sequences brings tokens for 256 clients. If all streams wrote at once, workers' answers and new calls
-would wait behind 256 completed writes in gRPC's one queue of events. As gRPC takes new calls one after the other, only
-a hundred a second would get in, which kept three workers half empty. So only a few writes are under way at a time, and
-they begin in the order in which they were asked for. When there is more to write than time, turns come later, output is
-merged meanwhile, and fewer and larger messages are written.
+would wait behind 256 completed writes in gRPC's single queue of events. New calls are accepted one after the other, so
+only 100 calls a second would be accepted. With 100 new calls a second, three workers stayed half empty. So only a few
+writes run at a time, in the order of the requests for turns. Under high load, turns come later and output is merged, so
+that streams write fewer and larger messages.
 
-A client that reads slowly, or not at all, delays no other: after a time limit its turn no longer counts towards those
-under way, and its next turns do not count at all until one is quick again. The limit gets shorter while turns end by it
-alone, as when many clients freeze at once.
+A client that does not read, or reads slowly, does not delay other clients. After a timeout, the client's turn no longer
+counts towards the limit of turns. The client's next turns do not count until a turn is quick again. When all turns time
+out (many frozen clients), the timeout is halved, down to 1 ms.
 """
 
 import asyncio
 from collections import deque
 
 AT_ONCE = 8
-"""Turns at the same time: enough that a write is always ready, about half a millisecond of them."""
+"""Largest number of turns at the same time. Eight turns take about 0.5 ms, enough that a write is always ready."""
 LONGEST_SECONDS = 0.02
 SHORTEST_SECONDS = 0.001
 SLOW_AFTER = 4 * AT_ONCE
-"""A client is slow if more turns than these were given during one of its own. Counted in turns and not in seconds,
-because a delay of the server itself gives none."""
+"""A client is slow if more other turns than this number start during the client's turn. Turns measure a client's delay
+better than seconds, because no turns start while the server itself is delayed.
+"""
 
 
 class Turn:
-    """One reader's turn. The same object serves for all its turns, one after the other."""
+    """A reader's turn. A reader uses the same object for all its turns."""
 
     __slots__ = ("came", "is_slow", "number")
 
     def __init__(self) -> None:
         self.came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the present turn comes. A turn whose future is already done, because its reader left, does not
-        count towards the limit."""
-        self.number = 0  # of the present turn, once it came
+        """Resolved when the current turn comes. If the reader has left, the future is done before the turn comes, and
+        the turn does not count towards the limit.
+        """
+        self.number = 0  # number of the current turn; 0 between turns
         self.is_slow = False
 
 
 class Turns:
-    """Belongs to one event loop."""
+    """Gives turns to readers. Use one object for each event loop."""
 
     def __init__(self) -> None:
         self._asking: deque[Turn] = deque()
-        self._given: dict[Turn, float] = {}  # turns that count towards the limit, and when each came; oldest first
+        self._given: dict[Turn, float] = {}  # turns that count towards the limit, with start times; oldest first
         self._num_given = 0
         self._longest = LONGEST_SECONDS
         self._timer: asyncio.TimerHandle | None = None
@@ -49,16 +51,16 @@ class Turns:
 
     @property
     def num_held(self) -> int:
-        """Turns that came, did not end, and count towards the limit."""
+        """Number of running turns that count towards the limit."""
         return len(self._given)
 
     def ask(self, turn: Turn) -> None:
-        """Resolve `turn.came` when it has come."""
+        """Request a turn; `turn.came` is resolved when the turn comes."""
         self._asking.append(turn)
         self._give()
 
     def end(self, turn: Turn) -> None:
-        """The turn is over. Ending one again, or one that did not come, does nothing."""
+        """End a turn. If the turn is not running, `end` has no effect."""
         if turn.number:
             turn.is_slow = self._num_given - turn.number > SLOW_AFTER
             turn.number = 0

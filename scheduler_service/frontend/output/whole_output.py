@@ -1,8 +1,7 @@
-"""Outputs of best_of and of beam search: known when all have ended, and cut into deltas as their reader takes them.
+"""Outputs of best_of and beam search. After all outputs have ended, they are sent to the reader in deltas.
 
-A client may already have the beginning of an output from a stream that broke. Then the search is run again, and the
-tokens that the client has are left out. Their text is made all the same, because the text of later tokens depends on
-it.
+If a client already has the beginning of an output from a broken stream, the search runs again. Tokens that the client
+has are decoded but not sent: the text of later tokens depends on the text of earlier tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from scheduler_service.frontend.output.streams import MAX_TOKENS, OutputDelta
 
 @dataclass(slots=True)
 class WholeOutput:
-    """`texts` has the text of each token, and may be a generator; `logprobs` may be empty."""
+    """A complete output. `texts`: the text of each token, possibly from a generator. `logprobs` may be empty."""
 
     token_ids: list[int] = field(default_factory=list)
     texts: Iterable[str] = ()
@@ -27,11 +26,12 @@ class WholeOutput:
     stop: str | int | None = None
 
     def deltas(self, index: int, begun: Sequence[int]) -> Iterator[OutputDelta | None]:
-        """The deltas behind the tokens that the client has; None after a part of the work, to let other tasks run.
+        """The deltas after the tokens `begun`, which the client already has.
 
-        Raises FAILED_PRECONDITION when the client has other tokens.
+        Between deltas, the iterator may return None, so that other tasks can run. Raises FAILED_PRECONDITION if the
+        output does not start with the tokens `begun`.
         """
-        # An output that was aborted, or failed, may not have come as far again.
+        # An aborted or failed output may be shorter than `begun`, so only completed outputs are compared.
         has_ended = self.status in (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH_CAPPED)
         if has_ended and self.token_ids[: len(begun)] != list(begun):
             raise RequestError(
@@ -58,16 +58,16 @@ class WholeOutput:
 
 
 class RankedOutput:
-    """An output of best_of, which is kept until it is known whether it is among the likeliest."""
+    """An output of best_of, which is stored until all outputs of the request are ranked."""
 
     def __init__(self) -> None:
         self.whole = WholeOutput()
-        self.logprob = 0.0  # the sum over its tokens
+        self.logprob = 0.0  # the sum over the output's tokens
         self._texts: list[str] = []
         self.whole.texts = self._texts
 
     def add(self, delta: OutputDelta) -> None:
-        """A token and its text, or the end of the output."""
+        """Add a token with its text, or the end of the output."""
         if delta.token_ids:
             self.whole.token_ids += delta.token_ids
             self._texts.append(delta.text)
@@ -78,5 +78,5 @@ class RankedOutput:
             self.whole.status, self.whole.stop = delta.status, delta.stop
 
     def place(self) -> tuple[bool, float]:
-        """The likeliest comes first, by its mean log-probability; outputs that failed come last."""
+        """Sort key: outputs are sorted by falling mean log-probability, and failed outputs come last."""
         return self.whole.status.has_failed, -self.logprob / max(1, len(self.whole.token_ids))

@@ -1,1 +1,1 @@
-"""Sounds: features for a model's encoder, and transcripts from its tokens. It handles no requests."""
+"""Converts sounds to features for a model's encoder, and the model's tokens to transcripts."""

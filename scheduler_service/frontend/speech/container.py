@@ -1,7 +1,7 @@
-"""The sound of an MP4 or a WebM file, decoded by FFmpeg (PyAV) a little at a time.
+"""Decodes the sound of an MP4 or WebM file in small blocks, with FFmpeg (PyAV).
 
-FFmpeg knows hundreds of formats. Here it is limited to one demuxer, chosen by the file's head, and to the few usual
-decoders for such files. It opens nothing but the file's bytes.
+FFmpeg supports hundreds of formats. For safety, FFmpeg may use only the demuxer that the file's header selects, and a
+few common decoders. FFmpeg can read only the bytes of the file.
 """
 
 import io
@@ -17,21 +17,24 @@ from scheduler_service.frontend.speech.sound_error import SoundError, broken, un
 CODECS = ("aac", "opus", "vorbis", "mp3float", "flac", "alac")
 _MAX_STREAMS = 16
 _MAX_FRAME_SAMPLES = 1 << 17
-"""Samples of a packet, at most. A head may claim 16 million of 8 channels, for which FFmpeg would reserve 512 MB."""
+"""Largest number of samples of a packet. A hostile header may claim 16 million samples of 8 channels; FFmpeg would
+reserve 512 MB.
+"""
 _MAX_PACKETS = 1 << 19
-"""Packets of a file, at most. An hour of AAC at 48,000 samples a second has 168,750, and 16 MiB may have millions of
-empty ones.
+"""Largest number of packets of a file. An hour of AAC at 48,000 samples a second has 168,750 packets. A hostile file of
+16 MiB may have millions of empty packets.
 """
 
 
 _MIN_SAMPLE_BYTES = 8
-"""Bytes of a file for each sample of a fragment, at least. FFmpeg reserves 36 bytes for each that a fragment's head
-claims: 2.4 GB for 2^26 of them, in a file of 10 KB. A frame of AAC has a hundred bytes and more.
+"""Smallest number of file bytes for each sample that the headers of MP4 fragments claim. FFmpeg reserves 36 bytes for
+each claimed sample. A file of 10 KB could claim 2^26 samples, which would take 2.4 GB. A real sample (a frame of AAC)
+has at least 100 bytes.
 """
 
 
 def _check_fragments(data: bytes) -> None:
-    """Refuse an MP4 file whose fragments claim more samples than it can hold, wherever FFmpeg may find the claim."""
+    """Refuse an MP4 file whose fragments claim more samples than the file can hold. Every `trun` mark counts."""
     if b"moof" not in data:
         return
     num_samples, place = 0, data.find(b"trun")
@@ -45,7 +48,7 @@ def _check_fragments(data: bytes) -> None:
 class Container:
     """An opened file that `Sound` reads from beginning to end. Raises SoundError.
 
-    `frames` is the length in the head, or None if the head has none for the sound itself.
+    `frames`: number of samples according to the file's header; None if the header does not state the sound's length.
     """
 
     def __init__(self, data: bytes, demuxer: str) -> None:
@@ -69,7 +72,7 @@ class Container:
         if len(sounds) != 1:
             raise SoundError(f"data has {len(sounds)} sounds in it; send a file with one")
         self._stream = stream = sounds[0]
-        codec = stream.codec_context  # None for a codec that FFmpeg does not know
+        codec = stream.codec_context  # None if FFmpeg has no decoder for the codec
         if codec is None or codec.name not in CODECS:
             name = "an unknown codec" if codec is None else codec.name
             raise SoundError(f"data has a sound in {name}; {', '.join(CODECS).replace('mp3float', 'mp3')} are heard")
@@ -93,7 +96,7 @@ class Container:
         return None
 
     def read(self, length: int) -> npt.NDArray[np.float32]:
-        """The next samples, [num_samples, num_channels]; fewer than `length` at the end."""
+        """Read the next samples, [num_samples, num_channels]. Fewer than `length` remain at the end of the file."""
         blocks, count = [], 0
         while self._rest is not None and count < length:
             blocks.append(self._rest[: length - count])
@@ -104,7 +107,7 @@ class Container:
         return np.concatenate(blocks) if blocks else np.empty((0, self.channels), dtype=np.float32)
 
     def _decoded(self) -> Iterator[npt.NDArray[np.float32]]:
-        resampler = av.AudioResampler(format="flt")  # changes only the number format
+        resampler = av.AudioResampler(format="flt")  # converts only the number format
         try:
             for number, packet in enumerate(self._container.demux(self._stream)):
                 if number == _MAX_PACKETS:

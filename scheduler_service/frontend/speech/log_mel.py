@@ -1,11 +1,11 @@
-"""Log-mel spectrogram, Whisper's input: the loudness of a sound in frequency bands, a hundred times a second.
+"""Log-mel spectrogram, Whisper's input: the loudness of a sound in frequency bands, 100 times a second.
 
-A window of 30 s becomes 3,000 frames of 80 or 128 bands. A frame is the power spectrum of 25 ms, every 10 ms. Its bands
-are equally wide to the ear (Slaney's mel scale). Values are logarithms of base 10, and the lowest are raised to 8 below
-the highest (Radford et al., 2023).
+A window of 30 s becomes 3,000 frames of 80 or 128 bands. A frame is the power spectrum of 25 ms; frames start every
+10 ms. The bands have equal width on Slaney's mel scale. Values are logarithms of base 10. Values lower than the maximum
+minus 8 are raised to this limit (Radford et al., 2023).
 
-It is computed in the front end, because it needs no tensors and no model, and workers should spend their CPU time on
-steps. It takes 8 ms of numpy a window (AMD EPYC), and the result is smaller than the samples.
+The front end computes the spectrogram, so that workers spend their CPU time on steps. The computation needs no model,
+and takes 8 ms of numpy a window (AMD EPYC). The spectrogram is smaller than the samples.
 """
 
 from functools import cache
@@ -16,21 +16,21 @@ import numpy.typing as npt
 from scheduler_service.frontend.speech.sound import SAMPLE_RATE, Samples
 
 WINDOW = 30 * SAMPLE_RATE
-"""Samples of a window."""
+"""Number of samples of a window."""
 FRAME, HOP = 400, 160
-"""Samples of a frame, and between the starts of frames."""
+"""Number of samples of a frame, and number of samples between the starts of two frames."""
 NUM_FRAMES = WINDOW // HOP
 FRAMES_AT_ONCE = 500
-"""Frames whose spectrum is computed together: numpy would take 23 MB for all."""
+"""Number of frames whose spectra are computed together. For all 3,000 frames together, numpy would take 23 MB."""
 
 Matrix = npt.NDArray[np.float32]
 
 
 def log_mel(samples: Samples, num_bands: int) -> Matrix:
-    """samples: at most a window; silence is appended. Returns [num_bands, 3000] float32."""
+    """Compute the spectrogram, [num_bands, 3000] float32. `samples`: at most a window; silence fills the window."""
     padded = np.zeros(WINDOW + FRAME, dtype=np.float32)
     padded[FRAME // 2 : FRAME // 2 + len(samples)] = samples
-    # Both ends are mirrored, so that the first frame is centred on the first sample.
+    # Mirrored samples extend both ends, so that the first frame is centred on the first sample.
     padded[: FRAME // 2] = padded[FRAME : FRAME // 2 : -1]
     padded[-FRAME // 2 :] = padded[-FRAME // 2 - 2 : -FRAME - 2 : -1]
     frames = np.lib.stride_tricks.sliding_window_view(padded, FRAME)[: NUM_FRAMES * HOP : HOP]
@@ -60,7 +60,7 @@ def _bands(num_bands: int) -> Matrix:
 
 
 _LINEAR_HERTZ, _LINEAR_MEL = 1000.0, 15.0
-"""The end of the linear part of the scale; it is logarithmic above: 27 bands a factor of 6.4."""
+"""The end of the scale's linear part. Higher frequencies have a logarithmic scale: a factor of 6.4 is 27 mel."""
 _STEP = np.log(6.4) / 27.0
 
 

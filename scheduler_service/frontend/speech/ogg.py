@@ -1,6 +1,6 @@
-"""Whether an Ogg file has all of its pages: libsndfile skips damaged or lost pages, and joins the rest.
+"""Checks that an Ogg file has all of its pages: libsndfile skips damaged or lost pages, and joins the other pages.
 
-Each page has the number of its stream, its own number within it, and a checksum (RFC 3533).
+Each page has the number of its stream, a page number within the stream, and a checksum (RFC 3533).
 """
 
 import struct
@@ -8,24 +8,24 @@ import zlib
 
 _MARK = b"OggS"
 _HEAD = struct.Struct("<5xB8xII4sx")
-"""Header of a page: flags, stream, page number, checksum. Its last byte is the number of lengths that follow."""
+"""Header of a page: flags, stream, page number, checksum. The last byte counts the segment lengths after the header."""
 _FIRST_PAGE = 2
-"""The flag of a stream's first page."""
+"""The flag that marks the first page of a stream."""
 _CHECKSUM = slice(22, 26)
 _MAX_PAGES = 1 << 18
-"""Pages of a file, at most: an hour has 180,000 of 20 ms. Python takes 3 µs a page (AMD EPYC), and 16 MB may have
-600,000.
+"""Largest number of pages of a file. An hour has 180,000 pages of 20 ms. A hostile file of 16 MB may have 600,000
+pages, and Python takes 3 µs a page (AMD EPYC).
 """
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
-"""Bytes with reversed bits, for which Ogg's checksum equals zlib's."""
+"""All byte values with reversed bits. With reversed bits, zlib's CRC computes Ogg's checksum."""
 
 
 def flaw(data: bytes) -> str | None:
-    """Why a file would not be decoded in full, as the end of a sentence about it; None if it would.
+    """The reason why libsndfile would skip a part of a file, as the end of an error sentence; None for an intact file.
 
-    Bytes outside pages, such as a title after the last page, are skipped, as in libsndfile. The last page need not have
-    the end flag: recorders of voice messages and of live streams omit it. So a file that was cut off between two pages
-    has no flaw.
+    Bytes outside pages, such as a title after the last page, are skipped, as in libsndfile. The last page may lack the
+    end flag, because recorders of voice messages and live streams omit the flag. So a file that was cut off between two
+    pages has no flaw.
     """
     expected: tuple[int, int] | None = None
     end = 0
@@ -46,7 +46,7 @@ def flaw(data: bytes) -> str | None:
 
 
 def _end(data: bytes, at: int) -> int:
-    """The end of the page that begins at `at`; beyond the data if the page is incomplete."""
+    """The position after the page that begins at `at`. For an incomplete page, the position is beyond the data."""
     lengths = at + _HEAD.size
     if lengths > len(data):
         return lengths
@@ -55,6 +55,6 @@ def _end(data: bytes, at: int) -> int:
 
 
 def _checksum(page: bytes) -> bytes:
-    """CRC of a page with zeros in place of its checksum. Ogg starts with 0 and inverts nothing; zlib inverts both."""
+    """CRC of a page whose checksum field is set to zero. Ogg's CRC, unlike zlib's, inverts neither start nor result."""
     mirrored = (page[: _CHECKSUM.start] + bytes(4) + page[_CHECKSUM.stop :]).translate(_MIRRORED)
     return (zlib.crc32(mirrored, 0xFFFF_FFFF) ^ 0xFFFF_FFFF).to_bytes(4, "big").translate(_MIRRORED)

@@ -1,9 +1,9 @@
-"""A sound file as a model's input: one channel, 16,000 samples a second, read a window at a time.
+"""Reads a sound file window by window as a model's input: one channel, 16,000 samples a second.
 
-libsndfile reads it, or FFmpeg if it is an MP4 or a WebM file: see container.py.
+The library libsndfile reads most formats. FFmpeg reads MP4 and WebM files (container.py).
 
-A file is hostile until it is read: a few kilobytes may claim, and hold, hours. So its head is checked before any sample
-is decoded, and no more is decoded than the next window needs. Properties that the head lacks are checked during
+A file may be hostile: a few kilobytes may claim or contain hours of sound. So the header is checked before any sample
+is decoded, and each window decodes only the samples of the window. Properties that the header lacks are checked during
 decoding.
 """
 
@@ -28,33 +28,34 @@ FORMATS = {"WAV": "WAV", "WAVEX": "WAV", "RF64": "WAV", "FLAC": "FLAC", "MPEG": 
 MAX_CHANNELS = 8
 SAMPLE_RATES = (4_000, 192_000)
 _UNKNOWN_LENGTH = 0x7FFF_0000
-"""Data length, at least, in a WAV header that was written during the recording."""
+"""Data length from which a WAV header's length counts as unknown: some recorders write the header before the sound."""
 _UNKNOWN_FRAMES = 1 << 50
-"""Number of frames, at least, that libsndfile reports for a FLAC or MP3 without a length in its head."""
+"""Frame count from which a file's length counts as unknown: libsndfile's count for a FLAC or MP3 without a length."""
 _ENDLESS_BYTES = 1 << 56
-"""A file size with which even the smallest length estimate (1,728 bytes for 384 samples) counts as unknown, and the
-largest fits 63 bits.
+"""Pretended file size of an MP3, in bytes. With the pretended size, even the lowest length estimate (384 samples for
+1,728 bytes) counts as unknown. The highest estimate fits 63 bits.
 """
 _MAX_LOST = 0.9
-"""The share of its frames that must be present."""
+"""The share of the frames stated in the header that a file must contain."""
 _CUT_OFF = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
 _CUT_OFF_LONG = re.compile(r"frame count (\d+) does not match value from 'ds64' chunk of (\d+)")
-"""Matches libsndfile's note on an RF64 whose data chunk does not state its length."""
+"""Matches libsndfile's message about an RF64 file whose data chunk has no length."""
 
 _TAG = re.compile(rb"ID3...(....)", re.DOTALL)
-"""The head of an ID3 tag before a sound, with the length of the rest: four bytes of seven bits each."""
+"""Matches the header of an ID3 tag before a sound. The group is the remaining length: four bytes of seven bits each."""
 _MAX_TAGS = 16
-"""Tags before a sound, at most. It took 25 s to find that 800,000 tags in 16 MB contain no sound."""
+"""Largest number of ID3 tags before a sound. A file of 16 MB with 800,000 tags and no sound took libsndfile 25 s."""
 _MAX_NUMBERS = 1 << 19
-"""Samples of all channels that are decoded at a time; they take three times 2 MB."""
+"""Number of samples, of all channels together, that are decoded at a time. Decoding takes three buffers of 2 MB."""
 
 Samples = npt.NDArray[np.float32]
 
 
-class _Forwards(soundfile.SoundFile):  # type: ignore[misc]  # whose library has no types
+class _Forwards(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has no types
     """A file that is read from beginning to end.
 
-    In a seekable file, soundfile seeks after every read, and fails at the end of a FLAC without a length.
+    The file claims not to be seekable: soundfile seeks after every read of a seekable file, and fails at the end of a
+    FLAC without a length.
     """
 
     def seekable(self) -> bool:
@@ -62,20 +63,21 @@ class _Forwards(soundfile.SoundFile):  # type: ignore[misc]  # whose library has
 
     @property
     def frames(self) -> int | None:
-        """Samples according to the head; None if it has no length."""
+        """Number of samples according to the file's header; None if the header has no length."""
         return None if super().frames >= _UNKNOWN_FRAMES else int(super().frames)
 
     def read(self, length: int) -> Samples:
-        """The next samples, [num_samples, num_channels]; fewer than `length` at the end."""
+        """Read the next samples, [num_samples, num_channels]. Fewer than `length` remain at the end of the file."""
         return super().read(length, dtype="float32", always_2d=True)  # type: ignore[no-any-return]
 
 
 class _Endless(io.BytesIO):
-    """A file that reports a larger size than it has.
+    """A file that reports a larger size than the real size.
 
-    If an MP3's head has no length, libsndfile estimates it from the file's size and the first frame's bitrate, and
-    reads no further. For an MP3 of varying bitrate the estimate was less than half of its duration. With an estimate
-    far beyond the end, the file is read to its end, and an end within a frame is an error.
+    If an MP3's header has no length, libsndfile estimates the length from the file's size and the first frame's
+    bitrate. No samples after the estimated length are read. For an MP3 of varying bitrate, the estimate was less than
+    half of the duration. With a very large size, libsndfile reads to the end of the file, and reports an end within a
+    frame as an error.
     """
 
     _is_at_end = False
@@ -90,10 +92,10 @@ class _Endless(io.BytesIO):
 
 
 class Sound:
-    """An opened file. Not thread-safe; reading takes milliseconds, so call it on a thread."""
+    """An opened sound file. Reading takes milliseconds, so read on a thread. Use only one thread at a time."""
 
     def __init__(self, data: bytes, max_seconds: float) -> None:
-        """Check a file's head. Raises SoundError."""
+        """Open a file and check its header. Raises SoundError."""
         self._max_seconds = max_seconds
         if not data:
             raise SoundError("data is empty; a sound file is needed")
@@ -106,21 +108,24 @@ class Sound:
         if file.frames is not None:
             self._check_seconds(file.frames / file.samplerate)
         self._resampler = soxr.ResampleStream(file.samplerate, SAMPLE_RATE, 1, dtype="float32")
-        self._block = min(file.samplerate, _MAX_NUMBERS // file.channels)  # a second of most sounds
-        self._num_read = 0  # samples of the file
-        self._start = 0  # of the kept samples, at the model's rate
+        # A block has one second of most sounds. `_num_read` counts samples at the file's rate. `_start` is the position
+        # of `_kept` at the model's rate.
+        self._block = min(file.samplerate, _MAX_NUMBERS // file.channels)
+        self._num_read = 0
+        self._start = 0
         self._kept: Samples = np.empty(0, dtype=np.float32)
         self._is_over = False
 
     @property
     def seconds(self) -> float:
-        """The length in seconds, as far as it was read, or in full once it was read to its end."""
+        """Seconds of sound read so far. After the last window, `seconds` is the sound's full length."""
         return self._num_read / float(self._file.samplerate)
 
     def window(self, start: int, length: int) -> Samples:
-        """Samples from `start` on, fewer than `length` at the end. Windows may overlap, but never go back.
+        """The `length` samples from position `start` on. Fewer samples remain at the end of the file.
 
-        Raises SoundError if the rest of the file cannot be read, or is too long.
+        Windows may overlap. Each window starts at or after the start of the previous window. Raises SoundError if the
+        rest of the file is unreadable or too long.
         """
         assert start >= self._start
         while len(self._kept) < start + length - self._start and not self._is_over:
@@ -144,7 +149,7 @@ class Sound:
         if self._is_over and frames is not None and self._num_read < _MAX_LOST * frames:
             said = frames / self._file.samplerate
             raise SoundError(f"data is cut off: its head says {said:.1f} s, and there are {self.seconds:.1f}")
-        # In a file of floats, samples louder than full scale are clipped, and NaN is silence.
+        # In a file of floats, samples beyond full scale are clipped, and NaN becomes silence.
         mono = np.ascontiguousarray(np.clip(np.nan_to_num(block), -1.0, 1.0).mean(axis=1))
         self._kept = np.concatenate((self._kept, self._resampler.resample_chunk(mono, last=self._is_over)))
 
@@ -154,23 +159,23 @@ class Sound:
 
 
 def _demuxer(data: bytes) -> str | None:
-    """FFmpeg's demuxer for a file with this beginning; None if it is no supported container."""
+    """FFmpeg's demuxer for a file, found by the file's first bytes. None if the file is no supported container."""
     if data[4:8] == b"ftyp":
         return "mp4"
     return "matroska" if data.startswith(b"\x1a\x45\xdf\xa3") else None
 
 
 def _open(data: bytes) -> "_Forwards | Container":
-    """A file whose head was checked. Raises SoundError."""
+    """Open a sound file and check its header. Raises SoundError."""
     if (demuxer := _demuxer(data)) is not None:
-        # FFmpeg's libraries take 17 MiB of a front end, and 0.1 s.
+        # Imported on demand: FFmpeg's libraries take 17 MiB of memory and 0.1 s to load.
         from scheduler_service.frontend.speech.container import Container
 
         return Container(data, demuxer)
     _check_tags(data)
     try:
         file = _Forwards(io.BytesIO(data))
-        # Only this format: for a WAV, the search for the end of its head would never end.
+        # Only an MP3 is reopened as endless: for a WAV, libsndfile's search for the header's end would never stop.
         if FORMATS.get(file.format) == "MP3":
             file = _Forwards(_Endless(data))
     except soundfile.LibsndfileError as error:
@@ -182,7 +187,7 @@ def _open(data: bytes) -> "_Forwards | Container":
 
 
 def _check_tags(data: bytes) -> None:
-    """Raises SoundError for more tags than any real file has."""
+    """Raises SoundError if a file begins with more ID3 tags than real files have."""
     at = 0
     for _ in range(_MAX_TAGS + 1):
         if (tag := _TAG.match(data, at)) is None:
@@ -192,9 +197,9 @@ def _check_tags(data: bytes) -> None:
 
 
 def _check_whole(data: bytes, kind: str, log: str) -> None:
-    """Raises SoundError for a file that is cut off or damaged, or would be decoded only in part.
+    """Raises SoundError if a file is cut off or damaged, or if libsndfile would decode only a part of the file.
 
-    log: libsndfile's messages about the file.
+    `log`: libsndfile's messages about the file.
     """
     if kind == "OGG" and (flaw := ogg.flaw(data)) is not None:
         raise SoundError(f"data {flaw}")

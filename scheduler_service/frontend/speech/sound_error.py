@@ -1,20 +1,21 @@
-"""Errors about sounds."""
+"""Errors about sounds that clients send."""
 
 
 class SoundError(Exception):
-    """Why a sound cannot be decoded: a sentence for the client."""
+    """A sound cannot be decoded. The message is a sentence for the client."""
 
 
 HEARD = "WAV, FLAC, MP3, OGG, MP4 and WebM are heard"
 
 
 def unreadable() -> SoundError:
-    """The error for a file whose head a library cannot read. A library's own messages, such as "Operation not
-    permitted", mislead.
+    """The error for a file whose header a library cannot read.
+
+    The library's message is not shown, because messages such as "Operation not permitted" would mislead a client.
     """
     return SoundError(f"data is no sound file that can be read; {HEARD}")
 
 
 def broken(seconds: float) -> SoundError:
-    """The error for a file that cannot be read further."""
+    """The error for a file that becomes unreadable after `seconds`."""
     return SoundError(f"data is damaged or cut off after {seconds:.1f} s")

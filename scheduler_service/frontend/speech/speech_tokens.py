@@ -1,4 +1,4 @@
-"""The control tokens of a speech model, from its generation_config.json."""
+"""The control tokens of a speech model, read from generation_config.json."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,13 @@ SECONDS_PER_TIMESTAMP = 0.02
 
 @dataclass(frozen=True, slots=True)
 class SpeechTokens:
-    """`languages` by code and `tasks` by name; both are empty for a model of one language.
+    """The control tokens of a speech model.
 
-    `language` is the default language's code, or "" if the language is detected. The model `aligns` if it has alignment
-    heads, from which workers compute the times of words.
+    `start`: the first token of outputs.
+    `languages`: tokens by language code; empty for a model of one language.
+    `tasks`: tokens by task name; empty for a model of one language.
+    `language`: code of the default language; "" means that the language is detected.
+    `aligns`: the model has alignment heads, from which workers compute the times of words.
     """
 
     start: int
@@ -30,9 +33,9 @@ class SpeechTokens:
 
     @classmethod
     def read(cls, generation: GenerationConfig, start: int, end: int) -> Self | None:
-        """Read the tokens. None if the file does not define timestamps. Raises StartError for invalid values.
+        """Read the tokens; None if the file defines no timestamps. Raises StartError for invalid values.
 
-        start, end: the first and the last token of outputs.
+        `start`, `end`: the first and the last token of outputs.
         """
         keys, most = generation.keys, generation.vocabulary_size
         silent = keys.get("no_timestamps_token_id")
@@ -56,18 +59,18 @@ class SpeechTokens:
         return cls(start, languages, tasks, transcript, language, aligns)
 
     def prompt(self, language: str, task: str, before: Sequence[int] = ()) -> tuple[int, ...]:
-        """The decoder's prompt of a transcript, with the tokens of earlier windows."""
+        """The decoder's prompt for a transcript with timestamps. `before`: tokens that precede the start token."""
         if not self.languages:
             return (*before, self.start)
         return (*before, self.start, self.languages[language], *((self.tasks[task],) if task in self.tasks else ()))
 
     def plain_prompt(self, language: str, task: str) -> tuple[int, ...]:
-        """The decoder's prompt of a transcript without timestamps."""
+        """The decoder's prompt for a transcript without timestamps."""
         return (*self.prompt(language, task), self.transcript.first_timestamp - 1)
 
 
 def _language(generation: GenerationConfig, languages: Mapping[str, int], tasks: Mapping[str, int], silent: int) -> str:
-    """The language code in the file; older files have it as a forced token."""
+    """The code of the default language in the file. Older files store the language as a forced token."""
     named = generation.keys.get("language", "")
     forced = [token for _, token in generation.keys.get("forced_decoder_ids", []) if token is not None]
     codes = {token: code for code, token in languages.items()}

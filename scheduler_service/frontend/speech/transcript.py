@@ -1,4 +1,4 @@
-"""From the tokens of a window to segments of text with their times, each as soon as it is complete."""
+"""Converts the tokens of a window to segments of text with times. Each segment is returned when it is complete."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from scheduler_service.frontend.speech.speech_tokens import SECONDS_PER_TIMESTAM
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A text and its times; seconds count from the beginning of the window."""
+    """A text with its start and end, in seconds from the beginning of the window."""
 
     start: float
     end: float
@@ -17,10 +17,10 @@ class Segment:
 
 
 class Transcript:
-    """The tokens of a window of `seconds`. Call `gain` for each token, then `rest` and `next`.
+    """The transcript of a window of `seconds`. Call `gain` for each token, then `rest` and `next`.
 
-    A text stands between its start time and its end time. A text without an end time at the end of a window continues
-    in the next window, which begins at the end of the last complete text. (As in Whisper's own code.)
+    A timestamp token precedes and follows each text. If the last text of a window has no end time, the text continues
+    in the next window. The next window then begins at the end of the last complete text, as in Whisper's own code.
     """
 
     def __init__(self, params: TranscriptParams, seconds: float) -> None:
@@ -28,11 +28,12 @@ class Transcript:
         self._seconds = seconds
         self._begin: float | None = None
         self._token_ids: list[int] = []
-        self._logprobs: list[float] = []  # of these tokens, if known
-        self._end = 0.0  # of the last complete text
+        # `_logprobs`: log-probabilities of `_token_ids`, if known. `_end`: end of the last complete text, in seconds.
+        self._logprobs: list[float] = []
+        self._end = 0.0
 
     def gain(self, token_id: int, logprob: float | None = None) -> Segment | None:
-        """The text that a token completes, if any."""
+        """Add a token. Returns the segment that the token completes, or None."""
         if token_id < self._params.num_text_tokens:
             self._token_ids.append(token_id)
             if logprob is not None:
@@ -53,13 +54,15 @@ class Transcript:
 
     @property
     def rest(self) -> Segment | None:
-        """The text without an end time, if there is no other: it takes the whole window."""
+        """The text without an end time, if it is the window's only text. The segment's end is the window's end."""
         if self._end or not self._token_ids:
             return None
         return self._segment(self._seconds)
 
     @property
     def next(self) -> float:
-        """The start of the next window. If no text has begun after the last one, the rest of the window is silence."""
+        """The start of the next window, in seconds. If no text follows the last complete text, the rest of the window
+        is silence and is skipped.
+        """
         goes_on = self._end and (self._token_ids or self._begin is not None)
         return self._end if goes_on else self._seconds

@@ -1,7 +1,7 @@
-"""The words of a segment with their times, computed from the tokens' times.
+"""Computes the words of a segment with their times, from the times of the segment's tokens.
 
-A word begins at a space, or in languages without spaces at each character. Punctuation belongs to the word before it,
-opening marks to the word after: neither takes time of its own. (As in Whisper's own code.)
+A word begins at a space. In languages without spaces, each character is a word. An opening mark belongs to the next
+word, and other punctuation to the previous word. So punctuation takes no time, as in Whisper's own code.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ WITHOUT_SPACES = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
 _OPENING = frozenset("\"'“¿([{-")
 _CLOSING = frozenset("\"'.。,，!！?？:：”)]}、")  # noqa: RUF001 (marks of Chinese and Japanese)
 _APART = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
-"""Marks that end a word if they are alone in a token."""
+"""Marks that end the previous word if a token consists of one mark."""
 
 
 class Word(NamedTuple):
-    """A word and its times; seconds count from the beginning of the window."""
+    """A word with its start and end, in seconds from the beginning of the window."""
 
     text: str
     start: float
@@ -26,9 +26,10 @@ class Word(NamedTuple):
 
 
 def timed_words(segment: Segment, times: Sequence[float], language: str, prefixes: Sequence[str]) -> list[Word]:
-    """Words within the segment's times; their texts together are the segment's text.
+    """The words of a segment. The texts of the words together are the segment's text.
 
-    times: of each token of the segment and of the next token, never falling; prefixes: the text up to each token.
+    `times`: start of each token of the segment and of the next token, in ascending order.
+    `prefixes`: the segment's text up to and including each token.
     """
     pieces = [*_characters(prefixes)]
     if language not in WITHOUT_SPACES:
@@ -43,10 +44,10 @@ def timed_words(segment: Segment, times: Sequence[float], language: str, prefixe
 
 
 def _characters(prefixes: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """The smallest groups of tokens with whole characters: text and number of tokens."""
+    """The smallest groups of tokens that form whole characters. Each group is a text and a number of tokens."""
     whole, length, num_taken = prefixes[-1], 0, 0
     for num_tokens, text in enumerate(prefixes, 1):
-        # A part of a character decodes to another text than the character.
+        # Tokens that end within a character decode to a text that the whole text does not start with.
         if len(text) > length and whole.startswith(text):
             yield text[length:], num_tokens - num_taken
             length, num_taken = len(text), num_tokens
@@ -63,7 +64,7 @@ def _joined_at_spaces(pieces: Sequence[tuple[str, int]]) -> list[tuple[str, int]
 
 
 def _with_opening(words: Sequence[Word]) -> list[Word]:
-    """Join opening marks after a space to the next word."""
+    """Join an opening mark that follows a space to the next word."""
     found: list[Word] = []
     for word in reversed(words):
         if found and word.text.startswith(" ") and word.text.strip() in _OPENING:

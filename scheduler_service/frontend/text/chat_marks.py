@@ -1,7 +1,8 @@
-"""Special tokens in users' messages, distinguished from the chat template's own.
+"""Keeps special tokens in users' messages apart from special tokens of the chat template.
 
-Before the template runs, they are replaced by marks that no text contains. In the rendered chat, the marks are encoded
-as plain text. Each mark has the number of its token, because a template may move, repeat and drop messages.
+Before the template runs, marks that no text contains replace the special tokens of messages. After rendering, each
+marked special token is encoded as plain text. A mark contains the number of its special token, because a template may
+move, repeat and drop messages.
 """
 
 import secrets
@@ -14,7 +15,7 @@ _END = "\ue001"
 
 
 class ChatMarks:
-    """The marks of one chat, in which users spell at most `most` special tokens."""
+    """The marks of one chat. The chat's messages may contain at most `most` special tokens."""
 
     def __init__(self, special: WordFinder, most: int) -> None:
         self._special, self._most = special, most
@@ -24,36 +25,37 @@ class ChatMarks:
 
     @property
     def words(self) -> list[str]:
-        """The special tokens, by the numbers of their marks."""
+        """The special tokens, in the order of the numbers in their marks."""
         return list(self._marks)
 
     @property
     def longest(self) -> int:
-        """Characters of the longest mark, 0 if there is none."""
+        """Length of the longest mark in characters; 0 if the chat has no marks."""
         return max(map(len, self._marks.values()), default=0)
 
     def hide(self, text: str) -> str:
-        """A message with marks for its special tokens. Raises TooManyTokensError."""
+        """A message in which marks replace the special tokens. Raises TooManyTokensError."""
         parts: list[str] = []
         for before, word in self._special.find(text):
             parts.append(before)
             if word:
                 parts.append(self._marks.setdefault(word, f"{self._begin}{len(self._marks)}{_END}"))
                 self._num_found += 1
-                if self._num_found > self._most:  # each takes at least one token
+                if self._num_found > self._most:  # each special token is encoded as at least one token
                     raise TooManyTokensError
         return "".join(parts)
 
     def show(self, text: str) -> str:
-        """A template's text with the tokens in place of the marks."""
+        """A template's text in which the special tokens replace the marks again."""
         for word, mark in self._marks.items():
             text = text.replace(mark, word)
         return text
 
     def pieces(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """A rendered chat cut at its marks: each piece with the number of the mark after it, the last with None.
+        """Cut a rendered chat at its marks. Each piece comes with the number of the mark that follows the piece.
 
-        A generator, because a hundred thousand strings take long to create at once, and to free. Raises TemplateError.
+        The last piece comes with None. `pieces` is a generator, because creating and freeing 100,000 strings at once
+        takes long. Raises TemplateError.
         """
         start = 0
         while (found := text.find(self._begin, start)) >= 0:

@@ -1,7 +1,7 @@
-"""A model's chat template: Jinja with the functions of transformers' templates, in its sandbox.
+"""A model's chat template: Jinja in a sandbox, with the functions that transformers gives to templates.
 
-The template comes with the model, and is not trusted: it can neither change its input nor reach Python. Its process
-limits its time and memory: template_renderer.py.
+The template comes with the model and is not trusted. The sandbox prevents changes of the input and access to Python.
+The template's process limits time and memory (template_renderer.py).
 """
 
 import json
@@ -23,16 +23,16 @@ from scheduler_service.frontend.text.encoding_errors import TemplateError, TooMa
 
 
 class ChatTemplate:
-    """`variables` are its values beside the messages: the texts of special tokens, by name."""
+    """A compiled template. `variables`: texts of special tokens by name, which the template may use."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self._source = source
         self._variables = variables
 
     def render(self, messages: Sequence[Mapping[str, Any]], most: int) -> str:
-        """The conversation up to the assistant's turn.
+        """The text of the conversation up to the assistant's turn.
 
-        Raises TemplateError, TooManyTokensError if it has more than `most` characters, MemoryError and RecursionError.
+        Raises TemplateError, MemoryError, RecursionError, and TooManyTokensError if the text exceeds `most` characters.
         """
         values = {**self._variables, "messages": messages, "tools": None, "documents": None}
         pieces: list[str] = []
@@ -46,7 +46,7 @@ class ChatTemplate:
             return "".join(pieces)
         except (MemoryError, RecursionError, TooManyTokensError):
             raise
-        except Exception as error:  # a template's expressions may raise any error
+        except Exception as error:  # expressions in a template may raise any error
             raise TemplateError(f"the model's chat template refuses these messages: {error}") from error
 
     @cached_property
@@ -65,7 +65,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}` … `{% endgeneration %}`: marks the assistant's text for training; the text stays."""
+    """`{% generation %}` … `{% endgeneration %}` marks the assistant's text for training. Rendering keeps the text."""
 
     tags = {"generation"}  # noqa: RUF012  # the base class says so
 
@@ -79,7 +79,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """Makes dictionaries, without the attributes of the class."""
+    """Creates dictionaries like the class `dict`, but hides the class's attributes from templates."""
 
     def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
         return dict(*args, **items)
@@ -89,7 +89,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace, but no attribute may begin with an underscore: templates cannot replace Python's own."""
+    """Jinja's namespace without attributes that begin with `_`: templates cannot replace Python's own attributes."""
 
     def __init__(*args: Any, **items: Any) -> None:  # allows `namespace(self=…)`
         self, args = args[0], args[1:]
@@ -123,5 +123,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without HTML escapes, which Jinja's own filter would add."""
+    """JSON without HTML escapes. Jinja's own filter adds HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,7 +1,9 @@
-"""Why a text or a chat has no token ids: exceptions, and the first bytes of template_renderer.py's answers."""
+"""Errors of encoding a text or a chat: exceptions, and the first bytes of template_renderer.py's answers."""
 
 TEXT, REFUSED, TOO_MANY = b"t", b"r", b"m"
-"""The first byte of an answer: a text follows, a reason, or nothing."""
+"""The first byte of an answer. After `TEXT` the rendered text follows, after `REFUSED` a reason, after `TOO_MANY`
+nothing.
+"""
 
 
 class TooManyTokensError(ValueError):

@@ -1,7 +1,7 @@
-"""The text of one output: its tokens' text, in whole characters, up to the first stop string.
+"""The text of one output: the text of its tokens, in whole characters, up to the first stop string.
 
-The text shown is a function of the tokens alone. So an output of another scheduler is continued from its tokens only:
-processed again, they leave the same incomplete character and the same beginning of a stop string.
+The shown text depends only on the tokens. So the tokens are enough to continue an output of another scheduler.
+Replaying the tokens also restores an incomplete character, or an incomplete stop string, at the end of the text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from scheduler_service.frontend.text.tokenization import Detokenizer, Tokenizer
 
 
 class OutputText:
-    """Takes the tokens of one output in order. Without a tokenizer there is no text."""
+    """Converts the tokens of one output to text, in order. Without a tokenizer the text is empty."""
 
     def __init__(
         self,
@@ -30,16 +30,17 @@ class OutputText:
         self._num_unchecked = min_tokens
 
     def step(self, token_id: int | None) -> tuple[str, str | None]:
-        """Take a token, or None for a hidden token. Returns new text, and the stop string that ends it."""
+        """Add a token; None means a hidden token. Returns the new text, and the stop string if the text ends there."""
         text = "" if token_id is None or self._detokenizer is None else self._detokenizer.step(token_id)
-        if self._num_unchecked:  # stop strings count only after this many tokens
+        if self._num_unchecked:  # stop strings have no effect in the first `min_tokens`
             self._num_unchecked -= 1
             return text, None
         return self._stops.step(text)
 
     def replay(self, token_ids: Sequence[int]) -> str | None:
-        """Take tokens whose text another server has shown. Returns the stop string that should have ended the
-        output.
+        """Add tokens whose text another server has already shown.
+
+        Returns the stop string at which the output should have ended; None if the tokens contain no stop string.
         """
         for token_id in token_ids:
             _, stop = self.step(token_id)
@@ -48,12 +49,12 @@ class OutputText:
         return None
 
     def texts(self, token_ids: Sequence[int], *, hides_last: bool) -> Iterator[str]:
-        """The text of each token of an ended output, computed lazily; about 2 µs a token."""
+        """The text of each token of an ended output, computed lazily at about 2 µs a token."""
         last = len(token_ids) - 1
         for position, token_id in enumerate(token_ids):
             text, _ = self.step(None if hides_last and position == last else token_id)
             yield text + self.flush() if position == last else text
 
     def flush(self) -> str:
-        """The held-back text, for an output that ends for another reason than a stop string."""
+        """The held-back text. Call `flush` when an output ends without a stop string."""
         return self._stops.flush()

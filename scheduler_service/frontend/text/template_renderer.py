@@ -1,7 +1,7 @@
-"""Renders chats outside of the front end, which starts this process and first sends the template (chat_renderer.py).
+"""The process that renders chats. The front end starts the process and first sends the template (chat_renderer.py).
 
-A template can be made to take hours and all memory, even at its compilation, when Jinja computes constants. So each
-process compiles it itself, within the limits of its first chat.
+A hostile template can take hours and all memory, even when Jinja compiles the template and computes constants. So each
+process compiles the template within the limits of the first chat.
 """
 
 import marshal
@@ -11,14 +11,18 @@ from scheduler_service.frontend.text.chat_template import ChatTemplate
 from scheduler_service.frontend.text.encoding_errors import REFUSED, TEXT, TOO_MANY, TemplateError, TooManyTokensError
 
 MAX_KEPT = 64 << 20
-"""Bytes of memory with which a process may continue; it starts with 21 MiB. A chat of 10 MB exceeds the limit."""
+"""Bytes of memory. A process that exceeds this limit ends after its chat. A process starts with 21 MiB; a chat of 10 MB
+exceeds the limit.
+"""
 MAX_REASON = 64 << 10
-"""Characters of a reason: more than the front end shows, because it still replaces marks by special tokens."""
+"""Largest number of characters of an error message that is sent to the front end. The front end replaces marks by
+special tokens and then shortens the message.
+"""
 
 
 def answer(template: ChatTemplate, message: bytes) -> bytes:
-    """Answer a message of the front end: the messages of a chat, and the most characters of its text."""
-    messages, most = marshal.loads(message)  # noqa: S302  # the front end has made it
+    """Render a chat. The front end sends the chat's messages and the largest number of characters of the text."""
+    messages, most = marshal.loads(message)  # noqa: S302  # bytes from the front end are trusted
     try:
         return TEXT + template.render(messages, most).encode()
     except TooManyTokensError:
@@ -31,7 +35,7 @@ def answer(template: ChatTemplate, message: bytes) -> bytes:
 
 def main() -> None:
     connection = connect_to_the_front_end()
-    source, variables = marshal.loads(connection.recv_bytes())  # noqa: S302  # the front end has made it
+    source, variables = marshal.loads(connection.recv_bytes())  # noqa: S302  # bytes from the front end are trusted
     template = ChatTemplate(source, variables)
     serve(connection, lambda message: answer(template, message), MAX_KEPT)
 

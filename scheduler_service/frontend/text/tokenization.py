@@ -1,9 +1,9 @@
-"""Text to token ids and back, with the model's tokenizer.
+"""Converts text to token ids and back, with the model's tokenizer.
 
-A user's text is data: special tokens in it are encoded as ordinary characters, so that a message cannot close its chat
-turn. Encoding runs on threads, through the library's batch calls, because its single calls keep the GIL (630,000
-characters: 239 ms of it, against 6). Decoding a token takes 1.3 µs and stays on the event loop. Other work that holds
-the GIL is done in slices: a thread that runs Python gives it to others every 5 ms.
+A user's text is data: special tokens in the text are encoded as ordinary characters, so that a message cannot end its
+chat turn. Encoding runs on threads, through the library's batch calls. For 630,000 characters, a batch call holds the
+GIL for 6 ms, and a single call for 239 ms. Decoding a token takes 1.3 µs and runs on the event loop. Other work that
+holds the GIL is cut into slices, because a thread that runs Python releases the GIL only every 5 ms.
 """
 
 import asyncio
@@ -25,23 +25,24 @@ from scheduler_service.frontend.text.encoding_errors import TooManyTokensError
 from scheduler_service.frontend.text.tokenizer_loading import load_tokenizer
 from scheduler_service.frontend.text.word_finder import WordFinder
 
-# A detokenizer is primed with the end of the prompt, because some tokenizers drop a leading space at the beginning.
-# This is the number of tokens that are searched for tokens with a text.
+# A detokenizer starts with the last tokens of the prompt, because some tokenizers drop a leading space at the start.
 NUM_CONTEXT_TOKENS = 6
+# Tokens at the prompt's end among which the detokenizer looks for tokens with a text.
 MAX_SEARCHED_TOKENS = 256
-# A character takes at most four tokens; more tokens without a character are bytes that form none.
+# A character has at most four tokens. A longer run of tokens without a character consists of invalid bytes.
 MAX_PENDING_TOKENS = 8
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-# A call works on its own thread. Otherwise all calls would share as many threads as there are cores, and wait for them.
+# Each call encodes on its own thread. The library's parallel mode would make all calls wait for one shared pool of
+# threads.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 T = TypeVar("T")
 
 
-# Characters of one call into C or Rust that may hold the interpreter's lock: a millisecond or two. A character has four
-# tokens at most, or 33 after NFKC has made it longer.
+# Characters of one call into C or Rust that may hold the interpreter's lock: 4,096 characters take 1 to 2 ms. A
+# character has at most four tokens, or 33 if NFKC normalization expands the character.
 CHARACTERS_AT_ONCE = 1 << 12
 PIECES_AT_ONCE = 256
 
@@ -53,14 +54,14 @@ class PanicError(RuntimeError):
 
 
 def without_panic(function: Callable[[], T]) -> T:
-    """Call a Rust function; raises PanicError if it panics.
+    """Call a Rust function. Raises PanicError if the function panics.
 
-    The panic's own exception is no `Exception`, so code that handles one request's errors would not catch it.
+    The library's exception for a panic is no subclass of `Exception`, so code that handles errors would miss a panic.
     """
     try:
         return function()
     except BaseException as error:
-        if type(error).__name__ == "PanicException":  # a class that cannot be imported
+        if type(error).__name__ == "PanicException":  # the class cannot be imported
             raise PanicError(f"the tokenizer's library has failed inside: {error}") from None
         raise
 
@@ -73,8 +74,8 @@ Text = str | tuple[str, str]
 class TextItem:
     """The tokens of a text or of a pair.
 
-    `num_first_tokens` counts the tokens of a pair's first text, or is 0 if the model does not distinguish the two
-    texts. `largest_id` is the largest token id, 0 without tokens.
+    `num_first_tokens`: tokens of a pair's first text; 0 if the model does not distinguish the two texts.
+    `largest_id`: the largest token id; 0 if the text has no tokens.
     """
 
     token_ids: "array[int]"
@@ -83,9 +84,9 @@ class TextItem:
 
 
 class Tokenizer:
-    """Encodes prompts off the event loop and makes incremental detokenizers.
+    """Encodes prompts on threads and creates incremental detokenizers.
 
-    Work `aside` does not delay prompts: it has a thread of its own.
+    Calls with `aside` run on a separate thread, so that they do not delay prompts.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -116,7 +117,7 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a text, with the prefix (such as a beginning-of-sequence token) that the model expects.
 
-        Raises TooManyTokensError if the text clearly has more than `most`.
+        Raises TooManyTokensError if the text clearly has more than `most` tokens.
         """
         tokenizer = self._parsing if parse_special_tokens else self._plain
         return await self._on_thread(lambda: _encode(tokenizer, text, most, add_special_tokens=True), aside=aside)
@@ -124,8 +125,8 @@ class Tokenizer:
     async def encode_texts(self, texts: Sequence[Text], *, most: int, truncate: bool = False) -> list[TextItem]:
         """Token ids of texts, or of pairs of texts, with the special tokens that the model expects.
 
-        Raises TooManyTokensError, with the number of the text, if a text clearly has more than `most`. With `truncate`
-        the text, or the second text of a pair, is cut instead.
+        A text may have at most `most` tokens. With `truncate`, a longer text is cut; of a pair, the second text is cut.
+        Without `truncate`, a longer text raises TooManyTokensError with the number of the text.
         """
         return await self._on_thread(lambda: [self._encode_text(*item, most, truncate) for item in enumerate(texts)])
 
@@ -142,20 +143,20 @@ class Tokenizer:
         return await self._on_thread(lambda: self._encode_chat(text, marks, most), aside=aside)
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word's tokens at the start of a text and after a space, without any prefix."""
+        """Token ids of each word, once for a word at the start of a text and once for a word after a space."""
         return await self._on_thread(lambda: self._encode_words(words))
 
     async def encode_alone(self, text: str) -> list[int]:
-        """Token ids of a text without the special tokens that the model expects around it."""
+        """Token ids of a text without the special tokens that the model expects around a text."""
         return await self._on_thread(lambda: _encode(self._plain, text, len(text.encode())))
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token; None if the tokenizer does not have it."""
+        """The id of a token; None if the vocabulary does not contain the token."""
         found: int | None = self._parsing.token_to_id(token)
         return found
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of tokens, decoded on the thread for work aside."""
+        """The text of tokens, decoded on the side thread."""
 
         def decode() -> str:
             (text,) = self._parsing.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
@@ -164,8 +165,8 @@ class Tokenizer:
         return await self._on_thread(decode, aside=True)
 
     async def decode_prefixes(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of the first token, of the first two, and so on, without special tokens; for a few hundred
-        tokens.
+        """The text of each prefix of the tokens, without special tokens. The cost is quadratic, so pass at most a few
+        hundred tokens.
         """
 
         def decode() -> list[str]:
@@ -175,7 +176,7 @@ class Tokenizer:
         return await self._on_thread(decode, aside=True)
 
     async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token when it is decoded after another token, so that a leading space is kept."""
+        """The text of each token, decoded after another token: a first token could lose its leading space."""
 
         def decode() -> list[str]:
             alone = [[*self._anchor, token_id] for token_id in token_ids]
@@ -244,10 +245,10 @@ class Tokenizer:
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_special_tokens: bool = False) -> list[int]:
-    """Token ids of a text. Raises TooManyTokensError if it clearly has more than `most`.
+    """Token ids of a text. Raises TooManyTokensError if the text clearly has more than `most` tokens.
 
-    The library releases the interpreter's lock while it encodes, but not while the result is read or freed, at 35 ns a
-    token. So a text that may have many more tokens is first encoded in parts.
+    The library releases the interpreter's lock while it encodes. Reading and freeing the result holds the lock for
+    35 ns a token. So a text that may have many more than `most` tokens is first encoded in parts.
     """
     if _excess(tokenizer, text, most) is not None:
         raise TooManyTokensError
@@ -256,27 +257,27 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_specia
 
 
 def _excess(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, from_end: bool = False) -> int | None:
-    """The number of characters after which a text clearly has more than `most` tokens; None if it does not."""
+    """Number of characters after which the text clearly exceeds `most` tokens; None if the text may fit."""
     parts = [text[start : start + CHARACTERS_AT_ONCE] for start in range(0, len(text), CHARACTERS_AT_ONCE)]
     if len(parts) > 1 and _most_tokens(tokenizer, parts) > most:
         num_tokens = num_characters = 0
         for part in reversed(parts) if from_end else parts:
             num_tokens += len(tokenizer.encode_batch_fast([part], add_special_tokens=False)[0])
             num_characters += len(part)
-            if num_tokens > most + most // 8:  # cuts add a few tokens
+            if num_tokens > most + most // 8:  # encoding in parts adds a few tokens
                 return num_characters
     return None
 
 
 def _most_tokens(tokenizer: tokenizers.Tokenizer, parts: Sequence[str]) -> int:
-    """An upper bound of a text's tokens: one a byte of the longest form that normalizers may give the text."""
+    """An upper bound of a text's tokens: one token for each byte of the text's longest normalized form."""
     if tokenizer.normalizer is not None:
         parts = [unicodedata.normalize("NFKD", part) for part in parts]
     return sum(len(part.encode()) for part in parts)
 
 
 def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """A token to put before other tokens, so that they are decoded as the middle of a text; empty if there is none."""
+    """A token that is put before decoded tokens, so that the decoder keeps a leading space; empty if no token fits."""
     for letter in "aAeE0":
         token_id = tokenizer.token_to_id(letter)
         if token_id is not None and tokenizer.decode([token_id]) == letter:
@@ -285,10 +286,10 @@ def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
 
 
 class Detokenizer:
-    """Text of one output, a token at a time, in whole characters only.
+    """Decodes the tokens of one output one by one, and returns only whole characters.
 
-    `shown` tells for each token id whether it is part of the text. Other ids, of special tokens or unknown to the
-    tokenizer, are skipped.
+    `shown` has a flag for each token id: whether the token is part of the text. The detokenizer skips special tokens
+    and ids that the tokenizer does not have.
     """
 
     def __init__(
@@ -303,19 +304,19 @@ class Detokenizer:
         self._shown = shown
         self._anchor = anchor
         self._skip_special_tokens = skip_special_tokens
-        # A context that ends inside a character would be repeated in the output.
+        # If the context ended inside a character, the output would repeat the context.
         ends_whole = not self._decode(context).endswith(REPLACEMENT)
         self._stream = DecodeStream(list(context) if ends_whole else list(anchor), skip_special_tokens)
         self._pending: list[int] = []
 
     def step(self, token_id: int) -> str:
-        """The characters that this token completes; empty while a character is incomplete."""
+        """The characters that this token completes; empty if the last character is still incomplete."""
         if token_id >= len(self._shown) or not self._shown[token_id]:
             return ""
         self._pending.append(token_id)
         try:
             text = without_panic(lambda: self._stream.step(self._tokenizer, token_id))
-        except Exception:  # the library's own error: the context decodes differently with the next token
+        except Exception:  # the library fails if the next token changes the context's text
             return self._begin_again()
         if text is not None:
             self._pending.clear()
@@ -324,9 +325,9 @@ class Detokenizer:
         return text or ""
 
     def _begin_again(self) -> str:
-        """Give up on bytes that form no character, so that waiting for their completion never becomes expensive.
+        """Decode bytes that form no character as replacement characters: decoding many pending bytes is expensive.
 
-        Up to three bytes at the end may still begin a character, and stay.
+        Up to three bytes at the end may begin a character, and remain pending.
         """
         whole = self._decode(self._pending)
         for kept in range(min(3, len(self._pending) - 1), 0, -1):
@@ -340,7 +341,7 @@ class Detokenizer:
         return self._decode(head) + "".join(map(self.step, tail))
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens in the middle of a text."""
+        """The text of tokens, decoded as the middle of a text."""
         ids = [*self._anchor, *token_ids]
         text = without_panic(lambda: self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens))
         return str(text[len(self._anchor) :])

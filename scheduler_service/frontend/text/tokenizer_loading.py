@@ -1,7 +1,8 @@
 """Loads the tokenizer from a model's files.
 
-Token ids, normalizer, splitter and decoder come from tokenizer.json, whatever tokenizer class the other files name;
-transformers 5 rebuilds them for that class. tokenizer_config.json says which tokens are special and adds others.
+Token ids, normalizer, splitter and decoder come from tokenizer.json. The tokenizer class that other files name has no
+effect; transformers 5 would rebuild all four parts for the class. The file tokenizer_config.json adds tokens and lists
+special tokens.
 """
 
 import json
@@ -23,17 +24,19 @@ from scheduler_service.frontend.text.chat_renderer import ChatRenderer
 log = structlog.get_logger()
 
 _FORMER_KEYS = {"Metaspace": ("str_rep", "add_prefix_space")}
-"""Keys of former releases' files: the library reads them, and writes others."""
+"""Keys in the files of old releases. The library reads the old keys but writes newer keys."""
 _TOKENS = {("model", "vocab"), ("model", "merges")}
 _FIXED_SPLIT = r"\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
-"""A part of the pattern that `fix_mistral_regex` requires."""
+"""A part of the splitting pattern that `fix_mistral_regex` requires."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """`parsing` encodes a special token's text as that token. `plain` encodes a `hidden` token's text as text.
+    """The loaded tokenizers and settings of a model.
 
-    With `truncates_left`, a text that is too long loses its beginning.
+    `parsing`: encodes a special token's text as the special token.
+    `plain`: encodes the text of a `hidden` token as ordinary characters.
+    `truncates_left`: truncation removes the beginning of a text.
     """
 
     parsing: tokenizers.Tokenizer
@@ -51,9 +54,9 @@ def load_tokenizer(directory: Path) -> TokenizerFiles:
         text = (directory / "tokenizer.json").read_text(encoding="utf-8")
         said = loads(text)
         parsing = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library's only error class
+    except Exception as error:  # the library raises only this class
         raise StartError(f"tokenizer.json cannot be read: {error}") from None
-    _check_ids(parsing, said)  # before the library writes the vocabulary, which takes 4 bytes for each missing id
+    _check_ids(parsing, said)  # checked before `to_str`, which takes 4 bytes for each missing id
     read = json.loads(parsing.to_str())
     if left := next(_left_over(said, read), None):
         raise StartError(f"tokenizer.json has {left}, which this release of tokenizers does not know")
@@ -62,7 +65,7 @@ def load_tokenizer(directory: Path) -> TokenizerFiles:
             "tokenizer_config.json sets fix_mistral_regex, and tokenizer.json has the pattern that it replaces; save "
             "the tokenizer with transformers, which writes the right one"
         )
-    parsing.no_truncation()  # prompts are never cut or padded silently
+    parsing.no_truncation()  # prompts must not be cut or padded silently
     parsing.no_padding()
     _add_tokens(parsing, config)
     plain = tokenizers.Tokenizer.from_str(parsing.to_str())
@@ -85,7 +88,7 @@ def load_tokenizer(directory: Path) -> TokenizerFiles:
 
 
 def _check_ids(tokenizer: tokenizers.Tokenizer, said: Any) -> None:
-    """Raise StartError if an id is not the one in the file; the library would only warn."""
+    """Raise StartError if a token's id differs from the file's id. The library would only warn."""
     known = tokenizer.get_vocab(with_added_tokens=True)
     check_ids(known, len(known), "tokenizer.json")
     for token in said.get("added_tokens") or []:
@@ -105,13 +108,14 @@ def _check_ids(tokenizer: tokenizers.Tokenizer, said: Any) -> None:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """Add tokens with their ids and properties in tokenizer_config.json.
+    """Add the tokens of tokenizer_config.json, with their ids and properties.
 
-    A special token without an id is not added: nothing tells which id of the model it has. For an added token that the
-    config only lists as special, tokenizer.json decides whether it is shown in a text; a named one is not shown.
+    A special token without an id is not added, because its id in the model is unknown. A special token with a name,
+    such as `eos_token`, is hidden in texts. If the config only lists an added token as special, tokenizer.json decides
+    whether the token is hidden.
     """
     stated = sorted(config.added.items())
-    # In one call: each call rebuilds the automaton of all added tokens, and some models have 6,000.
+    # One call adds all tokens: each call rebuilds the automaton of all added tokens, and some models have 6,000.
     tokenizer.add_tokens([_added_token(token) for _, token in stated])
     for token_id, token in stated:
         if (found := tokenizer.token_to_id(token.content)) != token_id:
@@ -145,10 +149,10 @@ def _added_token(token: Token, *, special: bool = False) -> AddedToken:
 
 
 def _compare_ends(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """Log a difference between tokenizer_config.json and tokenizer.json about the tokens around a text.
+    """Log a warning if the two files of the tokenizer disagree about the tokens around a text.
 
-    tokenizer.json is right, as in transformers 5. In transformers 4 it depended on the class: Llama, Gemma and Cohere
-    obeyed these keys, and others did not.
+    The file tokenizer.json takes precedence, as in transformers 5. In transformers 4 the tokenizer's class decided:
+    Llama, Gemma and Cohere obeyed the keys `add_bos_token` and `add_eos_token` of tokenizer_config.json.
     """
     ids = tokenizer.encode("0").ids
     put = {"bos_token": ids[:1], "eos_token": ids[-1:]}
@@ -163,7 +167,7 @@ def _compare_ends(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> N
 
 
 def _left_over(said: Any, read: Any, path: str = "") -> Iterator[str]:
-    """Keys of a file that the tokenizer did not read; the vocabulary's keys are tokens."""
+    """Keys of tokenizer.json that the library did not read. The vocabulary is skipped, because its keys are tokens."""
     if isinstance(said, list) and isinstance(read, list):
         for number, (one, other) in enumerate(zip(said, read, strict=False)):
             if isinstance(one, dict):

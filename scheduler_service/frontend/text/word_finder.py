@@ -1,7 +1,7 @@
-"""Finds any of many words in any text, without holding the interpreter's lock for long.
+"""Finds many words in a text without holding the interpreter's lock for long.
 
-The words become one regular expression in which words share common beginnings. So a text full of beginnings costs no
-more for a thousand words than for one. Python's `re` holds the interpreter's lock for a whole call, so each call
+One regular expression contains all words, merged by common prefixes. So a text full of words' prefixes costs no more
+for a thousand words than for one word. Python's `re` holds the interpreter's lock for a whole call, so each call
 searches only a part of the text.
 """
 
@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterable, Iterator
 
 CHARACTERS_AT_ONCE = 1 << 14
-"""Characters of one call: a millisecond or two for a text full of words' beginnings."""
+"""Characters that one call searches. A call takes 1 to 2 ms for a text full of prefixes of words."""
 
 _Trie = dict[str, "_Trie"]
 _END = ""
 
 
 class WordFinder:
-    """If several words begin at the same place, the longest is found."""
+    """Searches texts for words. If several words begin at the same place, the longest word is found."""
 
     def __init__(self, words: Iterable[str]) -> None:
         trie: _Trie = {}
@@ -30,14 +30,14 @@ class WordFinder:
         self._pattern = re.compile(_expression(trie) if trie else r"(?!)")
 
     def find(self, text: str) -> Iterator[tuple[str, str]]:
-        """The words in a text, each with the text before it; finally the rest of the text, without a word."""
+        """Pairs of a text and the word that follows the text. The last pair has the rest of the text and no word."""
         start = position = 0
         while position < len(text):
             next_position = position + CHARACTERS_AT_ONCE
             match = self._pattern.search(text, position, next_position + self._longest)
             if match is None:
                 position = next_position
-            elif match.start() >= next_position:  # a longer word may be cut off
+            elif match.start() >= next_position:  # the end of this part may cut off a longer word
                 position = match.start()
             else:
                 yield text[start : match.start()], match.group()
@@ -46,7 +46,7 @@ class WordFinder:
 
 
 def _expression(trie: _Trie) -> str:
-    """A regular expression for the longest of a trie's words."""
+    """A regular expression that matches the longest possible word of a trie."""
     literal = ""
     while len(trie) == 1 and _END not in trie:
         ((character, trie),) = trie.items()
