@@ -1,6 +1,6 @@
-"""The scheduling brain: standard library only, so no gRPC, protobuf, torch, asyncio, clock or I/O.
+"""Plans the steps of workers. Only the standard library is used: no gRPC, protobuf, torch, asyncio, clock or I/O.
 
-A `Scheduler` plans the steps of one worker; several share one `WaitingQueue`.
+A `Scheduler` plans the steps of one worker. Several schedulers share one `WaitingQueue`.
 """
 
 from scheduler_service.core.blocks.allocator import BlockAllocator
