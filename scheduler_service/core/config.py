@@ -173,8 +173,8 @@ class SchedulerConfig:
 
 
 def default_prefill_chunk(max_num_batched_tokens: int) -> int:
-    """A quarter of a step. Of the sizes from a half to a sixteenth, a quarter delayed the fewest requests
-    (bench/results/scheduler.md)."""
+    """A quarter of a step. Of the limits from a half to a sixteenth, a quarter is best or second best for short
+    requests (bench/results/scheduler.md)."""
     return -(-max_num_batched_tokens // 4)
 
 
