@@ -175,7 +175,7 @@ class SequenceGroup:
 
     request_id: str
     priority: int
-    """Lower numbers run first, under the policy that looks at them."""
+    """Lower numbers run first, if the policy uses priorities."""
     tenant: str
     """The tenant whose share of service the request uses."""
     adapter_id: str

@@ -1,14 +1,14 @@
 """The low-rank adapters of one worker: which adapters it holds, which its groups need, and which is fetched next.
 
-A group runs only while the worker holds its adapter. If `max_held` is 0, the worker holds every adapter. Any other
-`max_held` limits the adapters in the worker's host memory. The caller then fetches the adapters that waiting groups
-lack, one at a time, while steps go on. `begin_fetch` chooses the adapter to fetch and the adapter to drop for it.
-`end_fetch` reports the result.
+A group runs only while the worker holds its adapter. If `max_held` is 0, the worker holds every adapter. If `max_held`
+is positive, the worker holds at most `max_held` adapters in host memory. The caller fetches the missing adapters of
+waiting groups one at a time, while the worker computes steps. `begin_fetch` chooses the adapter to fetch and the
+adapter to drop for it. `end_fetch` reports the result.
 
 The adapter to drop is the least recently used adapter that no group on this worker needs. An adapter that was fetched
-for a group is kept while that group waits. Without this rule, two waiting groups could make the worker drop each
-other's adapters for ever. If no group on this worker needs any adapter, the rule ends at the next planned step: the
-group may wait behind the group that is next.
+for a group is kept while that group waits. If such adapters were dropped, two waiting groups could drop each other's
+adapters for ever. There is an exception if no group on this worker needs any adapter. A fetched adapter is then kept
+only until the next step is planned, because its group may wait behind the next group.
 """
 
 from collections import Counter, OrderedDict
@@ -67,8 +67,11 @@ class Adapters:
         return adapter_id in self._here or adapter_id in self._idle
 
     def has_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
-        """Whether the group's adapter is held and has a slot beside the adapters of running groups, `without` some of
-        them."""
+        """Whether the worker holds the group's adapter, and can run it together with the adapters of the running
+        groups.
+
+        Groups in `without` do not count as running.
+        """
         if not group.adapter_id or group.adapter_id in self.running:
             return True
         if not self.holds(group.adapter_id):
@@ -128,7 +131,7 @@ class Adapters:
         return bool(self._fetching)
 
     def can_come(self, adapter_id: str) -> bool:
-        """Whether an adapter that is not held is being fetched, or can be fetched after the current fetch."""
+        """Whether a missing adapter is being fetched, or can be fetched after the current fetch."""
         if adapter_id == self._fetching or self._num_held < self._max_held:
             return True
         if self._to_give_way is None:
@@ -138,9 +141,9 @@ class Adapters:
     def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str]) -> AdapterFetch | None:
         """Choose the adapter to fetch next; None if no adapter can be fetched now.
 
-        The first adapter of `wanted` that is not held is fetched. If the worker is full, another adapter is dropped for
-        it. If all of `wanted` are held, the first missing adapter of `preloads` is fetched. No adapter is dropped for a
-        preload. While an adapter is being fetched, the result is None.
+        The first adapter of `wanted` that is not held is fetched. If the worker holds `max_held` adapters, an adapter
+        is dropped first. If all of `wanted` are held, the first missing adapter of `preloads` is fetched. No adapter is
+        dropped for a preload. While an adapter is being fetched, the result is None.
         """
         if self._fetching:
             return None
@@ -159,8 +162,8 @@ class Adapters:
         return AdapterFetch(name, dropped)
 
     def end_fetch(self, *, is_held: bool) -> None:
-        """End the fetch that `begin_fetch` began; `is_held` is false if it failed. Raises ValueError if there is no
-        fetch."""
+        """End the fetch that `begin_fetch` began. `is_held` is false if the fetch failed. Raises ValueError if there is
+        no fetch."""
         if not self._fetching:
             raise ValueError("no adapter is being brought to the worker")
         name, self._fetching = self._fetching, ""
@@ -181,7 +184,7 @@ class Adapters:
         self._directory.add(adapter_id.encode(), self._bit)
 
     def planned(self) -> None:
-        """Note that a step was planned, which could use every held adapter."""
+        """Note that a step was planned. The step could use every held adapter."""
         self._untried.clear()
         self._to_give_way = None
 
@@ -190,8 +193,10 @@ class Adapters:
         self._to_give_way = None
 
     def drop(self, adapter_id: str) -> bool:
-        """Count an adapter as not held; returns whether it was held. Raises ValueError while a group here needs the
-        adapter."""
+        """Stop counting an adapter as held. Returns whether the worker held the adapter.
+
+        Raises ValueError if a group on this worker needs the adapter.
+        """
         if adapter_id in self._here:
             raise ValueError(f"groups of the worker need the adapter {adapter_id}")
         if adapter_id not in self._idle:
@@ -204,7 +209,7 @@ class Adapters:
         return True
 
     def withdraw_all(self) -> None:
-        """Drop all adapters, because the worker is gone. No group may be on this worker any more."""
+        """Drop all adapters after the worker is gone. The worker must have no groups any more."""
         for name in self.held:
             self.drop(name)
 

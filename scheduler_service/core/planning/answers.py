@@ -39,7 +39,7 @@ class Answers:
                 continue
             start = sequence.num_stored_tokens + 1
             sequence.num_stored_tokens += num_tokens
-            if samples and token_id is None:  # late (its form is not read yet): the last token is computed again
+            if samples and token_id is None:  # a late sequence has no token yet, and computes its last token again
                 sequence.num_stored_tokens -= 1
                 sequence.num_computed_tokens -= 1
             if not sequence.is_encoder and (num_tokens > 1 or sequence.num_stored_tokens % block_size == 0):
@@ -61,7 +61,7 @@ class Answers:
                     token_id = None  # a pooled sequence samples no token
                 vectors = answer.vectors.get(sequence.id, b"")
                 logprobs = positions[-1] if positions else None
-                # if neither is reported, `start` lies after the prompt
+                # `start` matters only for prompt log-probabilities and vectors
                 start = start if prompt_logprobs or vectors else 0
                 item = SequenceOutput(sequence, token_id, logprobs, prompt_logprobs, start, vectors=vectors)
                 gained.append(item)
@@ -73,15 +73,15 @@ class Answers:
         return gained
 
     def _takes_plainly(self, output: SchedulerOutput) -> bool:
-        """Whether `_take_in_decodes` suffices: no sequence was dropped, no group is accused or swapped out, and tokens
-        are not charged."""
+        """Whether `_take_in_decodes` gives a complete result: no sequence was dropped, no group is accused or swapped
+        out, and the policy does not charge tokens."""
         groups = self._groups
         return not (output.dropped or groups.accused or groups.swapped or self._waiting.charges)
 
     def _take_in_decodes(self, output: SchedulerOutput, token_ids: SequenceOf[int]) -> list[SequenceOutput]:
         """Apply a plain answer to a plain step, in half the time of `take_in`. Most steps are plain."""
         running, block_size, gained = SequenceStatus.RUNNING, self._config.block_size, []
-        new = tuple.__new__  # a named tuple's own constructor spends two thirds of its time in Python
+        new = tuple.__new__  # the constructor of a named tuple spends two thirds of its time in Python code
         for (sequence, _, _), token_id in zip(output.scheduled, token_ids, strict=True):
             if sequence.status is not running:
                 continue
@@ -104,7 +104,7 @@ class Answers:
         self._end_if_due(sequence, token_id)
 
     def _end_if_due(self, sequence: Sequence, token_id: int) -> None:
-        """End a sequence if `token_id`, its newest token, ends it."""
+        """End a sequence if its newest token `token_id` is an end token, or if it has its maximum length."""
         sampling = sequence.sampling
         if token_id in sequence.end_token_ids and sequence.num_output_tokens > sampling.min_tokens:
             if token_id in sampling.stop_token_ids:
@@ -114,10 +114,10 @@ class Answers:
             self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
 
     def _fail(self, sequence: Sequence, *, is_barred: bool) -> None:
-        """End a sequence for which no token could be chosen. For a beam, the whole group ends.
+        """End a sequence for which no token could be chosen. If the sequence is a beam, its whole group ends.
 
-        If `is_barred` is false, the logits were not finite. The sequence's blocks then leave the prefix cache, because
-        their contents cannot be trusted.
+        If `is_barred` is false, the logits were not finite. The blocks of a sequence whose logits are not finite leave
+        the prefix cache, because their contents cannot be trusted.
         """
         if not is_barred:
             self._blocks.cache.withdraw(sequence)
@@ -160,7 +160,7 @@ class Answers:
                     self._append_token(sequence, token_id)
                     goes_on = not sequence.status.is_finished
                     gained.append(SequenceOutput(sequence, token_id, logprobs, goes_on=goes_on))
-            # Rejected draft tokens do not count. The caller adds `num_tokens`, which includes them.
+            # The caller adds all tokens of the chunk, so rejected draft tokens are subtracted here.
             num_unused = room - len(accepted)
             sequence.num_stored_tokens -= num_unused
             sequence.num_computed_tokens -= num_unused
@@ -169,7 +169,7 @@ class Answers:
     # ---- beams
 
     def _advance_beams(self, group: SequenceGroup) -> list[SequenceOutput]:
-        """Replace a group's beams by the next beams. Beams of the same parent share its blocks."""
+        """Replace a group's beams by the next beams. Beams with the same parent share the parent's blocks."""
         assert group.beams is not None
         if group.suspicion is not None:
             group.suspicion.gain_token()

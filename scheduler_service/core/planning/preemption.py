@@ -1,7 +1,7 @@
 """Preempts running groups if blocks run out, or if a waiting group outranks them.
 
-With recompute, a preempted group frees its blocks and computes its tokens again later. With swap, its blocks are copied
-to host memory.
+With recompute, a preempted group frees its blocks and computes its tokens again later. With swap, the blocks of a
+preempted group are copied to host memory.
 """
 
 from collections.abc import Iterable
@@ -37,10 +37,10 @@ class Preemption:
         return victim
 
     def victims(self, group: SequenceGroup, step: Step) -> list[SequenceGroup] | None:
-        """The running groups to preempt for a waiting group; None if it does not outrank enough of them.
+        """The running groups to preempt for a waiting group; None if the waiting group does not outrank enough of them.
 
         The waiting group needs at least one token of the step. If the budget has no token left and the next victim
-        frees none, the result is None.
+        frees no token, the result is None.
         """
         victims: list[SequenceGroup] = []
         candidates = dict(self._groups.running)
@@ -73,9 +73,9 @@ class Preemption:
         chunks = step.give_back(group)
         self._prefixes.taken_back(chunks)
         step.num_preempted += 1
-        # Three kinds of groups are not swapped out. Blocks that this step copies on write are still empty. Swapped
-        # beams could not be forked when the answer to their step in flight comes. A swapped suspect would resume among
-        # other groups.
+        # Blocks that this step copies on write are empty, so their group cannot be swapped out. Beams that are swapped
+        # out cannot be forked when the answer to their step in flight comes. A suspect that is swapped out would resume
+        # among other groups.
         is_bound = (
             group.is_suspect
             or any(chunk.copies for chunk in chunks)

@@ -1,16 +1,12 @@
 """The waiting queue in one step of one worker: which groups are passed over, and which group is next.
 
-A group is passed over for one of five reasons:
+A step passes over groups of five kinds. `left`: a better worker is available for the group. `slotless`: the worker has
+no free slot for the group's adapter. `awaiting`: the group's adapter must be fetched first. `sharing`: other groups
+compute the group's prefix. `held`: the group is a suspect that must wait.
 
-- A better worker is available (`left`).
-- The worker has no free slot for the group's adapter (`slotless`).
-- The group's adapter must be fetched first (`awaiting`).
-- Other groups compute the group's prefix (`sharing`).
-- The group is a suspect that must wait (`held`).
-
-Later groups may overtake a group that is passed over. In `left` and `slotless` a group is overtaken at most
-MAX_OVERTAKES times. In `awaiting` and `sharing` there is no limit, because overtaking delays neither the adapter nor
-the prefix.
+Later groups may overtake a group that is passed over. Groups in `left` and `slotless` are overtaken at most
+MAX_OVERTAKES times. Overtaking a group in `awaiting` or `sharing` has no limit, because it delays neither the adapter
+nor the prefix.
 """
 
 from collections import Counter
@@ -22,8 +18,8 @@ from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
 MAX_LEFT = 8  # groups for other workers that a step passes over
 MAX_SLOTLESS = 32  # groups without an adapter slot that a step passes over
-MAX_AWAITING = 256  # groups with an adapter to fetch that a step passes over; each costs little
-MAX_SHARING = 256  # groups of one lane that wait for a prefix; a step looks at the rest of the lane later
+MAX_AWAITING = 256  # groups waiting for an adapter that a step passes over; each group costs little
+MAX_SHARING = 256  # groups of one lane that a step passes over because they wait for a prefix
 
 
 class QueueView:
@@ -40,13 +36,14 @@ class QueueView:
         self.sharing: dict[SequenceGroup, None] = {}
         self._num_sharing: Counter[str] = Counter()  # groups in `sharing`, by lane
         self.held: dict[SequenceGroup, float] = {}  # suspects, and the time at which each wait ends
-        self._upcoming: list[SequenceGroup] = []  # the next groups that are known, in reverse order
+        self._upcoming: list[SequenceGroup] = []  # the next groups of the queue as far as known, in reverse order
 
     @property
     def next(self) -> SequenceGroup | None:
         """The first group that is not passed over; None if there is none. The queue must not be empty.
 
-        Also None if `left` is full, or if a group in `left` or `slotless` was overtaken MAX_OVERTAKES times.
+        The result is also None if `left` is full, or if a group in `left` or `slotless` was overtaken MAX_OVERTAKES
+        times.
         """
         if not (self.left or self.slotless or self.awaiting or self.sharing or self.held):
             return self._waiting.head
@@ -54,7 +51,7 @@ class QueueView:
             if self._is_looked_past_enough:
                 return None
             passed = {*self.left, *self.slotless, *self.awaiting, *self.sharing, *self.held}
-            most = 2 * len(passed) + 1  # each refill requests twice as many groups
+            most = 2 * len(passed) + 1  # each further query requests twice as many groups
             full = {lane for lane, number in self._num_sharing.items() if number >= MAX_SHARING}
             groups = self._waiting.upcoming(most, equals=bool(self.left), without=full)
             self._upcoming = [group for group in reversed(groups) if group not in passed]
@@ -92,13 +89,13 @@ class QueueView:
         self.renew()  # if `left` is not empty, only groups of equal priority may overtake
 
     def pass_slotless(self, group: SequenceGroup) -> bool:
-        """Pass over a waiting or swapped group without an adapter slot, within the limits; returns whether this was
-        possible."""
+        """Pass over a waiting or swapped group without an adapter slot. Returns False if a limit forbids passing it
+        over."""
         return group.placement.num_overtaken < MAX_OVERTAKES and self._pass_into(self.slotless, group, MAX_SLOTLESS)
 
     def pass_awaiting(self, group: SequenceGroup) -> bool:
-        """Pass over a group whose adapter must be fetched first, within the limit; returns whether this was
-        possible."""
+        """Pass over a group whose adapter must be fetched first. Returns False if MAX_AWAITING forbids passing it
+        over."""
         return self._pass_into(self.awaiting, group, MAX_AWAITING)
 
     def pass_sharing(self, group: SequenceGroup) -> None:

@@ -1,8 +1,8 @@
 """Schedules the next tokens of running groups, and preempts other groups if blocks run out.
 
-`ChunkSizes` limits the tokens that each sequence computes before all other sequences had their turn. Groups that are
-admitted start with chunks of the same sizes. `DraftRoom` gives drafts the tokens that are left at the end. So no token,
-prompt or block waits for a draft that may be rejected.
+`ChunkSizes` sets the sizes of chunks in the first round of a step. Groups that are admitted start with chunks of these
+sizes. In a second round, prompts receive the tokens that are left. `DraftRoom` gives the remaining tokens to drafts. So
+drafts, which may be rejected, never delay a prompt or take blocks from it.
 """
 
 from scheduler_service.core.config import PhaseRule
@@ -14,7 +14,8 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class ChunkSizes:
-    """Limits a chunk by the step's tokens and bytes. While other sequences need tokens, `max_chunk` limits it too."""
+    """Limits a chunk to the tokens and bytes that the step has left. While other sequences need tokens, `max_chunk` is
+    a further limit."""
 
     def __init__(self, session: Session) -> None:
         config = session.config
@@ -27,9 +28,9 @@ class ChunkSizes:
         """The chunks of a group that fit the step now. The step's budget does not change.
 
         The first long chunk of a step has at most `max_chunk` tokens. Each further long chunk has at most half as many
-        tokens as the long chunk before. So there is room for short chunks, however many long ones there are. A follower
-        has no block table before its leader's prompt is computed. The encoder's input comes first, in one chunk;
-        without it, the group's sequences compute nothing.
+        tokens as the long chunk before. So there is room for short chunks after any number of long chunks. A follower
+        has no block table, and so no chunk, before its leader's prompt is computed. The encoder's input comes first, in
+        one chunk. Until a step has room for this chunk, the group's sequences compute nothing.
         """
         num_tokens_left, num_bytes_left, num_long = step.budget.num_tokens, step.budget.num_bytes, step.num_long
         chunks: list[Chunk] = []
@@ -67,8 +68,8 @@ class ChunkSizes:
         return chunks
 
     def _due(self, group: SequenceGroup) -> list[Sequence]:
-        """The live sequences that a step may schedule. With separate phases, sequences that are behind come alone, so
-        that no sequence decodes in a step of prompts."""
+        """The live sequences that a step may schedule. With separate phases, only sequences that are behind are
+        returned, so that no sequence decodes in a step of prompts."""
         live = group.live
         if not self._is_separate or len(live) == 1:
             return live
@@ -76,7 +77,8 @@ class ChunkSizes:
 
 
 class RunningPlanner:
-    """Schedules running groups: takes their tokens and bytes. Their sequences are in the budget before."""
+    """Schedules running groups, and takes their tokens and bytes from the budget. The caller takes their sequences
+    first."""
 
     def __init__(
         self, session: Session, chunk_sizes: ChunkSizes, preemption: Preemption, prefixes: SharedPrefixes
@@ -88,7 +90,8 @@ class RunningPlanner:
         self._prefixes = prefixes
 
     def split(self, step: Step) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
-        """Groups that are ready to decode, and groups that are behind."""
+        """Split the running groups into groups that decode next and groups that are behind
+        (`SequenceGroup.is_behind`)."""
         ready: list[SequenceGroup] = []
         behind: list[SequenceGroup] = []
         for group in self._groups.running:
@@ -103,13 +106,13 @@ class RunningPlanner:
                 self.schedule_one(group, step)
 
     def schedule_one(self, group: SequenceGroup, step: Step) -> None:
-        """Schedule the tokens of a group that the step has room for.
+        """Schedule as many tokens of a group as the step has room for.
 
-        The group itself may be preempted instead. It ends if it outgrows the worker.
+        If blocks run out, the group itself can be the victim that is preempted. A group that outgrows the worker ends.
         """
         if group.live[0].id not in self._blocks.tables:  # the leader ended before the followers could fork
             step.budget.give_back(num_seqs=group.num_seqs)
-            # if the group is admitted again, it comes last
+            # if the group is admitted again in this step, it comes last
             step.prompts = [other for other in step.prompts if other is not group]
             self._groups.give_back(group)
             return
@@ -135,7 +138,7 @@ class RunningPlanner:
             self._prefixes.planned(chunk, step)
 
     def hand_out_rest(self, step: Step) -> None:
-        """Give the tokens that are left to prompts, in order, in addition to their first chunks.
+        """Give prompts the tokens that are left in the step, in order, in addition to their first chunks.
 
         Tokens can be left even if no prompt is too long for the step, because a group that is preempted after its turn
         gives its tokens back.
@@ -179,17 +182,17 @@ class DraftRoom:
     def _most(self, sequence: Sequence) -> int:
         """The maximum number of drafts of a sequence in one step.
 
-        Drafts fill at most half of the remaining output, so that further steps can be planned before the answer. Drafts
-        in flight and new drafts together have at most as many tokens as a prompt's chunk. There are blocks for such a
-        chunk, also with a sliding window.
+        Drafts fill at most half of the remaining output, so that further steps can be planned before the drafts are
+        verified. Drafts in flight and new drafts together have at most as many tokens as a prompt's chunk. The pool has
+        blocks for a prompt's chunk, even with a sliding window.
         """
         num_left = sequence.max_num_tokens - sequence.num_computed_tokens - 2  # the last token is never computed
         num_in_flight = sequence.num_draft_tokens + 1
         return min(sequence.num_draft_tokens_wanted, num_left // 2, self._max_num_batched_tokens - num_in_flight)
 
     def _within_blocks(self, step: Step, sequence: Sequence, room: int) -> int:
-        """`room`, if enough blocks are free above the watermark. If not, the part of it that the sequence's blocks can
-        hold."""
+        """`room`, if enough blocks are free above the watermark. If not, the number of drafts that fit the sequence's
+        present blocks."""
         blocks, num_tokens = self._blocks, sequence.num_computed_tokens + 1
         num_new = blocks.sizes.blocks_ahead(num_tokens + room) - len(blocks.tables[sequence.id])
         if num_new > max(0, blocks.device.num_free - blocks.num_watermark_blocks):

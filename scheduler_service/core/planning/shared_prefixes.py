@@ -1,16 +1,16 @@
 """Lets requests share a prefix that is being computed.
 
 A block is published when the chunk that fills it is planned. A request that is admitted later in the same step finds
-the block. The later blocks of a running request's prompt are expected: no step computes them yet.
+the block. Later blocks of a running request's prompt, which no step computes yet, are called expected.
 
 If the next block of a waiting request is expected, the waiting request is not admitted yet. The running request
 computes the block, and no tokens are computed twice. While the running request makes progress, the wait costs no time,
 because the running request comes first in every step anyway.
 
-The wait of a request is limited to the time in which its own prompt would be computed after the running requests. The
-limit starts anew if another of its blocks is published, or if another request gives up waiting for the same block.
-While a request waits, its sequences count as running, up to half of the step's sequences. So later requests do not take
-its place.
+A request waits at most as long as computing the rest of its prompt after the running requests would take. The limit
+starts anew if another block of the waiting request is published, or if another request gives up waiting for the same
+block. While a request waits, its sequences count as running, up to half of the step's sequences. So later requests do
+not take the place of a waiting request.
 
 A step stops looking at waiting requests after it has looked up `MAX_LOOKED_UP` block hashes.
 """
@@ -55,20 +55,20 @@ class SharedPrefixes:
             self._blocks.cache.take_back(chunk.sequence)
 
     def is_tied(self, group: SequenceGroup, step: Step) -> bool:
-        """Whether a group shares blocks that this step fills with another group. If so, neither group can leave the
-        step."""
+        """Whether a group shares blocks that this step fills with another group. Groups that share such blocks cannot
+        leave the step."""
         return bool(step.filled) and self._blocks.shares_any(group, step.filled)
 
     def may_look(self, step: Step) -> bool:
-        """Whether a step may look at another waiting group."""
+        """Whether a step may look up the blocks of another waiting group."""
         return step.num_looked_up < MAX_LOOKED_UP
 
     def awaits(self, group: SequenceGroup, step: Step) -> bool:
         """Whether a waiting group waits for a block that another group on this worker will compute.
 
-        In a step, at most one group for each block gives up when its time is over. That group computes the prefix too,
-        and the other groups wait for the earlier of the two results. Blocks that the last look found are not looked up
-        again.
+        If the time of several groups that wait for a block is over, one of these groups gives up in each step. The
+        group that gives up computes the prefix too. The other groups wait for the earlier of the two results. Blocks
+        that the last look found are not looked up again.
         """
         leader, wait = group.live[0], group.placement.prefix_waits.get(self._worker)
         if step.runs is None:
@@ -78,7 +78,8 @@ class SharedPrefixes:
         if look.awaited is None:
             return False
         has_given_up = look.awaited in step.given_up
-        if wait is None or look.first != wait.first or has_given_up:  # the wait starts, or its block has changed
+        # a new wait starts: another block is missing, or another group gave up
+        if wait is None or look.first != wait.first or has_given_up:
             if step.backlog is None:
                 step.backlog = self._backlog()
             num_missing = leader.num_tokens - look.first * self._blocks.block_size

@@ -1,4 +1,4 @@
-"""Repeats the last step's plan while every running sequence computes one token in each step.
+"""Plans steady steps, in which every running sequence computes one token, by repeating the plan of the step before.
 
 Most steps are steady. A steady step reuses the plan of the step before, and only checks which sequences need a block. A
 sequence that has ended leaves the plan. A sequence that becomes ready to decode joins the plan. The plan ends if a
@@ -15,7 +15,7 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class SteadyPlan:
-    """The plan of the next step, if every sequence computes one token in it. It may contain sequences that have
+    """The plan of the next step, if every sequence computes one token in it. The plan may contain sequences that have
     ended."""
 
     def __init__(self, session: Session, admission: WaitingPlanner) -> None:
@@ -27,7 +27,7 @@ class SteadyPlan:
         self._plan: list[ScheduledSequence] | None = None
 
     def forget(self) -> None:
-        """Have the next step planned in full."""
+        """Forget the plan, so that the next step is planned in full."""
         self._plan = None
 
     def repeat(self, step: Step) -> bool:
@@ -61,8 +61,9 @@ class SteadyPlan:
         """The plan of the next step; None if the next step is not steady.
 
         In a steady step each sequence computes one token; sequences that computed their last token are left out. A beam
-        is never steady. Sequences of the same group may share the block that they write next. They join the plan after
-        a step that was planned in full has copied this block. A group's only sequence needs no copy.
+        is never steady. Sequences of the same group may share the block that they write next. Such sequences join the
+        plan after a step that was planned in full has copied the block. A sequence without siblings never shares the
+        block that it writes next.
         """
         plan = [s for s in step.steady if s.sequence.num_computed_tokens + 1 < s.sequence.max_num_tokens]
         for group in step.chunks if step.steady else self._groups.running:

@@ -1,24 +1,20 @@
 """A step while it is planned: what is left of its budget, and what is decided so far.
 
-The size of a step on the wire has an upper bound. Arithmetic gives this bound, and nothing is encoded for it. Most of a
-step is small: a few numbers for each sequence that the worker knows. Three parts can be large: a sequence that is new
-to the worker, the input of its encoder, and a block table that changed in a swap. Their bytes are counted, as tokens of
-chunks are counted. A step describes sequences until `SchedulerConfig.max_step_bytes` are spent. The last description
-may exceed the budget, so that a sequence of any size fits an empty step. The other sequences are described in later
-steps.
+The size of a step on the wire is bounded by arithmetic, without encoding the step. Most of a step is small: a few
+numbers for each sequence that the worker knows. Three parts can be large: a sequence that is new to the worker, the
+input of its encoder, and a block table that changed in a swap. The bytes of these three parts are counted, like the
+tokens of chunks. A step describes sequences until `SchedulerConfig.max_step_bytes` are spent. The last description may
+exceed the budget, so that a sequence of any size fits an empty step. The other sequences are described in later steps.
 
-A message may have 64 MiB. No step comes near this limit, because its parts are bounded:
+A message has at most 64 MiB, and no step comes near this limit. Descriptions take at most `max_step_bytes`, which is 8
+MiB, and one more sequence. This sequence takes at most 5 bytes for each token of the context, and the sampling
+parameters of a request, which has at most 16 MiB. Lists of blocks to swap take at most 16 MiB, because they name each
+of a worker's 4,194,304 blocks at most once. Each sequence in the step takes at most 64 bytes.
 
-- Descriptions have `max_step_bytes`, which is 8 MiB.
-- One more sequence has at most 5 bytes for each token of the context, and the sampling parameters of a request, which
-  has at most 16 MiB.
-- Lists of blocks to swap have at most 16 MiB, because the pairs of device and host block name each of a worker's
-  4,194,304 blocks once.
-- Each sequence in the step has at most 64 bytes.
-
-Answers need no byte budget, because the number of tokens bounds their size. A prompt position has at most 20
-log-probabilities besides its own token's, in 194 bytes. A beam has less than 2 KB. The settings allow 131,072 tokens
-and 8,192 sequences in a step, whose answer has at most 42 MB.
+Answers need no byte budget, because the number of tokens in a step bounds the size of its answer. In an answer, a
+prompt position takes at most 194 bytes for 20 log-probabilities and the log-probability of its own token. In an answer,
+a beam takes less than 2 KB. The settings allow at most 131,072 tokens and 8,192 sequences in a step. The answer to such
+a step takes at most 42 MB.
 """
 
 from scheduler_service.core.blocks.found_runs import FoundRuns
@@ -42,8 +38,9 @@ ENTRY_BYTES = 16
 def bytes_to_tell(sequence: Sequence, num_blocks: int) -> int:
     """The maximum bytes that describe a sequence to the worker, if its block table has `num_blocks` entries.
 
-    A worker that knows the sequence receives only its table. A worker that knows the parent also receives the tokens
-    that the parent does not have. Any other worker receives everything.
+    A worker that knows the sequence receives only the sequence's block table. A worker that knows only the parent
+    receives the table, and the tokens that the parent does not have. A worker that knows neither receives the complete
+    sequence.
     """
     parent = sequence.forked_from
     num_numbers = num_blocks
@@ -81,8 +78,8 @@ def swap_bytes(num_pairs: int) -> int:
 class SchedulingBudget:
     """Tokens, sequences (not groups), bytes and encoder tokens that a step has left. Every step creates a new budget.
 
-    If a sequence is preempted, exactly its amounts are given back. Bytes can be overdrawn once, because the last
-    sequence is described completely.
+    If a sequence is preempted, exactly the amounts that were taken for it are given back. The bytes can fall below 0
+    once, because the last sequence is described completely.
     """
 
     __slots__ = ("num_bytes", "num_encoder_tokens", "num_seqs", "num_tokens")
@@ -99,7 +96,7 @@ class SchedulingBudget:
         return self.num_tokens <= 0 or self.num_bytes <= 0
 
     def take(self, *, num_tokens: int = 0, num_seqs: int = 0, num_bytes: int = 0, num_encoder_tokens: int = 0) -> None:
-        """Subtract amounts. Raises ValueError if the tokens, sequences or encoder tokens would be negative."""
+        """Subtract amounts. Raises ValueError if the budget has too few tokens, sequences or encoder tokens."""
         if num_tokens > self.num_tokens or num_seqs > self.num_seqs or num_encoder_tokens > self.num_encoder_tokens:
             raise ValueError(
                 f"budget exceeded: {num_tokens} of {self.num_tokens} tokens, {num_seqs} of {self.num_seqs} sequences, "
@@ -120,8 +117,8 @@ class SchedulingBudget:
 
 
 class Chunk:
-    """One sequence's part of a step. `is_long`: the chunk is shorter than the uncomputed tokens, to leave room for
-    others."""
+    """One sequence's part of a step. `is_long`: the chunk leaves some of the sequence's uncomputed tokens to later
+    steps, so that other sequences have room."""
 
     __slots__ = ("copies", "is_long", "num_bytes", "num_tokens", "sequence")
 
@@ -134,8 +131,8 @@ class Chunk:
 
 
 class Step:
-    """A step while it is planned. `steady` is the last step's plan, if the step repeats it. Other groups have
-    `chunks`."""
+    """A step while it is planned. `steady` is the last step's plan, if this step repeats it. `chunks` are the parts of
+    all other groups."""
 
     __slots__ = (
         "_most_reserved",
@@ -190,8 +187,9 @@ class Step:
         self.num_long = 0  # long chunks in the step
         self.prompts_began: float | None = None
         self.steady: list[ScheduledSequence] = []  # the last step's plan, if this step repeats it
-        self.needy: list[Sequence] = []  # sequences of `steady` or with drafts whose block tables grew
-        self.rooms: dict[Sequence, int] = {}  # draft tokens after the one token that each sequence computes
+        # sequences whose block tables grew, because they are in `steady` or have drafts
+        self.needy: list[Sequence] = []
+        self.rooms: dict[Sequence, int] = {}  # number of draft tokens that each sequence has room for
         self.any_last = False  # whether a sequence of `steady` samples its last token
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
@@ -213,7 +211,7 @@ class Step:
         self.budget.take(**_sizes(chunks))
 
     def give_back(self, group: SequenceGroup) -> list[Chunk]:
-        """Remove a group from the step, and give its amounts back. Returns the group's chunks."""
+        """Remove a group from the step, and return its amounts to the budget. Returns the group's chunks."""
         chunks = self.chunks.pop(group, [])
         self.num_long -= sum(chunk.is_long for chunk in chunks)
         self.budget.give_back(num_seqs=group.num_seqs, **_sizes(chunks))
@@ -241,7 +239,7 @@ class Step:
 
 
 def _sizes(chunks: list[Chunk]) -> dict[str, int]:
-    """The amounts of a budget that chunks need."""
+    """The tokens, bytes and encoder tokens that chunks need."""
     num_encoder_tokens = sum(chunk.num_tokens for chunk in chunks if chunk.sequence.is_encoder)
     return {
         "num_tokens": sum(chunk.num_tokens for chunk in chunks) - num_encoder_tokens,

@@ -1,8 +1,8 @@
 """Writes a planned step as a `SchedulerOutput`, and updates the sequences in it.
 
 Each fact is sent once. A sequence's first step describes the sequence completely, or as a fork of another sequence.
-Later steps send new entries of its block table. Each step also names the sequences that left the worker since the step
-before.
+Later steps send only new entries of the sequence's block table. Each step also names the sequences that left the worker
+since the step before.
 """
 
 from scheduler_service.core.groups.sequence import Sequence
@@ -21,7 +21,7 @@ class StepWriter:
         self._step_id = 0
 
     def write_nothing(self, step: Step | None = None) -> SchedulerOutput:
-        """Write an empty step, because there is no work, or because the plan of this `step` must wait for answers."""
+        """Write an empty step. There is no work, or the plan of `step` must wait for answers."""
         output = SchedulerOutput(self._step_id + 1)
         if step is not None:
             output.lacking_adapters = [*step.lacking_adapters]
@@ -29,7 +29,8 @@ class StepWriter:
         return output
 
     def write(self, step: Step) -> SchedulerOutput:
-        """Write the step to send. The tokens that the step computes count as computed from now on."""
+        """Write the step that is sent to the worker. The tokens that the step computes count as computed from now
+        on."""
         output = SchedulerOutput(
             self._step_id + 1,
             ignored=step.ignored,
@@ -101,11 +102,12 @@ class StepWriter:
             output.ask_again_at = queue.ask_again_at(step.now)
 
     def _fork_followers(self, leader: Sequence) -> None:
-        """After the leader's prompt is computed, fork the followers that have no blocks. They compute in later steps.
+        """After the leader's prompt is computed, fork the followers that have no blocks. The followers compute in later
+        steps.
 
-        A follower without output computes the last prompt token itself: it needs that token's logits, not its keys and
-        values. If the leader has no output yet, every follower computes that token. If the leader turns out to be late,
-        the worker counts that token as not computed.
+        A follower without output computes the last prompt token itself, because it needs that token's logits, not its
+        keys and values. If the leader has no output yet, every follower computes that token. If the leader turns out to
+        be late, the worker counts that token as not computed.
         """
         group = leader.group
         if leader.num_computed_tokens < leader.num_prompt_tokens:
@@ -118,7 +120,8 @@ class StepWriter:
                 follower.num_forked_tokens = follower.num_prompt_tokens
 
     def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:
-        """Write what the worker does not know of a sequence and its block table. The encoder's input comes first."""
+        """Write the parts of a sequence and its block table that the worker does not know. The encoder's input comes
+        first."""
         encoder = sequence.group.encoder
         if encoder is not None and encoder is not sequence:
             self._write_table(encoder, output)

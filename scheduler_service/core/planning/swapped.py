@@ -24,11 +24,11 @@ class SwappedPlanner:
         self._admission = admission
 
     def schedule(self, step: Step, *, are_behind: bool | None = None) -> None:
-        """Resume groups in turn while there is room. `are_behind` selects groups that are behind, or groups that are
-        not.
+        """Resume groups in turn while there is room.
 
-        If a waiting group outranks a swapped group, the swapped group resumes later, because it would take the waiting
-        group's room. A group whose adapter has no slot is passed over, as in the waiting queue.
+        `are_behind`: True for only groups that are behind, False for only groups that decode next, None for both. A
+        swapped group that a waiting group outranks resumes later, because it would take the room of the waiting group.
+        A group whose adapter has no slot is passed over, as in the waiting queue.
         """
         groups = self._groups
         for group in list(groups.swapped):
@@ -65,10 +65,10 @@ class SwappedPlanner:
         step.budget.take(num_bytes=swap_bytes(len(pairs)))
 
     def _is_outranked(self, swapped: SequenceGroup, step: Step) -> bool:
-        """Whether the next waiting group is admitted before a swapped group. A suspect is not: it has its own turns.
+        """Whether the next waiting group is admitted before a swapped group.
 
-        A waiting group whose adapter is not held is not either, because the swapped group may have to end before the
-        adapter has a place.
+        A suspect never is, because it has separate steps. A group whose adapter the worker does not hold never is,
+        because the swapped group may have to end before that adapter can be fetched.
         """
         group = step.queue.next if self._admission.admits and self._waiting else None
         if group is None or group.is_suspect or not self._adapters.holds(group.adapter_id):
@@ -76,10 +76,11 @@ class SwappedPlanner:
         return self._waiting.outranks(group, swapped)
 
     def _move(self, group: SequenceGroup, step: Step) -> bool:
-        """Return a swapped group to the queue if another worker would compute it again quickly enough.
+        """Return a swapped group to the queue, if another worker would compute its tokens again in less time than the
+        group has been swapped out.
 
-        Quickly enough is less time than the group has been swapped out, so the group waits at most twice as long as
-        necessary. Each move doubles the wait that is required for the next move.
+        So the group waits at most twice as long as necessary. Each move doubles the time that the group must be swapped
+        out before its next move.
         """
         offers = self._balancer.offers(member=self._member, group=group, here=Here.IS_FULL, now=step.now)
         placement = self._balancer.choose(member=self._member, group=group, offers=offers, now=step.now)

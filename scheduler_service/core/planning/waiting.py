@@ -24,7 +24,7 @@ class Verdict(enum.Enum):
     MAKE_ROOM = enum.auto()
     """The group is admitted after running groups that it outranks were preempted."""
     PASS = enum.auto()
-    """The group waits for a prefix or an adapter. The step looks at later groups."""
+    """The group waits for a prefix or an adapter. The step looks at the groups behind it."""
     LEAVE = enum.auto()
     """The group waits for another worker to take it."""
     STOP = enum.auto()
@@ -83,9 +83,9 @@ class WaitingPlanner:
         return self._blocks.cache.num_shared_tokens(group.live[0])
 
     def status(self, group: SequenceGroup, budget: SchedulingBudget) -> AllocStatus:
-        """Whether a waiting group fits the worker and the rest of a step's budget."""
+        """Whether a waiting group fits the worker, and fits the rest of a step's budget."""
         if self._never_fits(group):
-            return AllocStatus.NEVER  # checked first: no group is preempted for it
+            return AllocStatus.NEVER  # checked first, so that no group is preempted for a group that never fits
         if not budget.num_tokens or group.num_seqs > budget.num_seqs or not self._adapters.has_slot(group):
             return AllocStatus.LATER
         if self._config.is_encoder and len(group.prompt_token_ids) > budget.num_tokens:
@@ -102,7 +102,8 @@ class WaitingPlanner:
         )
 
     def _has_encoder_tokens(self, group: SequenceGroup, budget: SchedulingBudget) -> bool:
-        """Whether a step has tokens left for the input of the group's encoder, or the input is cached."""
+        """Whether a step has enough encoder tokens left for a group. If the group's encoder input is cached, it needs
+        none."""
         return group.num_encoder_tokens <= budget.num_encoder_tokens or self._blocks.cache.has_encoded(group)
 
     def is_time(self, now: float) -> bool:
@@ -112,7 +113,7 @@ class WaitingPlanner:
         return now - self._waiting.earliest_arrival >= self._config.delay_factor * self._in_flight.prompt_seconds
 
     def breaks_plan(self, now: float) -> bool:
-        """Whether the next waiting group needs a step that is planned in full, and not a steady step."""
+        """Whether the next waiting group ends the steady plan, so that the next step must be planned in full."""
         if not (self._waiting and self.admits):
             return False
         if self._config.phase_rule is PhaseRule.SEPARATE and self.is_time(now):
@@ -126,7 +127,7 @@ class WaitingPlanner:
     # ---- admission
 
     def schedule_sharing(self, step: Step) -> bool:
-        """Admit groups that waited for a prefix that the step computes by now. Returns whether any group waited."""
+        """Admit groups that waited for a prefix which the step computes by now. Returns whether any group waited."""
         if not step.queue.sharing:
             return False
         step.queue.look_again()
@@ -137,8 +138,8 @@ class WaitingPlanner:
     def schedule(self, step: Step, suspect: SequenceGroup | None = None) -> None:
         """Admit groups in turn, or only the `suspect` that is next.
 
-        If groups are swapped out, only waiting groups that outrank them are admitted. Ageing bounds the number of such
-        groups, and so how often a swapped group is overtaken.
+        If groups are swapped out, only waiting groups that outrank them are admitted. Because requests age, only a
+        bounded number of waiting groups can overtake a swapped group.
         """
         if step.num_preempted:
             return
@@ -155,7 +156,8 @@ class WaitingPlanner:
                     self._admit(decision.placement_of(group), step)
                 case Verdict.MAKE_ROOM:
                     self._preemption.preempt(decision.victims, step)
-                    most = len(step.chunks) + 1  # stop here, so that preempted groups do not return at once
+                    # stop after this group, so that preempted groups are not admitted again at once
+                    most = len(step.chunks) + 1
                     self._admit(decision.placement_of(group), step)
                 case Verdict.PASS:
                     pass
@@ -163,15 +165,16 @@ class WaitingPlanner:
                     placement = decision.placement_of(group)
                     self.leave(placement, step)
                     if placement.reason in (PlacementReason.LOAD, PlacementReason.ROOM):
-                        return  # the worker has too much to do for later groups too
+                        return  # later groups would be left too, because this worker has too much to do
                 case Verdict.STOP:
                     return
 
     def _decide(self, group: SequenceGroup, step: Step, *, is_turn: bool) -> Decision:
-        """The decision about the group that is next. `is_turn`: the step is for this group, a suspect."""
+        """The decision about the group that is next. `is_turn`: the group is a suspect, and the step is planned for it
+        alone."""
         if not is_turn and (group.is_suspect or self._yields_to_swapped(group, step)):
             return Decision(Verdict.STOP)  # a suspect is admitted in a separate step
-        # A group that waits for a prefix was checked before; looking at it again must be cheap.
+        # A group that waits for a prefix passed this check before. Looking at it again must be cheap.
         if self._worker not in group.placement.prefix_waits and self._never_fits(group):
             return Decision(Verdict.REJECT)
         if not is_turn:
@@ -183,7 +186,7 @@ class WaitingPlanner:
                 return Decision(Verdict.PASS)
         has_choice = not is_turn and self._balancer.has_others(self._member)
         match self.status(group, step.budget):
-            case AllocStatus.NEVER:  # it waited for the worker's last session, which had more room
+            case AllocStatus.NEVER:  # the group waited for the worker's last session, which had more room
                 return Decision(Verdict.REJECT)
             case AllocStatus.LATER:
                 return self._decide_without_room(group, step, is_turn=is_turn, has_choice=has_choice)
@@ -197,7 +200,7 @@ class WaitingPlanner:
                 return Decision(Verdict.TAKE if placement.to is None else Verdict.LEAVE, placement)
 
     def _decide_without_room(self, group: SequenceGroup, step: Step, *, is_turn: bool, has_choice: bool) -> Decision:
-        """The decision about a group without room: preempt for it, leave it to another worker, pass over it, or
+        """Decide about a group without room: preempt other groups, leave it to another worker, pass over it, or
         stop."""
         if step.queue.is_at_head and self._may_preempt_for(group, step):
             if has_choice and (elsewhere := self.elsewhere(group, step)) is not None:
@@ -229,13 +232,13 @@ class WaitingPlanner:
     # ---- other workers
 
     def here_or_elsewhere(self, group: SequenceGroup, step: Step) -> Placement:
-        """Decide whether to take a group that has room here, or to leave it to another worker."""
+        """The balancer's choice for a group that has room here: take it, or leave it to another worker."""
         placement = self._choose(group, Here.HAS_ROOM, step)
         assert placement is not None
         return placement
 
     def elsewhere(self, group: SequenceGroup, step: Step) -> Placement | None:
-        """The placement on another worker of a group that has no room here; None if there is no such worker."""
+        """The balancer's choice for a group without room here: another worker, or None if no other worker has room."""
         return None if self._balancer.is_overdue(group, step.now) else self._choose(group, Here.IS_FULL, step)
 
     def _choose(self, group: SequenceGroup, here: Here, step: Step) -> Placement | None:
@@ -245,23 +248,23 @@ class WaitingPlanner:
         )
 
     def pass_over(self, group: SequenceGroup, step: Step) -> bool:
-        """Pass over a group whose adapter has no slot here, if other groups may overtake it; returns whether they may.
+        """Pass over a group whose adapter has no slot here. Returns whether the group was passed over.
 
-        If the budget has no sequence or no token left, the result is False, because no other group could start.
+        If the budget has no sequence or no token left, no group is passed over, because no later group could start.
         """
         if self._adapters.has_slot(group) or not (step.budget.num_seqs and step.budget.num_tokens):
             return False
         return self.await_adapter(group, step) or step.queue.pass_slotless(group)
 
     def await_adapter(self, group: SequenceGroup, step: Step) -> bool:
-        """Pass over a group whose adapter is not held here; returns whether this was possible.
+        """Pass over a group whose adapter this worker does not hold. Returns whether the group was passed over.
 
-        If a worker that holds the adapter is better, the group is left to that worker. If not, the step lists the
-        adapter as lacking, so that it is fetched.
+        If a worker that holds the adapter is better, the group is left to that worker. For any other group, the step
+        lists the adapter as lacking, so that the adapter is fetched.
         """
         if self._adapters.holds(group.adapter_id):
             return False
-        if group.adapter_id not in step.lacking_adapters:  # the result is the same for all groups of an adapter
+        if group.adapter_id not in step.lacking_adapters:  # the result is the same for all groups with this adapter
             if not self._balancer.is_overdue(group, step.now):
                 placement = self._choose(group, Here.LACKS_ADAPTER, step)
                 if placement is not None and self.leave(placement, step):
@@ -270,7 +273,7 @@ class WaitingPlanner:
         return self._adapters.can_come(group.adapter_id) and step.queue.pass_awaiting(group)
 
     def leave(self, placement: Placement, step: Step) -> bool:
-        """Leave a group in the queue if it is for another worker; returns whether it is."""
+        """Leave a group in the queue if the placement names another worker. Returns whether the group was left."""
         if placement.to is None:
             return False
         step.queue.leave(placement)

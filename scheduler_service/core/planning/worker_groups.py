@@ -77,7 +77,7 @@ def groups_in(output: SchedulerOutput) -> dict[SequenceGroup, None]:
 
 
 class WorkerGroups:
-    """Running and swapped groups, and departures of which the worker was not told yet.
+    """Running and swapped groups, and sequences that left before the worker was told.
 
     `running` is in the order of admission. The first group of `swapped` resumes first. `accused` contains the running
     groups that were in flight when a worker was lost.
@@ -107,13 +107,13 @@ class WorkerGroups:
 
     @property
     def has_work(self) -> bool:
-        """Whether a group is here, or the worker was not told yet of a departure."""
+        """Whether a group is here, or a sequence left before the worker was told."""
         return bool(self.running or self.swapped or self._finished or self._preempted)
 
     @property
     def suspect(self) -> SequenceGroup | None:
-        """The running group that is scheduled alone. There is at most one, because a suspect is admitted only if no
-        group runs."""
+        """The running suspect, which is scheduled alone. At most one suspect runs, because a suspect is admitted only
+        if no other group runs."""
         return next((group for group in self.accused if group.is_suspect), None) if self.accused else None
 
     def find(self, request_id: str) -> SequenceGroup | None:
@@ -260,7 +260,7 @@ def _with_encoder(group: SequenceGroup) -> str:
 class Session:
     """One session of a worker, from its first step to its loss.
 
-    The schedulers of all workers share `waiting` and `balancer`. Everything else belongs to this worker.
+    The schedulers of all workers share `waiting` and `balancer`. All other fields belong to this worker only.
     """
 
     config: SchedulerConfig

@@ -23,10 +23,10 @@ requests alternate.
 
 - A row is a series of losses with the request in flight. The first loss of a row does not count, because it starts the
   row. If the request gains CLEARING_TOKENS tokens without a loss, the row ends and its evidence is forgotten.
-- The chance is computed after each loss alone, from the third loss alone of a row on. Fewer losses alone are never enough in
-  practice. The k-th computation in a request's life must give less than a millionth / (k (k + 1)). With this limit, all
-  computations together are wrong for less than one in a million requests. The limit holds for each request, not for all
-  requests together: if a million requests live through storms of kills, one of them may be ended.
+- The chance is computed after each loss alone, from the third loss alone of a row on. Fewer losses alone are never
+  enough in practice. The k-th computation in a request's life must give less than a millionth / (k (k + 1)). With this
+  limit, all computations together are wrong for less than one in a million requests. The limit holds for each request,
+  not for all requests together: if a million requests live through storms of kills, one of them may be ended.
 - Without serving time of other requests there is no evidence. A suspect that was lost alone twice waits until workers
   have served without it for CONTROL times its own time. The wait is at most MAX_CONTROL_SECONDS for each loss. So the
   third loss alone is enough if no other worker is lost meanwhile. If the request's own time is long, a later loss is
