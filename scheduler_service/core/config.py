@@ -5,16 +5,16 @@ import math
 from dataclasses import dataclass
 
 MAX_BLOCKS = 2**22
-"""Maximum number of blocks of one worker, which the scheduler has memory to manage. The largest devices hold far
-fewer."""
+"""Maximum number of blocks of one worker, which the scheduler has memory to manage. The largest devices have room for
+far fewer blocks."""
 
 
 class PreemptionMode(enum.Enum):
     """The treatment of a preempted group's blocks.
 
     RECOMPUTE frees the blocks, and the group computes its tokens again. SWAP copies the blocks to host memory and back.
-    AUTO chooses the cheaper of the two by the worker's measured speeds. If host memory has no room, every mode
-    recomputes.
+    AUTO chooses the cheaper of RECOMPUTE and SWAP by the worker's measured speeds. If host memory has no room, every
+    mode recomputes.
     """
 
     RECOMPUTE = "recompute"
@@ -31,13 +31,13 @@ class PhaseRule(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Sizes and budgets. Raises ValueError with the field's name and its bound."""
+    """Sizes and budgets of a scheduler. Raises ValueError with the field's name and its bound."""
 
     block_size: int
     """Tokens of a block."""
     num_device_blocks: int
-    """Number of device blocks. A worker with an encoder keeps no keys and values, and has 0 blocks. Such a worker
-    computes each prompt in one step, within the step's token budget."""
+    """Number of device blocks. A worker with an encoder stores no keys and values, and has 0 blocks. A worker without
+    blocks computes each prompt in one step, within the step's token budget."""
     max_num_batched_tokens: int
     """Maximum tokens of a step."""
     max_num_seqs: int
@@ -48,7 +48,7 @@ class SchedulerConfig:
     """Share of device blocks that admission leaves free, so that running sequences can grow for a while without
     preemption."""
     num_host_blocks: int = 0
-    """Blocks in host memory, for swapped groups."""
+    """Number of blocks in host memory, for swapped groups."""
     max_prefill_chunk: int = 0
     """Maximum tokens of the first long prompt in a step, while other sequences need tokens of the step (0: no limit).
     Each further long prompt computes at most half as many tokens as the long prompt before. So long prompts do not
@@ -146,13 +146,13 @@ class SchedulerConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the worker keeps no keys and values."""
+        """Whether the worker stores no keys and values."""
         return not self.num_device_blocks
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether prompts can find blocks of earlier prompts. False with a sliding window in every layer, or without
-        blocks."""
+        """Whether prompts can find blocks of earlier prompts. The result is False if all layers have a sliding window,
+        or if there are no blocks."""
         return self.prefix_caching and not (self.sliding_window or self.is_encoder)
 
     @property
@@ -173,8 +173,8 @@ class SchedulerConfig:
 
 
 def default_prefill_chunk(max_num_batched_tokens: int) -> int:
-    """A quarter of a step. Of the limits from a half to a sixteenth, a quarter is best or second best for short
-    requests (bench/results/scheduler.md)."""
+    """A quarter of a step. Of the limits from a half to a sixteenth, short requests start soonest or second soonest
+    with a quarter (bench/results/scheduler.md)."""
     return -(-max_num_batched_tokens // 4)
 
 

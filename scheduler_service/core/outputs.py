@@ -8,7 +8,7 @@ from scheduler_service.core.placement.choice import Placement
 
 
 class ScheduledSequence(NamedTuple):
-    """One sequence's part of a step: the number of tokens to compute, and whether to sample after the last one."""
+    """One sequence's part of a step: the number of tokens to compute, and whether to sample the next token."""
 
     sequence: Sequence
     num_tokens: int
@@ -24,8 +24,8 @@ class BlockTableUpdate(NamedTuple):
 
 
 class NewSequence(NamedTuple):
-    """A sequence that is new to the worker. Its first `num_computed_tokens` tokens are in its blocks before this
-    step."""
+    """A sequence that is new to the worker. The first `num_computed_tokens` tokens are in the sequence's blocks before
+    this step."""
 
     sequence: Sequence
     block_ids: list[int]
@@ -45,9 +45,9 @@ class Fork(NamedTuple):
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step of one worker. It is encoded before the next step is planned.
+    """One step of one worker. A step is encoded before the next step is planned.
 
-    `ignored` are groups that ended during planning. Each of them has its `error` set.
+    `ignored` are groups that ended during planning, with their `error` set.
     """
 
     step_id: int
@@ -67,19 +67,19 @@ class SchedulerOutput:
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of device blocks. They are copied third."""
     num_draft_tokens: dict[Sequence, int] = field(default_factory=dict)
-    """Number of each sequence's tokens that are room for drafts. The worker makes and verifies the drafts."""
+    """Number of draft tokens that each sequence has room for. The worker makes and verifies the drafts."""
     finished: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     ignored: list[SequenceGroup] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
-    """Waiting groups that this step admits, and waiting groups that it leaves to other workers. Those workers'
-    schedulers should be called now."""
+    """Waiting groups that this step admits, and waiting groups that it leaves to other workers. The schedulers of these
+    other workers should be called now."""
     moved: list[Placement] = field(default_factory=list)
     """Swapped groups that returned to the queue, because another worker has room for them."""
     lacking_adapters: list[str] = field(default_factory=list)
     """Adapters that waiting groups need, and that are worth fetching for this worker."""
     ask_again_at: float | None = None
-    """Latest time of the next call of `schedule`: a waiting group may start here then."""
+    """Latest time of the next call of `schedule`, because a waiting group may start on this worker then."""
     num_tokens: int = 0
     """Tokens of the step, without room for drafts."""
     planned_at: float = 0.0
@@ -87,7 +87,7 @@ class SchedulerOutput:
     """Time when the step was planned, if phases are separate and the step computes prompts."""
     dropped: set[Sequence] = field(default_factory=set)
     """Sequences that were preempted by recompute after this step was sent. The answer to this step does not apply to
-    them."""
+    these sequences."""
 
     @property
     def is_empty(self) -> bool:
@@ -97,23 +97,24 @@ class SchedulerOutput:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position. Entry 0 is the token at this position; the likeliest tokens follow."""
+    """Log-probabilities at one position. Entry 0 is the token at this position; the next entries are the likeliest
+    tokens."""
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """Rank of the token at this position; 1 is the likeliest."""
+    """Rank of the token at this position; the likeliest token has rank 1."""
 
 
 @dataclass(slots=True)
 class ModelOutput:
     """The worker's answer: one token for each sequence that samples, in the order of `SchedulerOutput.scheduled`.
 
-    If `num_tokens` is not empty, it counts the tokens that each of these sequences gained. Accepted draft tokens come
-    before the token that was sampled after them. A sequence that is late gained no token, because the worker has not
-    yet matched its output with its form. It computes its last token again. `num_draft_tokens` counts the verified
-    drafts of each sequence. `num_draft_tokens_wanted` is the number of drafts that further steps should have room for.
-    If it is empty, these numbers do not change.
+    `num_tokens` is empty, or counts the tokens that each sequence gained. Accepted draft tokens come before the token
+    that was sampled after them. A late sequence gained no token, because the worker has not yet matched its output with
+    its form. A late sequence computes its last token again. `num_draft_tokens` counts the verified drafts of each
+    sequence. `num_draft_tokens_wanted` is the number of drafts that further steps should have room for. If
+    `num_draft_tokens_wanted` is empty, the room for drafts does not change.
     """
 
     step_id: int
@@ -124,7 +125,7 @@ class ModelOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed_sequence_ids: frozenset[int] = frozenset()
     barred_sequence_ids: frozenset[int] = frozenset()
-    """The failed sequences with finite logits. Their parameters or their form allow no token."""
+    """The failed sequences with finite logits. The parameters or the form of such a sequence allow no token."""
     num_draft_tokens: list[int] = field(default_factory=list)
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
     vectors: dict[int, bytes] = field(default_factory=dict)
@@ -137,16 +138,16 @@ class ModelOutput:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the answer contains one token for each sequence that samples, and nothing more."""
+        """Whether the answer contains exactly one token for each sequence that samples, and nothing more."""
         return self.has_tokens_alone and not (self.num_tokens or self.num_draft_tokens_wanted)
 
 
 class SequenceOutput(NamedTuple):
     """The result for one sequence: one token, or None while the prompt is computed.
 
-    A beam search reports once, at its end. Its outputs are the hypotheses of the sequence's group. `prompt_logprobs`
-    are for the positions from `prompt_start` on. A pooled sequence gains `vectors` and no token. Vectors of single
-    tokens are for the positions from `prompt_start` - 1 on.
+    A beam search has one result, at its end. The outputs of a beam search are the hypotheses of the sequence's group.
+    `prompt_logprobs` are for the positions from `prompt_start` on. A pooled sequence gains `vectors` and no token.
+    Vectors of single tokens are for the positions from `prompt_start` - 1 on.
     """
 
     sequence: Sequence
@@ -155,6 +156,6 @@ class SequenceOutput(NamedTuple):
     prompt_logprobs: list[TokenLogprobs] | None = None
     prompt_start: int = 0
     goes_on: bool = False
-    """Whether the same answer contains further results for the sequence. If so, `sequence.status` is the status after
-    the last of these results."""
+    """Whether the same answer contains further results for the sequence. `sequence.status` is the status after the last
+    result."""
     vectors: bytes = b""

@@ -1,19 +1,17 @@
 """Plans the steps of one worker.
 
 There is no prefill phase and no decode phase. In each step, a sequence computes as many of its uncomputed tokens as the
-step's budget allows. Sequences are scheduled in this order:
+step's budget allows. Sequences that need a single token are scheduled first, so that a long prompt never delays them.
+Prompts under way are scheduled next, and then swapped groups. Waiting groups are scheduled last, after all swapped
+groups that have an adapter slot have resumed. A waiting group goes before a swapped group only if the waiting group
+outranks it.
 
-- sequences that need a single token, so that a long prompt never delays them
-- prompts under way
-- swapped groups
-- waiting groups, after all swapped groups that have an adapter slot have resumed
-
-A waiting group goes before a swapped group only if the waiting group outranks it. A long prompt first computes at most
-`max_prefill_chunk` tokens, so that later requests join the step too. The rest of the budget goes to long prompts in the
-same order, so that a single prompt is computed as fast as possible.
+A long prompt first computes at most `max_prefill_chunk` tokens, so that later requests join the step too. The rest of
+the budget goes to long prompts in the same order, so that a single prompt is computed as fast as possible.
 
 If blocks run out, the policy's victim is preempted: the group that was admitted last, or the group that ranks last. In
-a step, all swaps to the host are planned before any swap to the device. The worker copies blocks in the same order.
+a step, all swaps to the host are planned before any swap to the device. The worker copies swapped blocks in the order
+in which the swaps are planned.
 
 Steps can be planned before earlier steps are answered. The worker does steps in order and feeds the tokens that it
 sampled, so a plan requires only the number of tokens. Blocks that are freed while steps are in flight can be reused at
@@ -24,13 +22,10 @@ If the worker makes drafts, a step has room for drafts after a sequence's token,
 makes and verifies the drafts. The answer reports the number of accepted drafts, and so the position of the sequence.
 Until the answer comes, plans assume that all drafts are accepted.
 
-Where to read on:
-
-- planning/step.py: the contents of a step, and how its bytes are counted
-- planning/steady_plan.py: steps that repeat the step before
-- planning/shared_prefixes.py: requests that wait for a prefix which other requests compute
-- planning/running.py: room for drafts
-- suspects/turns.py: separate steps for requests that may cause the loss of workers
+More is in these files. planning/step.py: the contents of a step, and how its bytes are counted.
+planning/steady_plan.py: steps that repeat the step before. planning/shared_prefixes.py: requests that wait for a prefix
+which other requests compute. planning/running.py: room for drafts. suspects/turns.py: separate steps for requests that
+may cause the loss of workers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -62,9 +57,9 @@ from scheduler_service.core.suspects.turns import SuspectTurns
 class Scheduler:
     """Plans the steps of one worker's session.
 
-    `schedule` returns steps, and each step that is not empty is answered by `update_from_output`, in order. The caller
-    decides how many steps are planned ahead of the answers. `finish_requests` and `finish_sequence` can be called at
-    any time. They free blocks at once, which is safe because the worker does steps in order.
+    Each step from `schedule` that is not empty is answered by `update_from_output`, in order. The caller decides how
+    many steps are planned ahead of the answers. `finish_requests` and `finish_sequence` can be called at any time. Both
+    free blocks at once, which is safe because the worker does steps in order.
 
     `worker` is the worker's name, which is the same in every session. `now` is the time when the session begins.
     """
@@ -111,8 +106,8 @@ class Scheduler:
         """Plan the next step. `now` is in seconds of any steady clock.
 
         The time matters only with a delay factor or with several workers. An empty step has no step id and need not be
-        sent. A step is empty if there is no work, if the work must wait for an answer, or if it is left to other
-        workers. If there is no work at all, the call changes nothing.
+        sent. A step is empty if there is no work, or if all work must wait for an answer or is left to other workers.
+        If there is no work at all, `schedule` changes nothing.
         """
         if not self.has_work:
             return self._writer.write_nothing()
@@ -156,7 +151,8 @@ class Scheduler:
         """Plan prompts under way, then swapped groups, then waiting groups. If the step then has no prompt, plan
         decodes.
 
-        A swapped group resumes in a step of the kind that it needs next: prompts or decodes.
+        A group that was swapped out during its prompt resumes in a step of prompts. All other swapped groups resume in
+        a step of decodes.
         """
         ready, behind = self._running.split(step)
         self._running.schedule(behind, step)
@@ -190,12 +186,13 @@ class Scheduler:
         """Count a step's computed tokens as stored and append the sampled tokens.
 
         Returns the results of sequences in the order of the step. A sequence that ended in this step has its final
-        status. If a sequence was finished, or preempted by recompute, after the step was sent, it has no result.
-        Answers come in the order of steps. Raises ValueError if the answer is not to this step.
+        status. A sequence that was finished, or preempted by recompute, after the step was sent has no result. Answers
+        must come in the order of steps. Raises ValueError if the answer is not to this step.
         """
         drafted = output.num_draft_tokens
         if 0 in answer.num_tokens or any(one.num_computed_tokens + 1 >= one.max_num_tokens for one in drafted):
-            self._steady.forget()  # such a sequence left the plan, but may have tokens to compute after all
+            # a sequence without a token, or near its end, left the plan and may have tokens to compute after all
+            self._steady.forget()
         seconds = self._in_flight.answer(output, answer, now)
         self.balancer.stepped(self.member, output.num_tokens + sum(answer.num_draft_tokens), seconds)
         if self._groups.accused:
@@ -229,9 +226,9 @@ class Scheduler:
     def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str] = ()) -> AdapterFetch | None:
         """Choose the adapter to fetch next for the worker; None if no adapter can be fetched now.
 
-        `wanted` can be a step's `lacking_adapters`: the first adapter that the worker does not hold is fetched. If the
-        worker holds all of them, the first missing adapter of `preloads` is fetched. No adapter is dropped for a
-        preload.
+        `wanted` can be the `lacking_adapters` of a step. The first adapter of `wanted` that the worker does not hold is
+        fetched. If the worker holds all of `wanted`, the first missing adapter of `preloads` is fetched. No adapter is
+        dropped for a preload.
         """
         return self.adapters.begin_fetch(wanted, preloads)
 
@@ -246,9 +243,10 @@ class Scheduler:
         self.adapters.hold(adapter_id)
 
     def drop_adapter(self, adapter_id: str) -> bool:
-        """Count an adapter as not held; returns whether it was held. The worker forgets it after the steps in flight.
+        """Stop counting an adapter as held. Returns whether the worker held the adapter.
 
-        Raises ValueError while a group here needs the adapter.
+        The worker forgets the adapter after all steps in flight are answered. Raises ValueError if a group on this
+        worker needs the adapter.
         """
         return self.adapters.drop(adapter_id)
 
@@ -262,10 +260,10 @@ class Scheduler:
     def release_all(self, now: float = 0.0, *, blames: bool = True) -> list[SequenceGroup]:
         """Return all groups to the head of the queue, because the worker is gone. No further steps may be planned.
 
-        If `blames` is true and steps were in flight, the loss counts against all requests in these steps. The second
-        step counts too, because the answer to the first may have been lost with the worker. `blames` is false if the
-        session ended for a reason that no request can cause. Returns a list with the group that was ended for the loss,
-        or an empty list.
+        If `blames` is true and steps were in flight, the loss counts against all requests in these steps. Requests of
+        the second step in flight count too, because the answer to the first step may have been lost with the worker.
+        `blames` is false if the session ended for a reason that no request can cause. Returns a list with the group
+        that was ended for the loss, or an empty list.
         """
         ended = self._evidence.lost(now, blames=blames)
         groups = self._groups.give_all_back()
@@ -288,10 +286,11 @@ class Scheduler:
     def get_request_counts(self) -> tuple[int, int, int]:
         """The numbers of requests that run here, that wait, and that are swapped out here. A group counts once.
 
-        vLLM's `get_request_counts` returns two numbers for its single engine: requests that run, and requests that
-        wait. Here all workers share one queue, so the second number must not be added up over workers. After recompute,
-        a preempted request counts as waiting, as in vLLM. After a swap, it counts as swapped out, which is a state that
-        vLLM does not have. A request that has ended is not counted, even before the worker is told.
+        In vLLM, `get_request_counts` returns two numbers for a single engine: requests that run, and requests that
+        wait. Here all workers share one queue, so the number of waiting requests must not be added up over workers.
+        After recompute, a preempted request counts as waiting, as in vLLM. After a swap, a preempted request counts as
+        swapped out, which is a state that vLLM does not have. A request that has ended is not counted, even before the
+        worker is told.
         """
         return len(self.running), len(self.waiting), len(self.swapped)
 
@@ -326,13 +325,16 @@ class Scheduler:
         return self._admission.room_for(group)
 
     def has_adapter_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
-        """Whether the group's adapter is held and has a slot beside the adapters of running groups, `without` some of
-        them."""
+        """Whether the worker holds the group's adapter, and can run it together with the adapters of the running
+        groups.
+
+        Groups in `without` do not count as running.
+        """
         return self.adapters.has_slot(group, without=without)
 
     def seconds_to_copy(self, group: SequenceGroup) -> float:
-        """Seconds to copy the group's adapter to the device, which its first step takes longer. 0 if it is there
-        already."""
+        """Seconds that the first step with the group's adapter takes longer, if the adapter must be copied to the
+        device."""
         return 0.0 if self.adapters.is_on_device(group.adapter_id) else self.config.lora_copy_seconds
 
 

@@ -1,11 +1,11 @@
 """Allocates the reference-counted blocks of one memory pool, whose free blocks are the prefix cache.
 
-A block can have a key, which stands for the block's tokens and all tokens before them. The block receives the key when
-a step that computes it is planned. If several blocks have the same key, the key finds one of them. After the last
-holder has freed this block, it keeps its key and contents. It can be found and held again until the pool has no other
-free block.
+A block can have a key, which stands for the block's tokens and all tokens before them. A block receives its key when a
+step that computes the block is planned. If several blocks have the same key, the key finds one of them. The block that
+is found keeps its key and contents after its last holder has freed it. A free block can be found and held again until
+the pool has no other free block.
 
-A key can also be expected. Then a running sequence will compute a block with this key, but no planned step does so.
+A key is called expected if a running sequence will compute a block with this key, but no planned step does so.
 """
 
 from collections import OrderedDict
@@ -22,8 +22,9 @@ block."""
 class Evictor:
     """Free blocks that can still be found, in the order of their eviction. Every operation is O(1).
 
-    The block that was freed first is evicted first. Holders free their last blocks first. So of a sequence's blocks,
-    the block with the most tokens before it is evicted first. This block is the least likely to be shared.
+    The block that was freed first is evicted first. A sequence frees its last block first. So the block with the most
+    tokens before it is evicted first of a sequence's blocks. The block with the most tokens before it is also the least
+    likely to be shared.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class Evictor:
 class BlockAllocator:
     """Allocates the block numbers 0 … num_blocks - 1. A block is free again when its last holder frees it.
 
-    Keys that find a block or are expected are entered in `directory`, under the `bit` of the worker of these blocks.
+    `directory` stores the keys that find a block or are expected, under the `bit` of this pool's worker.
     """
 
     def __init__(self, num_blocks: int, directory: PrefixDirectory | None = None, bit: int = 1) -> None:
@@ -58,10 +59,10 @@ class BlockAllocator:
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._parents: list[bytes] = [b""] * num_blocks  # key before each block's key in its chain
-        self._children: dict[bytes, set[bytes]] = {}  # keys that find blocks, by the key before
+        self._children: dict[bytes, set[bytes]] = {}  # keys that find blocks, by the key before them in the chain
         self._expected: dict[bytes, int] = {}  # number of sequences that will compute each key
         self._by_key: dict[Content, int] = {}  # contains keys only, so that a block number is never found
-        # a stack: the block that was freed last is the warmest in caches
+        # a stack: the block that was freed last is the most likely to be in a processor's cache
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictor = Evictor()
         self.num_lost = 0  # blocks that could be found before, and cannot be found now
@@ -72,8 +73,8 @@ class BlockAllocator:
         return len(self._free) + len(self._evictor)
 
     def allocate(self) -> int:
-        """Allocate a free block, held once. Raises KeyError if no block is free, so the caller reads `num_free`
-        first."""
+        """Allocate a free block, which then has one holder. Raises KeyError if no block is free, so the caller reads
+        `num_free` first."""
         if self._free:
             block = self._free.pop()
         else:
@@ -111,9 +112,10 @@ class BlockAllocator:
         return len(self._by_key)
 
     def publish(self, block: int, key: bytes, parent: bytes) -> None:
-        """Give a held block the key of its contents. If the key finds another block, it still finds that block.
+        """Give a held block the key of its contents. A key that finds another block already still finds the other
+        block.
 
-        parent: the key before it, which is the key of the block before or the chain's root.
+        parent: the key before `key` in the chain, which is the key of the block before or the root.
         """
         if self._keys[block] is None:
             self._keys[block], self._parents[block] = key, parent
@@ -130,11 +132,11 @@ class BlockAllocator:
         return self._keys[block]
 
     def parent(self, block: int) -> bytes:
-        """The key before this block's key. The block must have a key."""
+        """The key before this block's key in the chain. The block must have a key."""
         return self._parents[block]
 
     def children(self, key: bytes) -> list[bytes]:
-        """The keys directly after this key that find blocks."""
+        """The keys directly after this key in a chain that find blocks."""
         return [*self._children.get(key, ())]
 
     def expect(self, key: bytes) -> None:
@@ -159,7 +161,7 @@ class BlockAllocator:
         return key in self._expected
 
     def num_expected(self, keys: Iterable[bytes]) -> int:
-        """Number of leading keys that are expected or find a block."""
+        """Number of leading keys that are expected or that find a block."""
         return sum(1 for _ in takewhile(lambda key: key in self._expected or key in self._by_key, keys))
 
     def withdraw(self, block: int) -> None:
@@ -215,14 +217,14 @@ class BlockAllocator:
         return blocks
 
     def num_held(self, blocks: Iterable[int], leaving: Mapping[int, int]) -> int:
-        """Number of these blocks that stay held, after each block has lost the number of holders in `leaving`."""
+        """Number of these blocks that still have a holder, after `leaving` holders of each block have freed it."""
         ref_counts = self._ref_counts
         if not leaving:
             return sum(map(bool, map(ref_counts.__getitem__, blocks)))
         return sum(ref_counts[block] > leaving.get(block, 0) for block in blocks)
 
     def contents(self, blocks: Iterable[int]) -> list[Content]:
-        """The contents of these blocks. Numbers below 0 are not blocks, and stay."""
+        """The contents of these blocks. A number below 0 is not a block, and is returned unchanged."""
         keys = self._keys
         return [block if block < 0 else keys[block] or block for block in blocks]
 
@@ -232,8 +234,8 @@ class BlockAllocator:
         return 0 if block is None else self._ref_counts[block]
 
     def num_taken(self, contents: Iterable[Content]) -> int:
-        """Number of free blocks that are required to hold all these contents. Blocks that are held already need
-        none."""
+        """Number of free blocks that are required to hold all these contents. Contents in a held block require no free
+        block."""
         find, ref_counts = self._by_key.get, self._ref_counts
         return sum((block := find(content)) is None or not ref_counts[block] for content in contents)
 

@@ -1,7 +1,7 @@
 """Runs of cached blocks that were found in a step, so that requests with the same prefix need no second lookup.
 
-A key stands for all tokens up to its block's end. If two prompts have equal keys at one index, all keys before are
-equal, too. So bisection finds the length of the common prefix.
+A key stands for all tokens up to its block's end. If two prompts have the same key at one index, all keys before that
+index are the same too. So bisection finds the length of the common prefix.
 """
 
 from bisect import bisect_left
@@ -19,7 +19,7 @@ class Run(NamedTuple):
 
 
 class FoundRuns:
-    """The runs of one step. They are not kept for the next step, because the keys of a prompt can change. If a block
+    """The runs of one step. Runs are not kept for the next step, because the keys of a prompt can change. If a block
     can no longer be found, all runs are forgotten."""
 
     def __init__(self, blocks: BlockAllocator) -> None:

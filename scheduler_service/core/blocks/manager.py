@@ -1,11 +1,12 @@
 """Block tables: the blocks that store the keys and values of each sequence, in the order of positions.
 
 A table covers at least the computed tokens of its sequence. A block can be in several tables while no sequence writes
-to the block. Before a sequence writes to a shared block, it receives a copy of the block (copy on write).
+to the block. A sequence receives a copy of a shared block before it writes to the block (copy on write).
 
-A swapped sequence has a table of host blocks. Blocks keep their keys when they move in either direction. If the other
-pool has a block with the same key, the table shares that block. Only the remaining blocks are copied. The copies can be
-found as soon as they are planned, because every step copies before it reads, and steps are done in order.
+A swapped sequence has a table of host blocks. Blocks keep their keys when they are swapped in either direction. If the
+other pool has a block with the same key, the table shares that block, and nothing is copied. Blocks that are copied in
+a swap can be found as soon as the swap is planned. This is safe because every step copies before it reads, and steps
+are done in order.
 
 With a sliding window, a table's leading entries become NO_BLOCK when no later token attends to them.
 
@@ -126,7 +127,7 @@ class BlockManager:
         return any(block in blocks and self.device.ref_count(block) > count for block, count in held.items())
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Let a sequence without a table continue from the parent's first `num_tokens` tokens. The two share their
+        """Let a sequence without a table continue from the parent's first `num_tokens` tokens, and share the parent's
         blocks."""
         assert child.id not in self.tables
         blocks = self.tables[parent.id][: self.sizes.blocks_of(num_tokens)]
@@ -150,12 +151,12 @@ class BlockManager:
             end = max(0, num_certain - self.sizes.sliding_window + 1) // self.block_size
             for index in range(end - 1, -1, -1):
                 if table[index] == NO_BLOCK:
-                    break  # the blocks before are freed already
+                    break  # the earlier blocks are freed already
                 self.device.free(table[index])
                 table[index] = NO_BLOCK
 
     def can_append_slots(self, chunks: Iterable[tuple[Sequence, int]]) -> bool:
-        """Whether enough blocks are free for each sequence to compute its number of tokens."""
+        """Whether enough blocks are free for the chunks of these sequences."""
         return self._num_new_blocks(chunks, self.tables, self.device.ref_count) <= self.device.num_free
 
     def append_slots(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
@@ -181,9 +182,10 @@ class BlockManager:
         return copies
 
     def extend_slots(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Increase the room that `append_slots` allocated to `num_tokens` tokens after the computed tokens.
+        """Extend the room of a sequence to `num_tokens` tokens after the computed tokens, after a call of
+        `append_slots`.
 
-        Returns whether enough blocks were free. The blocks of the table need no copies.
+        Returns whether enough blocks were free. Blocks that the sequence has already need no copies.
         """
         end = self.num_table_entries(sequence, num_tokens)
         if end - len(self.tables[sequence.id]) > self.device.num_free:
@@ -202,8 +204,7 @@ class BlockManager:
         tables: Mapping[int, SequenceOf[Content]],
         num_holders: Callable[[Any], int],
     ) -> int:
-        """Number of blocks that each sequence needs to compute its number of tokens: new blocks, and copies of shared
-        blocks."""
+        """Number of blocks that the chunks of these sequences need: new blocks, and copies of shared blocks."""
         num_new = 0
         writers: Counter[Content] = Counter()  # number of writers of each shared block
         for sequence, num_tokens in chunks:
@@ -213,13 +214,14 @@ class BlockManager:
             for block in table[sequence.num_computed_tokens // self.block_size : end]:
                 if num_holders(block) > 1:
                     writers[block] += 1
-        # The last holder that writes to a block is its only holder by then, and needs no copy.
+        # The last holder that writes to a shared block needs no copy, because it is the only holder by then.
         return num_new + sum(min(count, num_holders(block) - 1) for block, count in writers.items())
 
     # ---- swapping
 
     def can_swap_out(self, group: SequenceGroup) -> bool:
-        """Whether host memory has room for a running group's blocks. Blocks that it already has need no room."""
+        """Whether host memory has room for a running group's blocks. Blocks that host memory has already need no
+        room."""
         own = own_contents(self._on_device.contents(group))
         return self.host.num_taken(own) <= self.host.num_free
 
@@ -232,8 +234,8 @@ class BlockManager:
     def can_swap_in(self, group: SequenceGroup, step_tokens: int, *, leave_watermark: bool) -> AllocStatus:
         """Whether a swapped group fits, with room for the tokens that its sequences can compute in a step.
 
-        A step has `step_tokens` tokens. Room for a whole prompt is not required: with a sliding window, a prompt can be
-        larger than the pool.
+        `step_tokens` is the number of tokens of a step. Room for a whole prompt is not required, because with a sliding
+        window a prompt can be larger than the pool.
         """
         tables = self._on_host.contents(group)
         own = own_contents(tables)
@@ -254,8 +256,9 @@ class BlockManager:
     def num_swap_copies(self, group: SequenceGroup) -> int:
         """Number of blocks to copy if a running group is swapped out and resumes.
 
-        Blocks that other groups hold on the device need no copy back. Blocks that only this group holds need one, even
-        if the cache has them now: the group is preempted because other groups need its blocks.
+        Blocks that other groups hold on the device need no copy back. Blocks that only this group holds must be copied
+        back, even if the cache has them now. Other groups need these blocks, because the group is preempted to make
+        room.
         """
         contents = self._on_device.contents(group)
         filled = {c for s in group.with_tables for c in contents.get(s.id, ())[: self._num_filled(s)]}

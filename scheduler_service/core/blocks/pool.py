@@ -1,7 +1,7 @@
 """The blocks of one memory and the tables of its sequences, and moves of a group from one memory to the other.
 
-Blocks keep their keys when they move. If the target pool has a block with the same key, the table shares that block.
-Only the remaining blocks are copied.
+Blocks keep their keys when they are moved. If the target pool has a block with the same key, the table shares that
+block, and nothing is copied.
 """
 
 import itertools
@@ -54,7 +54,7 @@ class Pool:
 
 
 def own_contents(tables: Mapping[int, SequenceOf[Content]]) -> Counter[Content]:
-    """The contents in a group's tables, and how often each content is in them."""
+    """The contents in a group's tables, and how often each content occurs."""
     own = Counter(itertools.chain(*tables.values()))
     del own[NO_BLOCK]
     return own
@@ -65,9 +65,9 @@ def move(
 ) -> list[tuple[int, int]]:
     """Move a group's tables. Returns the blocks to copy, as pairs of source and target.
 
-    Each content is moved once, and is copied only if the target pool does not have it. The first `num_filled` blocks of
-    a table contain tokens; the later blocks are not copied. Found blocks are held before any block is allocated,
-    because an allocation can evict a found block.
+    Each content is moved once. If the target pool has a block with this content, the content is not copied. The first
+    `num_filled` blocks of a table contain tokens; the later blocks are not copied. Blocks that are found in the target
+    pool are held before any block is allocated, because an allocation can evict a free block.
     """
     contents = source.contents(group)
     arrived: dict[Content, int] = {}

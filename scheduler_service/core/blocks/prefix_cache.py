@@ -1,4 +1,4 @@
-"""Finds a worker's blocks by their tokens: blocks that are planned, and blocks that are expected.
+"""Finds a worker's blocks by their tokens, including blocks that are only planned or expected.
 
 A full block of known tokens can be found from the moment when the chunk that fills it is planned. In the same step this
 is safe because a worker stores the keys and values of all rows before any row reads them. In later steps it is safe
@@ -47,9 +47,9 @@ class PrefixCache:
     def publish(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Make the full blocks of a sequence's first tokens findable, on the device or, if swapped out, on the host.
 
-        These tokens must be known, and the steps that compute them must be planned. The last block of an encoder's
-        input counts as full, because that input does not grow. If a block was withdrawn, later blocks are not
-        published. Returns the published blocks.
+        The first `num_tokens` tokens must be known, and the steps that compute them must be planned. The last block of
+        an encoder's input counts as full, because that input does not grow. If a block was withdrawn, later blocks are
+        not published. Returns the published blocks.
         """
         num_full, start = num_tokens // self._sizes.block_size, sequence.num_published_blocks
         if sequence.is_encoder:
@@ -74,7 +74,8 @@ class PrefixCache:
         return table[start:num_full]
 
     def take_back(self, sequence: Sequence) -> None:
-        """Withdraw the blocks of a planned chunk that will not be computed. No other sequence may hold these blocks."""
+        """Withdraw the blocks of a planned chunk that will not be computed. No other sequence may hold the blocks of
+        this chunk."""
         self.unexpect(sequence, sequence.num_expected_blocks)
         first, end = sequence.num_computed_tokens // self._sizes.block_size, sequence.num_published_blocks
         for block in self._device.tables[sequence.id][first:end]:
@@ -142,7 +143,7 @@ class PrefixCache:
         return num_tokens
 
     def num_shared_tokens(self, sequence: Sequence) -> int:
-        """`num_cached_tokens`, and the tokens after them that running sequences will compute."""
+        """`num_cached_tokens` plus the following tokens that running sequences will compute."""
         num_tokens = self.num_cached_tokens(sequence)
         if (look := self.look_up(sequence, 0, FoundRuns(self._device.blocks))).awaited is not None:
             num_tokens += (
@@ -151,11 +152,11 @@ class PrefixCache:
         return num_tokens
 
     def look_up(self, sequence: Sequence, start: int, runs: FoundRuns) -> PrefixLook:
-        """Look for the first block of a waiting sequence that is not found, and whether this block is expected.
+        """Find the first block of a waiting sequence that is not cached, and whether the block is expected.
 
-        start: the blocks before this index were found in an earlier look. If the last of these blocks is gone, all
-        blocks are looked up again. `runs` were found for other sequences in this step. Copying the keys of a prompt of
-        131,072 tokens would take 30 µs, so the keys are not copied.
+        start: an earlier look found the blocks before this index. If the last of these blocks is gone, all blocks are
+        looked up again. `runs` were found for other sequences in this step. Copying the keys of a prompt of 131,072
+        tokens would take 30 µs, so the keys are not copied.
         """
         if not self._device.blocks.num_expected_keys:
             return _NOTHING_EXPECTED

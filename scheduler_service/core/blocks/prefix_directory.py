@@ -1,7 +1,7 @@
-"""Stores which workers hold which cached blocks. The holders of a block's key are the bits of a number.
+"""Stores which workers hold which cached blocks: the holders of a block's key are the bits of a number.
 
-A set for each key would need several times the memory. Bits can be combined with `&`. So the workers that hold several
-consecutive blocks, and have room, are found quickly: a combination takes 50 ns with a thousand workers.
+A set for each key would need several times the memory. The workers that hold several consecutive blocks, and have room,
+are found by combining numbers with `&`. Combining two numbers takes 50 ns with a thousand workers.
 """
 
 

@@ -2,7 +2,7 @@
 
 The root of a chain contains everything that must separate caches: the server's secret, the tenant's salt, the adapter.
 A collision would show a client another client's text. With a guessable key, a client could find out which prompts other
-clients have sent. So the hash is cryptographic; it takes about 1 µs for each block.
+clients have sent. For both reasons the hash is cryptographic; it takes about 1 µs for each block.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ def root_key(*parts: bytes) -> bytes:
 
 
 def root_behind(root: bytes, encoder_input: EncoderInput | None) -> bytes:
-    """The root of a decoder's keys, whose keys and values depend on the input of the encoder."""
+    """The root of the keys of a decoder's blocks. It depends on the input of the encoder, as keys and values do."""
     return root if encoder_input is None else root_key(root, encoder_input.digest)
 
 
@@ -37,7 +37,7 @@ def first_key(group: SequenceGroup) -> bytes:
 
 
 def key_of_adapter(root: bytes, adapter: str) -> bytes:
-    """The start of the chain for an adapter. Without an adapter it is the root."""
+    """The start of the chain for an adapter. Without an adapter, the chain starts with the root."""
     return root_key(root, adapter.encode()) if adapter else root
 
 

@@ -13,7 +13,8 @@ class SequenceKeys:
         self._prefix_caching = prefix_caching
 
     def leading(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """The keys of the first `num_blocks` blocks, which must be full, and the later keys that are known."""
+        """The keys of the first `num_blocks` blocks, which must be full. The list may contain keys of later blocks
+        too."""
         keys = sequence.block_keys
         if sequence.is_encoder and not keys:
             keys += encoder_keys(first_key(sequence.group), num_blocks)
@@ -26,8 +27,8 @@ class SequenceKeys:
     def cacheable(self, sequence: Sequence) -> list[bytes]:
         """The keys of blocks that a sequence could find in the cache: all full blocks before the last token.
 
-        The last token must be computed for its logits. If log-probabilities or vectors need the states of all tokens,
-        there are no such keys.
+        The last token must be computed for its logits. The list is empty if log-probabilities or vectors need the
+        states of all tokens.
         """
         num_blocks = self.num_cacheable(sequence)
         return self.leading(sequence, num_blocks)[:num_blocks]

@@ -9,9 +9,9 @@ from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 class TableSizes:
     """The sizes of one worker's block tables.
 
-    `num_blocks` is the number of blocks in the pool; if it is 0, no keys and values are kept. A table has room for
-    `num_lookahead_slots` tokens after the tokens that its sequence computes next. With a `sliding_window` a sequence
-    frees blocks in time, and holds at most `max_blocks_per_sequence` blocks.
+    `num_blocks` is the number of blocks in the pool; if it is 0, no keys and values are stored. A table has room for
+    `num_lookahead_slots` tokens after the tokens that its sequence computes next. With a `sliding_window`, a sequence
+    frees blocks behind the window, and holds at most `max_blocks_per_sequence` blocks.
     """
 
     block_size: int
@@ -38,15 +38,15 @@ class TableSizes:
         return self._within_window(self.blocks_ahead(sequence.num_tokens))
 
     def blocks_of_group(self, group: SequenceGroup) -> int:
-        """Number of blocks that the group needs for its present tokens. Blocks of the prompt that are only read are
-        shared."""
+        """Number of blocks that the group needs for its present tokens. The group's sequences share the prompt's blocks
+        that no sequence writes to."""
         leader, *followers = group.live
         lengths = [follower.num_tokens for follower in followers]
         needed = self.first_blocks(leader) + sum(self._own_blocks(group, length, length) for length in lengths)
         return needed + self.blocks_of(group.num_encoder_tokens)
 
     def never_fits(self, group: SequenceGroup) -> bool:
-        """Whether a waiting group needs more than the whole pool, at the latest when its outputs are longest."""
+        """Whether a waiting group needs more than the whole pool when its outputs have their maximum length."""
         if not self.num_blocks:
             return len(group.prompt_token_ids) > self.max_sequence_tokens
         most = group.max_num_tokens(self.max_sequence_tokens) - 1  # the last token is never computed
@@ -61,15 +61,15 @@ class TableSizes:
         return needed + self.blocks_of(group.num_encoder_tokens) > self.num_blocks
 
     def _own_blocks(self, group: SequenceGroup, num_forked_with: int, num_tokens: int) -> int:
-        """Number of blocks of a follower with `num_tokens` tokens that it shares with no other sequence.
+        """Number of blocks that a follower shares with no other sequence when it has `num_tokens` tokens.
 
-        The follower has `num_forked_with` tokens when it forks. A follower without output computes the last prompt
-        token itself. So a block that ends with the prompt is not shared.
+        `num_forked_with` is the follower's number of tokens when it forks. A follower without output computes the last
+        prompt token itself. So a block that ends with the prompt is not shared.
         """
         shared = min(len(group.prompt_token_ids), num_forked_with - 1) // self.block_size
         return self._within_window(self.blocks_ahead(num_tokens) - shared)
 
     def _within_window(self, num_blocks: int, num_sequences: int = 1) -> int:
-        """The number of these blocks that sequences hold at a time. With a sliding window, each sequence frees blocks
-        in time."""
+        """`num_blocks`, or the maximum number of blocks that sequences hold at a time if a sliding window frees
+        blocks."""
         return min(num_blocks, num_sequences * self.max_blocks_per_sequence) if self.sliding_window else num_blocks

@@ -2,12 +2,11 @@
 
 The algorithm is that of transformers' `GenerationMixin._beam_search`. In each step the likeliest continuations of all
 beams compete by the sum of their log-probabilities. A continuation among the best `beam_width` that ends the output is
-complete. Its score is the sum divided by length ** length_penalty. The best `beam_width` continuations that do not end
-are the beams of the next step. The search ends in three cases:
+a complete output. The score of a complete output is the sum divided by length ** length_penalty. The best `beam_width`
+continuations that do not end are the beams of the next step.
 
-- No running beam can be better than the worst of `beam_width` complete outputs.
-- There are `beam_width` complete outputs, and `early_stopping` is set.
-- The beams have the maximum length.
+The search ends if no running beam can be better than the worst of `beam_width` complete outputs. With `early_stopping`
+the search ends as soon as there are `beam_width` complete outputs. The search also ends at the maximum length.
 """
 
 from collections.abc import Iterator
@@ -44,7 +43,7 @@ B = TypeVar("B", bound=Beam)
 
 
 class Continuation(NamedTuple, Generic[B]):
-    """A beam and a token that may follow it. `score` is the sum of log-probabilities, including this token's."""
+    """A beam and a token that may follow it. `score` is the sum of the log-probabilities of the beam and the token."""
 
     parent: B
     token_id: int
@@ -110,7 +109,8 @@ class BeamSearch:
     def _is_over(self, best: Continuation[B], num_output_tokens: int) -> bool:
         if len(self.hypotheses) < self.width:
             return False
-        best_possible = self._penalized(best.score, num_output_tokens)  # transformers' estimate, which is not a bound
+        # the estimate of transformers, which is not a bound
+        best_possible = self._penalized(best.score, num_output_tokens)
         return self._sampling.early_stopping or best_possible <= self.hypotheses[-1].score
 
     def _penalized(self, score: float, num_output_tokens: int) -> float:

@@ -18,7 +18,7 @@ class EncoderInput:
     """Token ids, or audio features that the encoder turns into `num_tokens` tokens.
 
     Equal inputs have equal digests. `features` are 32-bit numbers in little-endian order, as the worker's network reads
-    them. A replayed request has no features; `num_feature_bytes` stores how many bytes they had.
+    them. A replayed request has no features; `num_feature_bytes` stores the size of the original features.
     """
 
     num_tokens: int

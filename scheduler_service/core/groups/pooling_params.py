@@ -25,9 +25,9 @@ class PoolingType(enum.Enum):
 class PoolingParams:
     """`dimensions`: leading numbers of each vector to keep. `normalize`: scale the result to length 1.
 
-    `half`: numbers have 16 bits, not 32. `num_first_tokens`: tokens of the first text of a pair; 0 for a single text.
-    An alignment has one vector, with a number for each of the last `dimensions` tokens of the prompt.
-    `num_sound_tokens`: tokens of the encoder's input that belong to the audio.
+    `half`: numbers have 16 bits, not 32. `num_first_tokens`: number of tokens of the first text of a pair; 0 for a
+    single text. An alignment has one vector, with a number for each of the last `dimensions` tokens of the prompt.
+    `num_sound_tokens`: number of tokens of the encoder's input that belong to the audio.
     """
 
     type: PoolingType
@@ -44,8 +44,8 @@ class PoolingParams:
 
     @property
     def needs_all_states(self) -> bool:
-        """Whether the states of all tokens are required. The cache contains no states, so all tokens must then be
-        computed."""
+        """Whether the states of all tokens are required. Cached tokens have no states, so no token is taken from the
+        cache."""
         return self.type is not PoolingType.LAST
 
     def num_vectors(self, num_tokens: int, *, is_last: bool) -> int:

@@ -41,4 +41,4 @@ class History:
     worker: str | None = None
     """Name of the worker that took the group last."""
     num_worker_changes: int = 0
-    """How often the group was taken by a worker that differs from its last worker."""
+    """How often another worker took the group than the worker before."""

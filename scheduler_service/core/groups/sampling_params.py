@@ -1,6 +1,6 @@
 """The sampling parameters that planning reads: number of outputs, stop conditions, and log-probabilities.
 
-Planning does not read the parameters of a worker's sampler: `wire.sampling` adds them.
+Planning does not read the parameters of a worker's sampler, which `wire.sampling` adds.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,11 @@ class SamplingParams:
     """How to choose tokens and when to stop, with every default filled in.
 
     `eos_token_ids`: tokens that end the output silently; empty with ignore_eos. `stop_token_ids`: tokens that the
-    request named to end the output. `logprobs`: None for no log-probabilities, 0 for only the chosen token's.
-    `beam_width`: 0 for no beam search. A beam search samples nothing, and returns the best `n` of its `beam_width`
-    outputs. `form`: the grammar that an output must follow, in the worker's format. `pooling`: return vectors, and
-    sample nothing. `transcript`: rules for the order of tokens in a transcript, and tokens that are never chosen.
+    request named to end the output. `logprobs` is None for no log-probabilities, and 0 for only the chosen token's
+    log-probability. `beam_width`: 0 for no beam search. A beam search samples nothing, and returns the best `n` of its
+    `beam_width` outputs. `form`: the grammar that an output must follow, in the worker's format. `pooling`: the request
+    is for vectors, and samples nothing. `transcript`: rules for the order of tokens in a transcript, and tokens that
+    are never chosen.
     """
 
     max_tokens: int

@@ -1,13 +1,13 @@
 """Requests in the scheduler: a `SequenceGroup` is one request, a `Sequence` is one of its outputs.
 
-The first live sequence of a group is the leader, which computes the prompt once. The other sequences are its followers.
-A follower has no blocks until it forks the prompt's blocks from the leader. A preempted group starts again in the same
-way.
+The first live sequence of a group is the leader, which computes the prompt once. The other sequences of the group are
+followers. A follower has no blocks until it forks the prompt's blocks from the leader. After a preemption, a group
+starts in the same way again.
 
 Steps can be planned before earlier steps are answered. A sequence's computed tokens include all tokens that the steps
-sent so far compute. Its tokens are only the known tokens. If all tokens of a sequence are computed, a step in flight
-samples its next token. The worker does steps in order, and continues from that token without the scheduler. If steps in
-flight have room for drafts, the number of computed tokens is an upper bound.
+sent so far compute. A sequence's tokens are only the known tokens. If all known tokens of a sequence are computed, a
+step in flight samples its next token. The worker does steps in order, and continues from the sampled token without the
+scheduler. If steps in flight have room for drafts, the number of computed tokens is an upper bound.
 """
 
 from array import array
@@ -71,9 +71,9 @@ class Sequence:
         self.prompt_token_ids = group.prompt_token_ids  # shared by all sequences of the group
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.output_token_ids = array("I", output_token_ids)
-        self.max_num_tokens = 0  # maximum of prompt and output on the worker that admitted the sequence
-        self.num_computed_tokens = 0  # tokens that the steps sent so far compute
-        self.num_stored_tokens = 0  # tokens that answered steps have computed
+        self.max_num_tokens = 0  # maximum tokens of prompt and output, on the worker that admitted the sequence
+        self.num_computed_tokens = 0  # number of tokens that the steps sent so far compute
+        self.num_stored_tokens = 0  # number of tokens that answered steps have computed
         self.status = SequenceStatus.WAITING
         self.is_known = False  # whether the worker knows the sequence in this session
         self.num_known_blocks = 0  # leading entries of its block table that the worker has unchanged
@@ -145,8 +145,8 @@ class Sequence:
 
 
 class EncoderSequence(Sequence):
-    """The input of a group's encoder: prompt tokens that are computed in one step. It is not an output, and `live` does
-    not contain it."""
+    """The input of a group's encoder: prompt tokens that are computed in one step. The input is not an output, so
+    `live` does not contain it."""
 
     is_encoder = True
 
@@ -169,8 +169,9 @@ class EncoderSequence(Sequence):
 class SequenceGroup:
     """One request: `sampling.n` sequences that start from the same prompt, or the running beams of a search.
 
-    A request can continue where another scheduler left it. It then has `output_token_ids`, the outputs so far by index,
-    and `ended`, the indices of complete outputs. Such a request is treated like a preempted group.
+    A request can continue where another scheduler left it. A continued request has `output_token_ids`, the outputs so
+    far by index. `ended` are the indices of its complete outputs. The scheduler treats a continued request like a
+    preempted group.
     """
 
     request_id: str
@@ -190,12 +191,11 @@ class SequenceGroup:
     is_plain: bool
     """Whether its sequences gain only tokens: no log-probabilities, no vectors, no beams."""
     prompt_token_ids: "array[int]"
-    """Prompt tokens, four bytes each. If an array is passed, it is not copied and must not change."""
+    """Prompt tokens, four bytes each. A prompt that is passed as an array is not copied, and must not change."""
     beams: BeamSearch | None
     sequences: list[Sequence]
     encoder: EncoderSequence | None
-    """Input of an encoder-decoder model's encoder. Keys and values depend on this input, so block keys depend on it
-    too."""
+    """Input of an encoder-decoder model's encoder. Block keys depend on this input, because keys and values do."""
     has_unforked: bool
     """Whether followers wait for the leader's prompt."""
     ended: frozenset[int]
@@ -254,14 +254,15 @@ class SequenceGroup:
     def disband(self) -> None:
         """Drop the sequences of a group that has ended, once no code needs the sequences.
 
-        They refer to the group. This cycle would stay in memory until Python's garbage collector runs.
+        The sequences refer to the group. A group with sequences would stay in memory until Python's garbage collector
+        runs.
         """
         self.sequences = []
         self.encoder = None
 
     @property
     def is_suspect(self) -> bool:
-        """Whether this group may cause the loss of workers. If so, it is scheduled alone."""
+        """Whether this group may cause the loss of workers, and must be scheduled alone."""
         return self.suspicion is not None and self.suspicion.is_grave
 
     @property
@@ -282,14 +283,14 @@ class SequenceGroup:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all outputs together. A beam search counts its hypotheses or its beams, whichever have more
-        tokens."""
+        """Tokens of all outputs together. A beam search counts the tokens of its hypotheses or of its beams, whichever
+        are more."""
         found = 0 if self.beams is None else sum(len(hypothesis.token_ids) for hypothesis in self.beams.hypotheses)
         return max(found, sum(sequence.num_output_tokens for sequence in self.sequences))
 
     @property
     def live(self) -> list[Sequence]:
-        """The sequences that have not finished. The first one is the leader."""
+        """The sequences that have not finished. The first live sequence is the leader."""
         return [sequence for sequence in self.sequences if not sequence.status.is_finished]
 
     @property

@@ -4,7 +4,7 @@ import enum
 
 
 class SequenceStatus(enum.Enum):
-    """Whether a sequence is in a queue, on a worker, or ended, and the reason of its end."""
+    """Whether a sequence is in a queue, is on a worker, or has ended, and why it has ended."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -20,7 +20,7 @@ class SequenceStatus(enum.Enum):
     """The request's parameters or its form allow no further token."""
 
     is_finished: bool
-    """Whether the sequence has ended. It is an attribute, because every step reads it several times for every
+    """Whether the sequence has ended. This is an attribute, because every step reads it several times for every
     sequence."""
     has_failed: bool
     """Whether the sequence ended because no token could be chosen."""

@@ -1,13 +1,14 @@
-"""Evidence about one request: the workers that were lost with it in flight, and its time in flight.
+"""Evidence about one request: the workers that were lost with it in flight, and its seconds in flight.
 
-suspects/rule.py judges this evidence.
+The rule in suspects/rule.py judges this evidence.
 """
 
 from dataclasses import dataclass
 
 CLEARING_TOKENS = 4
 """Number of tokens after which a loss no longer counts against a request. A larger number would also find requests that
-kill workers with their tenth token. But in a storm of losses, it would make all requests run alone for long."""
+kill workers with their tenth token. But in a storm of losses, a larger number would make all requests run alone for
+long."""
 
 
 @dataclass(slots=True)
@@ -41,16 +42,17 @@ class Suspicion:
     def is_grave(self) -> bool:
         """Whether the request must be scheduled alone.
 
-        After the second loss, the request must gain one token alone. After each further loss, it must gain
-        CLEARING_TOKENS tokens alone. So a request that kills workers with a later token is also alone in flight at
-        last.
+        After the second loss, the request must gain one token alone. After each further loss, the request must gain
+        CLEARING_TOKENS tokens alone. So a request that kills workers with a later token is finally alone in flight with
+        one.
         """
         if self.num_losses <= 2:
             return self.num_losses == 2 and not self.num_clean_tokens
         return self.num_clean_tokens < CLEARING_TOKENS
 
     def reluctance(self, worker: str) -> int:
-        """How little another loss on that worker would prove. 0: not lost before. 1: lost before. 2: lost last."""
+        """How little another loss on that worker would prove. The result is 0 if the worker was not lost with the
+        request before, 1 if it was lost, and 2 if it was lost last."""
         return (worker in self.lost_on) + (worker == self.last_lost_on)
 
     def run(self, seconds: float, *, alone: bool) -> None:
@@ -60,7 +62,8 @@ class Suspicion:
             self.seconds_alone += seconds
 
     def gain_token(self) -> None:
-        """Count a token. After CLEARING_TOKENS tokens the row ends, and everything except `num_looks` is reset."""
+        """Count a token. After CLEARING_TOKENS tokens the row of losses ends, and everything except `num_looks` is
+        reset."""
         if self.num_losses:
             self.num_clean_tokens += 1
             if self.num_clean_tokens >= CLEARING_TOKENS:

@@ -1,8 +1,8 @@
 """Rules for the order of tokens in a transcript, which a speech model writes.
 
 A speech model (Whisper; Radford et al., 2023) marks times with timestamp tokens, 20 ms apart. A timestamp comes before
-each part of the text, and another timestamp comes after it. The allowed next tokens depend on the tokens before. So
-workers apply these rules when they choose a token.
+each part of the text, and another timestamp comes after it. Which token may come next depends on the tokens before it.
+So workers apply these rules when they choose a token.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 class TranscriptParams:
     """Tokens of `suppressed` are never chosen. Tokens of `begin_suppressed` are not chosen as the first token.
 
-    `first_timestamp` is the token of 0 s; the tokens after it are later times. If it is 0, the transcript has no
-    timestamps. With timestamps, the first token is a timestamp, at most `max_initial` tokens after `first_timestamp`.
-    The first `num_text_tokens` tokens of the vocabulary are text.
+    `first_timestamp` is the token of 0 s; the tokens after it are later times. A transcript with `first_timestamp` 0
+    has no timestamps. A transcript with timestamps begins with a timestamp, at most `max_initial` tokens after
+    `first_timestamp`. The first `num_text_tokens` tokens of the vocabulary are text.
     """
 
     first_timestamp: int = 0

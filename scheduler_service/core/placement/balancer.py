@@ -1,29 +1,26 @@
 """Decides which worker takes a waiting group, among the workers that share a queue.
 
 If a worker has room for a group, its scheduler asks the balancer whether to take the group or leave it to a better
-worker. The better worker is the worker that would finish the group's tokens sooner. Three things count, in seconds: the
-worker's present work, the prefix that is cached or being computed there, and the worker's speed. Only a worker that has
-room now can be better, so one of the workers that ask always takes the group. Work can change in the meantime, so two
-limits hold while a group is left:
+worker. The better worker would finish the group's tokens sooner. The balancer estimates these seconds from each
+worker's present work, its speed, and the part of the group's prefix that the worker has or computes. Only a worker that
+has room now can be better, so one of the workers that ask always takes the group.
 
-- The time is at most what the better worker would have saved, counted from when the group was first left. So the group
-  waits at most twice as long as necessary.
-- Fewer than MAX_OVERTAKES later groups were taken before the group.
+A group is left for a limited time only, because the work of workers changes. The time is at most what the better worker
+would have saved, counted from when the group was first left. So a group waits at most twice as long as necessary. A
+group is no longer left after MAX_OVERTAKES later groups were taken before it. Beyond these limits, the first worker
+that asks takes the group.
 
-After that, the first worker that asks takes the group.
+A worker passes over a group whose adapter has no slot there. Such a group is overtaken at most MAX_OVERTAKES times. A
+worker also passes over a group whose adapter it does not hold. The worker fetches this adapter only if the worker would
+still finish the group sooner than the workers that hold the adapter.
 
-A group whose adapter has no slot on a worker is passed over there, and is overtaken within the same limit. A group
-whose adapter the worker does not hold is passed over too. The worker fetches the adapter only if it would still finish
-the group sooner than the workers that hold the adapter.
-
-A suspect is an exception to these limits: it waits for a worker that was not lost with it, while there is such a
-worker.
+A suspect waits without a limit for a worker that was not lost with it, while there is such a worker.
 
 If nothing is cached and many groups wait, a worker takes its share of the groups at once, not one group at a time. With
-its share, the worker has as much work as all workers will have when no group waits any more.
+its share, the worker has as much work as each worker will have when no group waits any more.
 
-All figures of a worker are those of its last step. Every operation takes O(log workers) or less, except for suspects:
-for a suspect all workers are examined.
+The balancer reads the figures of each worker's last step. Every operation takes O(log workers) or less, except for
+suspects: for a suspect all workers are examined.
 """
 
 import heapq
@@ -84,7 +81,7 @@ class Balancer:
         if self._members.get(member.slot) is member:
             self.report(member, 0, 0, is_open=False)
             del self._members[member.slot]
-            # the scheduler refers to the member, and this cycle would wait for the garbage collector
+            # the scheduler refers to the member, so both would wait for the garbage collector
             del member.scheduler
 
     def report(self, member: Member, backlog: int, num_seqs: int, *, is_open: bool) -> None:
@@ -131,7 +128,7 @@ class Balancer:
         return [other.scheduler for other in self._members.values() if other is not member and other.scheduler.admits]
 
     def is_overdue(self, group: SequenceGroup, now: float) -> bool:
-        """Whether a waiting group was left or overtaken up to the limit."""
+        """Whether a waiting group was left for its maximum time, or overtaken MAX_OVERTAKES times."""
         placement = group.placement
         return placement.num_overtaken >= MAX_OVERTAKES or (
             placement.left_until is not None and now > placement.left_until
@@ -141,9 +138,9 @@ class Balancer:
         """The offers of workers with room for a group: the offer of `member`, which asks, and the offers of a few
         others.
 
-        The other workers are the worker with the least work, and workers that hold the longest prefix or the group's
-        adapter. If `member` lacks the adapter, only workers that hold the adapter are asked. If no other worker can be
-        better, the list has no other offers.
+        The others are the worker with the least work, and workers that hold the longest prefix or the group's adapter.
+        If `member` lacks the adapter, only workers that hold the adapter are asked. If no other worker can be better,
+        there are no other offers.
         """
         match here:
             case Here.HAS_ROOM:
@@ -166,7 +163,8 @@ class Balancer:
     def choose(
         self, *, member: Member, group: SequenceGroup, offers: list[Offer], now: float, num_waiting: int = 1
     ) -> Placement | None:
-        """Whether `member` takes a group, or to which other worker it leaves the group. None if there is no offer.
+        """Whether `member` takes a group, or to which other worker `member` leaves it. The result is None if there is
+        no offer.
 
         `num_waiting` counts the waiting groups, including this group.
         """
@@ -206,7 +204,7 @@ class Balancer:
         return members
 
     def _others(self, member: Member, group: SequenceGroup, now: float, lightest: list[Member]) -> list[Offer]:
-        """The offers of the `lightest` workers, and of workers that hold the longest prefix or the adapter."""
+        """The offers of the `lightest` workers, and of other workers that hold the longest prefix or the adapter."""
         holders = self._holders(member, group)
         if group.adapter_id:
             holders += self._adapter_holders(member, group)
@@ -220,7 +218,7 @@ class Balancer:
     def _with_room(self, member: Member, group: SequenceGroup, now: float, others: list[Member]) -> list[Offer]:
         """The offers of workers that have room for a group.
 
-        For a suspect, workers on which a loss would prove less than here are left out.
+        For a suspect, a worker makes no offer if a loss there would prove less than a loss on `member`.
         """
         suspicion = group.suspicion if group.is_suspect else None
         most = suspicion.reluctance(member.scheduler.worker) if suspicion is not None else 0
@@ -273,24 +271,24 @@ class Balancer:
         return self._first_members(bits)
 
     def _is_share(self, member: Member, group: SequenceGroup, cached: int, num_waiting: int) -> bool:
-        """Whether the worker, with this group, has at most its share of all work.
+        """Whether the worker has at most its share of the fleet's work, after it has taken the group.
 
-        The share assumes that all waiting groups are as large as this group. The comparison rounds to whole groups:
-        half of this group may exceed the share.
+        The share assumes that all waiting groups are as large as this group. The comparison is rounded: up to half of
+        the group may exceed the share.
         """
         tokens = _num_tokens(group) - cached + SEQUENCE_TOKENS * group.num_seqs
         return (2 * member.work + tokens) * self._speed <= 2 * (self._work + num_waiting * tokens) * member.speed
 
     def _seconds(self, member: Member, group: SequenceGroup, cached: int, now: float) -> float:
-        """Seconds until the worker would have computed its work and then this group's tokens."""
+        """Seconds until the worker would have computed its present work and this group's tokens."""
         tokens = _num_tokens(group) - cached + SEQUENCE_TOKENS * group.num_seqs
         factor = 1000 / member.speed
         seconds = factor * self.times.seconds(member.work + tokens) + self._seconds_in_flight(member, factor, now)
         return seconds + member.scheduler.seconds_to_copy(group) if group.adapter_id else seconds
 
     def _seconds_in_flight(self, member: Member, factor: float, now: float) -> float:
-        """Seconds that the worker's steps in flight still take. If a step is overdue, the overdue time is added once
-        more."""
+        """Seconds that the worker's steps in flight still take. A step that is overdue is expected to take its overdue
+        time again."""
         steps = member.scheduler.steps_in_flight
         if not steps:
             return 0.0
@@ -324,7 +322,7 @@ class Balancer:
             group.placement.num_overtaken += 1
 
     def stepped(self, member: Member, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a worker's step. A single worker is compared with no other worker."""
+        """Record the duration of a worker's step. A fleet of one worker has no other worker to compare with."""
         if len(self._members) > 1 and seconds > 0 and num_tokens:
             member.slowness.observe(self.times.observe(num_tokens, seconds))
 

@@ -42,11 +42,11 @@ class PlacementReason(enum.Enum):
     LOAD = enum.auto()
     """The chosen worker finishes the group sooner, by its work and its speed."""
     AFFINITY = enum.auto()
-    """The chosen worker finishes the group sooner, because it holds more of the prefix, or the adapter."""
+    """The chosen worker finishes the group sooner, because it has the group's adapter or more of its prefix."""
     SHARE = enum.auto()
-    """Another worker has less work, but enough other groups wait for that worker."""
+    """This worker takes its share of the groups; another worker with less work will find enough other groups."""
     OVERDUE = enum.auto()
-    """The group was left or overtaken up to the limit."""
+    """The group was left for its maximum time, or overtaken MAX_OVERTAKES times."""
     ROOM = enum.auto()
     """This worker has no room, and another worker has room."""
     SUSPECT = enum.auto()
@@ -56,8 +56,8 @@ class PlacementReason(enum.Enum):
 class Placement(NamedTuple):
     """One choice: a group was taken by the worker whose step contains it, or was left `to` another worker.
 
-    `seconds` are the expected seconds on this worker, and `seconds_there` those on the other worker; without a
-    comparison both are 0. `cached_tokens` and `cached_tokens_there` are the group's cached tokens on the two workers.
+    `seconds` is the expected time on this worker, `seconds_there` the expected time on the other worker; 0 without a
+    comparison. `cached_tokens` and `cached_tokens_there` are the group's cached tokens on the two workers.
     """
 
     group: SequenceGroup

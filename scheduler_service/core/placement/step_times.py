@@ -1,16 +1,18 @@
 """The duration of a step: a fixed part and a part for each token, learnt from the answers of all workers.
 
-A single worker may decode the same number of sequences in every step. Such steps do not tell the two parts apart. Of
-all workers together, some always compute prompts. `Slowness` compares the speed of a single worker with the fleet.
+A single worker may decode the same number of sequences in every step. Steps of the same size do not tell the fixed part
+from the part for each token. In a fleet, some workers always compute prompts, so the sizes of steps differ. `Slowness`
+compares the speed of a single worker with the fleet.
 """
 
 import math
 
 PRIOR_TOKENS_PER_SECOND = 10_000
-# In tokens squared. If the sizes of steps vary by less than this, the steps hardly change a token's estimated time.
+# In tokens squared. If the variance of step sizes is smaller than this, the steps hardly change a token's estimated
+# time.
 PRIOR_VARIANCE = 16.0**2
-NUM_REMEMBERED = 512  # steps that the means remember
-MAX_OFF = 8.0  # limit of a step's time in expected times; a longer step was held up by something else
+NUM_REMEMBERED = 512  # number of steps that the means remember
+MAX_OFF = 8.0  # limit of a step's time, as a multiple of the expected time; slower steps are stalls
 
 
 class StepTimes:
@@ -60,14 +62,15 @@ class Slowness:
     The mean begins with one step of usual speed, so that a few slow steps at the start of a session show.
     """
 
-    NUM_REMEMBERED = 16  # steps that the mean remembers
-    NOISE = 1.25  # workers whose slowness differs by a smaller factor count as equally fast
+    NUM_REMEMBERED = 16  # number of steps that the mean remembers
+    NOISE = 1.25  # workers whose speeds differ by a smaller factor count as equally fast
 
     def __init__(self) -> None:
         self._log = 0.0
         self._num_seen = 1
         self.speed = 1000
-        """Speed of the worker; the fleet's speed is 1,000. It is a whole number, so that sums of speeds are exact."""
+        """Speed of the worker, relative to 1,000 for the fleet. The speed is a whole number, so that sums of speeds are
+        exact."""
 
     def observe(self, ratio: float) -> None:
         self._num_seen = min(self._num_seen + 1, self.NUM_REMEMBERED)

@@ -12,8 +12,8 @@ from scheduler_service.core.placement.step_times import Slowness
 # Tokens that a running sequence is expected to compute from now on. In public traces about half of the sequences stop
 # earlier.
 SEQUENCE_TOKENS = 128
-# Expected seconds of the first fetch of an adapter: about the time of an adapter of rank 16 for 7 billion weights over
-# a fast network.
+# Seconds that the first fetch of an adapter is expected to take. An adapter of rank 16 for 7 billion weights takes
+# about this time over a fast network.
 ADAPTER_SECONDS = 1.0
 
 
@@ -57,11 +57,15 @@ class WorkerScheduler(Protocol):
         group."""
 
     def has_adapter_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
-        """Whether the group's adapter is held and has a slot, after the groups in `without` have made room."""
+        """Whether the worker holds the group's adapter, and can run it together with the adapters of the running
+        groups.
+
+        Groups in `without` do not count as running.
+        """
 
     def seconds_to_copy(self, group: SequenceGroup) -> float:
-        """Seconds to copy the group's adapter to the device, which its first step takes longer. 0 if it is there
-        already."""
+        """Seconds that the first step with the group's adapter takes longer, if the adapter must be copied to the
+        device."""
 
 
 class Member:
@@ -88,7 +92,7 @@ class Member:
         self.num_seqs = 0  # running sequences
         self.is_open = False  # whether waiting groups are admitted
         self.slowness = Slowness()
-        self.speed = self.slowness.speed  # speed as of the last report
+        self.speed = self.slowness.speed  # the worker's speed, as of the last report
         self.entry = -1  # number of the current heap entry; other entries are stale
         self.adapter_seconds = ADAPTER_SECONDS  # expected seconds to fetch an adapter
 

@@ -2,9 +2,11 @@
 
 The method is that of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. A tenant's counter is the
 service that the tenant received, divided by the tenant's weight. A prompt token counts once, an output token twice. The
-tenant with the lowest counter is next. The requests of one tenant are served first come, first served. If a tenant
-returns after a pause, its counter is raised to the lowest counter of the waiting tenants. If no tenant waits, the
-counter of the tenant that waited last is used. So no tenant saves up service while it is idle.
+tenant with the lowest counter is next. The requests of one tenant are served first come, first served.
+
+If a tenant returns after a pause, its counter is raised to the lowest counter of the waiting tenants. If no tenant
+waits, its counter is raised to the counter of the tenant that waited last. So no tenant saves up service while it is
+idle.
 """
 
 import heapq
@@ -31,7 +33,7 @@ class FairQueue(WaitingQueue):
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         super().__init__()
-        self._weights = {} if weights is None else weights  # callers may change them later
+        self._weights = {} if weights is None else weights  # callers may change the weights later
         self._tenants: dict[str, OrderedDict[str, SequenceGroup]] = {}
         self._heap: list[tuple[float, str]] = []
         self._in_heap: set[str] = set()
@@ -85,7 +87,7 @@ class FairQueue(WaitingQueue):
             queue = self._tenants[group.tenant]
             del queue[request_id]
             if not queue:
-                del self._tenants[group.tenant]  # its heap entry is skipped at the top
+                del self._tenants[group.tenant]  # the tenant's heap entry is skipped when it reaches the top
 
     def charge(self, group: SequenceGroup, num_prompt_tokens: int, num_output_tokens: int) -> None:
         cost = PROMPT_TOKEN_COST * num_prompt_tokens + OUTPUT_TOKEN_COST * num_output_tokens
@@ -113,8 +115,8 @@ class FairQueue(WaitingQueue):
             self._in_heap = set(self._tenants)
 
     def _forget_idle_tenants(self, lowest: float) -> None:
-        """Drop counters that would be raised to the lowest counter anyway. Of the other idle tenants, keep the most
-        served."""
+        """Drop counters that would be raised to the lowest counter anyway. Of the remaining idle tenants, the most
+        served ones are kept."""
         ahead = sorted((c, t) for t, c in self.counters.items() if t not in self._tenants and c > lowest)
         kept = {t: c for c, t in ahead[-MAX_IDLE_TENANTS // 2 :]}
         self.counters = {t: self.counters[t] for t in self._tenants} | kept

@@ -6,15 +6,16 @@ from typing import Generic, TypeVar
 
 from scheduler_service.core.groups.sequence import SequenceGroup
 
-MAX_STALE = 64  # stale entries that are kept, besides one entry for each waiting group
+MAX_STALE = 64  # number of stale entries that are kept, besides one entry for each waiting group
 
 Key = TypeVar("Key", float, tuple[int, int])
 
 
 class GroupHeap(Generic[Key]):
-    """A heap by `key`, the least first, with lazy removal. Adding a group and reading the first take O(log n).
+    """A heap of waiting groups by `key`, the least key first, with lazy removal. Adding a group takes O(log n).
 
-    The heap contains ids, so that it keeps no group in memory that has left the queue.
+    The heap contains ids and no groups, so that groups that have left the queue can be freed. Reading the first group
+    takes O(log n).
     """
 
     def __init__(self, waiting: Mapping[str, SequenceGroup], key: Callable[[SequenceGroup], Key]) -> None:
@@ -44,7 +45,7 @@ class GroupHeap(Generic[Key]):
             heapq.heappop(self._heap)
 
     def pop(self) -> SequenceGroup:
-        """Remove the first group until it is added again, and return it. A group that was not removed must wait."""
+        """Remove the first group until it is added again, and return it. At least one group in the heap must wait."""
         group, entry = self.first, self._heap[0]
         while self._heap and self._heap[0] == entry:  # a group that left and came back has several entries
             heapq.heappop(self._heap)

@@ -1,9 +1,9 @@
 """Lower priority numbers run first, and ageing limits how often a request is overtaken.
 
-A later request of a better priority overtakes a waiting request. For each level of difference, `overtakes` later
-arrivals can do so, and the arrivals after them cannot. All requests age at the same speed, so the order of two requests
-never changes. A number that is fixed at arrival gives this order: priority x overtakes + arrival. If two numbers are
-equal, the older request goes first.
+A later request of a better priority overtakes a waiting request. For each level of difference in priority, only the
+next `overtakes` arrivals can overtake the waiting request. All requests age at the same speed, so the order of two
+requests never changes. This order is a number that is fixed at arrival: priority x overtakes + arrival. If two requests
+have the same number, the older request goes first.
 """
 
 from collections.abc import Collection
@@ -52,10 +52,11 @@ class PriorityQueue(WaitingQueue):
         return groups
 
     def victim(self, running: dict[SequenceGroup, None]) -> SequenceGroup:
-        """The group that ranks last. The choice between two groups never changes, so they cannot preempt each other for
+        """The group that ranks last. The ranks of two groups never change, so the two cannot preempt each other for
         ever."""
         return max(running, key=lambda group: group.rank)
 
     def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
-        """Whether the waiting group has a better priority, and the age of the running group has not evened it out."""
+        """Whether the waiting group has a better priority, and the running group's age does not make up for the
+        difference."""
         return waiting.priority < running.priority and waiting.rank < running.rank

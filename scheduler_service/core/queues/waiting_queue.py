@@ -1,6 +1,6 @@
-"""The queue of requests that no worker has been given yet. The schedulers of all workers share it.
+"""The queue of requests that no worker has been given yet. The schedulers of all workers share this queue.
 
-A policy is an order of this queue and a choice of victims. `WaitingQueue` is first come, first served. The other
+A policy is an order of the waiting queue and a choice of victims. `WaitingQueue` is first come, first served. The other
 policies are `PriorityQueue` and `FairQueue`. The balancer decides which worker takes the next group.
 """
 
@@ -98,7 +98,7 @@ class WaitingQueue:
     ) -> list[SequenceGroup]:
         """The next groups in order, at most `most` groups.
 
-        equals: only groups of the same priority as the first group. without: lanes to leave out.
+        `equals`: only groups of the same priority as the first group. `without`: lanes to leave out.
         """
         return [] if without else list(itertools.islice(self._groups.values(), most))
 
@@ -116,7 +116,7 @@ class WaitingQueue:
         self._groups.pop(request_id, None)
 
     def end(self, request_id: str) -> None:
-        """Forget a request that has ended anywhere. Its id can be used again."""
+        """Forget a request that has ended anywhere, so that its id can be used again."""
         self.remove(request_id)
         adapter_id = self.live.pop(request_id, None)
         if adapter_id is not None:
@@ -125,7 +125,7 @@ class WaitingQueue:
                 del self.live_adapters[adapter_id]
 
     def withdraw(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
-        """End a waiting group, or only its output `index`. No worker need be told."""
+        """End a waiting group, or only its output `index`. No worker knows the group, so no worker is told."""
         for sequence in group.live:
             if index is None or sequence.index == index:
                 sequence.status = status
@@ -137,7 +137,7 @@ class WaitingQueue:
         return next(reversed(running))
 
     def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:  # noqa: ARG002
-        """Whether a waiting group goes before a running or swapped group. A running group is then preempted."""
+        """Whether a waiting group goes before a running or swapped group, so that the running group is preempted."""
         return False
 
     def charge(self, group: SequenceGroup, num_prompt_tokens: int, num_output_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Evidence about requests from a worker's answers and from its loss. It is stored in the requests' `Suspicion`."""
+"""Stores evidence about requests in their `Suspicion`, from a worker's answers and from its loss."""
 
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
@@ -7,8 +7,8 @@ from scheduler_service.core.outputs import SchedulerOutput
 from scheduler_service.core.planning.worker_groups import Session, groups_in
 from scheduler_service.core.suspects import rule
 
-# A worker has failed if a step takes MAX_OVERDUE times its expected time and at least OVERDUE_SECONDS. The worker may
-# count as lost much later, but it did not serve in the meantime.
+# A worker has failed if a step takes MAX_OVERDUE times its expected time and at least OVERDUE_SECONDS. A failed worker
+# may count as lost much later, but its time after the failure is not serving time.
 MAX_OVERDUE = 4
 OVERDUE_SECONDS = 1.0
 
@@ -28,8 +28,8 @@ class Evidence:
         self._balancer.background.join(now)
 
     def answered(self, output: SchedulerOutput, seconds: float) -> None:
-        """Count the seconds of an answered step for the accused requests in it. They were in flight when a worker was
-        lost."""
+        """Count the seconds of an answered step for the accused requests in the step. A request is accused if it was in
+        flight when a worker was lost."""
         in_step = groups_in(output)
         for group in self._groups.accused:
             if group in in_step:
@@ -40,9 +40,9 @@ class Evidence:
         """Judge the requests after the worker is gone. Returns a list with the group that was ended for the loss, or an
         empty list.
 
-        `blames` counts the loss against the requests of all steps in flight, including requests that were preempted
-        since. Requests that have ended, or are on another worker now, are left out. While there are other workers, no
-        group is ended for the losses of a single worker.
+        If `blames` is true, the loss counts against the requests of all steps in flight, including requests that were
+        preempted since. Requests that have ended, or are on another worker now, are left out. While there are other
+        workers, no group is ended for the losses of a single worker.
         """
         outputs = self._in_flight.outputs
         seconds = self._seconds_in_flight(now)

@@ -2,46 +2,51 @@
 
 A request is ended if the chance that its losses are a coincidence is below one in a million. If a worker is lost in a
 step, any request in the step can be the cause. So the evidence is the losses with no other request in flight, and the
-time that the request was alone in flight. This evidence is compared with the same fleet at the same time. The
-comparison counts losses and serving seconds of all workers since the request's first loss, while the request was not in
-flight. Idle workers count, and workers that compute other requests count.
+time that the request was alone in flight. The evidence is compared with the losses and the serving time of the whole
+fleet while the request was not in flight. The comparison begins with the request's first loss. Workers that are idle
+count as serving, like workers that compute other requests.
 
     n, t   losses of workers with this request alone in flight, and the seconds that it was alone in flight
     m, s   losses of workers without it, and the seconds that workers served without it
 
-If the request is innocent, workers are lost at the same unknown rate in both kinds of time. Then each of the n + m
-losses falls into the request's time with probability x = t / (t + s). The chance of n or more losses in the request's
-time is a tail of the binomial distribution. This is the exact comparison of two Poisson rates (Przyborowski and
-Wilenski, 1940):
+If the request is innocent, workers are lost at the same unknown rate with and without it. Then each of the n + m losses
+falls into the request's time with probability x = t / (t + s). The chance of n or more losses in the request's time is
+a tail of the binomial distribution. This test is the exact comparison of two Poisson rates (Przyborowski and Wilenski,
+1940):
 
     chance(n, t, m, s) = P(Binomial(n + m, x) >= n) = sum over k <= m of C(n + k - 1, k) x^n (1 - x)^k
 
-The chance includes the uncertainty of the rate. With m = 0 it equals the result of a flat prior, for which the first
-loss without the request may be near. The rate can have any value. It may also have changed when the request's losses
-began, as in a storm of kills after quiet days. The rate should not change much faster than the request and other
-requests alternate.
+The chance includes the uncertainty of the rate. If m is 0, the chance equals the result of a flat prior, for which the
+first loss without the request may be near. The rate of losses can have any value. The rate may also have changed when
+the request's losses began, as in a storm of kills after quiet days. But the rate should not change much faster than the
+request alternates with other requests.
 
-- A row is a series of losses with the request in flight. The first loss of a row does not count, because it starts the
-  row. If the request gains CLEARING_TOKENS tokens without a loss, the row ends and its evidence is forgotten.
-- The chance is computed after each loss alone, from the third loss alone of a row on. Fewer losses alone are never
-  enough in practice. The k-th computation in a request's life must give less than a millionth / (k (k + 1)). With this
-  limit, all computations together are wrong for less than one in a million requests. The limit holds for each request,
-  not for all requests together: if a million requests live through storms of kills, one of them may be ended.
-- Without serving time of other requests there is no evidence. A suspect that was lost alone twice waits until workers
-  have served without it for CONTROL times its own time. The wait is at most MAX_CONTROL_SECONDS for each loss. So the
-  third loss alone is enough if no other worker is lost meanwhile. If the request's own time is long, a later loss is
-  enough.
-- If a worker is gone just before a step is sent, the loss is noticed in that step. So the NOTICE_SECONDS before the
-  step count as well. A worker that does not answer fails earlier than it counts as lost. So a step in flight counts
-  only the seconds that a sound worker might have needed, for the request and for the worker. The caller determines
-  these seconds.
-- The caller also decides which events count as a loss, and the same events must count with and without the request.
-  Sessions that break, time out or send nonsense count. Sessions that a worker or another scheduler ended in good order
-  do not count.
+A row is a series of losses with the request in flight. The first loss of a row does not count, because it starts the
+row. If the request gains CLEARING_TOKENS tokens without a loss, the row ends and its evidence is forgotten.
+
+The chance is computed after each loss of the request alone, from the third such loss of a row on. Two losses alone are
+never enough in practice. The k-th chance that is computed in a request's life must be less than a millionth / (k (k +
+1)). With this limit, all chances that are computed for a request err together in less than one of a million requests.
+The limit is for each request, not for all requests together. If a million requests live through storms of kills, one of
+them may be ended.
+
+Without serving time of other requests there is no evidence. A suspect that was lost alone twice waits until workers
+have served without it for CONTROL times its own time. The wait is at most MAX_CONTROL_SECONDS for each loss. After the
+wait, the third loss alone is enough if no other worker is lost meanwhile. If the request's own time is long, a later
+loss alone is enough.
+
+If a worker is gone just before a step is sent, the loss is noticed in that step. So the NOTICE_SECONDS before the step
+count as well. A worker that does not answer failed some time before it counts as lost. So a step in flight counts only
+the seconds that a sound worker might have needed, for the request and for the worker. The caller determines the seconds
+of a step in flight.
+
+The caller also decides which events count as a loss. The same events must count with and without the request. Sessions
+that break, time out or send nonsense count. Sessions that a worker or another scheduler ended in good order do not
+count.
 
 A request that kills every worker in its first step is found after four losses. If other requests were in flight in the
-first two losses, it is found after five. All evidence is stored as sums: a loss costs O(1) for each request in flight,
-and O(m) for a request that was alone.
+first two losses, the request is found after five losses. All evidence is stored as sums. A loss costs O(1) for each
+request in flight, and O(m) for a request that was alone.
 """
 
 import math
@@ -52,14 +57,15 @@ from scheduler_service.core.placement.background import Background
 CHANCE = 1e-6
 FEWEST_ALONE = 3
 CONTROL = 130
-"""Seconds without the request that are required for each second with it. If no other worker is lost, the third loss
-alone requires x^3 < CHANCE / 2, so x < 1/126."""
+"""Seconds of serving without the request that are required for each second with it. If no other worker is lost, the
+third loss alone requires x^3 < CHANCE / 2, so x < 1/126."""
 MAX_CONTROL_SECONDS = 30.0
 NOTICE_SECONDS = 0.01
 
 
 def chance(num_losses: int, seconds: float, num_others: int, seconds_of_others: float) -> float:
-    """P(Binomial(n + m, t / (t + s)) >= n): see above. The sum stops when it reaches CHANCE."""
+    """The chance of the module's docstring, P(Binomial(n + m, t / (t + s)) >= n). The sum stops when it reaches
+    CHANCE."""
     if num_losses == 0 or seconds_of_others <= 0.0:
         return 1.0
     share = seconds / (seconds + seconds_of_others)
@@ -101,7 +107,7 @@ def lose(suspicion: Suspicion, background: Background, *, worker: str, seconds: 
 
 
 def missing_control(suspicion: Suspicion, background: Background, now: float) -> float:
-    """Seconds that workers must still serve without the request before it is tried alone again."""
+    """Seconds that workers must still serve without the request before the request is tried alone again."""
     if suspicion.num_alone < FEWEST_ALONE - 1:
         return 0.0
     after_another = suspicion.seconds_alone * (suspicion.num_alone + 1) / suspicion.num_alone

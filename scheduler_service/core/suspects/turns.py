@@ -1,10 +1,10 @@
-"""Gives a suspect separate steps, and decides when they are planned.
+"""Gives a suspect separate steps, and decides when these steps are planned.
 
-If a request causes the loss of workers, the other streams must go on. A request that was in flight in two consecutive
-worker losses is a suspect. A suspect is scheduled alone, with no other request in flight, until it has gained a token.
-After further losses it must gain more tokens. A suspect is ended if its losses cannot be coincidence: see rule.py. The
-worker may be the cause too. So a suspect first goes to a worker that was not lost with it, if there is any, and is not
-ended before that.
+If a request causes the loss of workers, the streams of other requests must go on. A request that was in flight in two
+consecutive worker losses is a suspect. A suspect is scheduled alone, with no other request in flight, until it has
+gained a token. After further losses, a suspect must gain more tokens. A suspect is ended if its losses cannot be
+coincidence: see rule.py. The cause of the losses may also be the worker. So a suspect goes to a worker that was not
+lost with it, if there is such a worker, and is not ended before.
 """
 
 from scheduler_service.core.blocks.manager import AllocStatus
@@ -32,7 +32,7 @@ class SuspectTurns:
         self._admission = admission
 
     def next(self, step: Step) -> SequenceGroup | None:
-        """The suspect that runs here. If none runs, the first waiting suspect that is not for another worker."""
+        """The suspect that runs here. If no suspect runs, the first waiting suspect that is not for another worker."""
         if self._groups.accused and (running := self._groups.suspect) is not None:
             return running
         if not (self._admission.admits and self._waiting and self._waiting.head.is_suspect):
@@ -45,7 +45,7 @@ class SuspectTurns:
         return None
 
     def schedule(self, suspect: SequenceGroup, step: Step) -> bool:
-        """Plan a step for a suspect alone, if the step has room; returns whether it has."""
+        """Plan a step for a suspect alone. Returns whether the step has room for the suspect."""
         if suspect in self._groups.running:
             step.prompts.append(suspect)
             self._running.schedule_one(suspect, step)
@@ -54,7 +54,7 @@ class SuspectTurns:
         return bool(step.chunks)
 
     def _hold(self, suspect: SequenceGroup, step: Step) -> bool:
-        """Hold a suspect while a further loss would prove nothing; returns whether it is held."""
+        """Hold a suspect if a further loss would prove nothing. Returns whether the suspect is held."""
         if (suspicion := suspect.suspicion) is None:
             return False
         background = self._balancer.background
@@ -64,7 +64,7 @@ class SuspectTurns:
         return missing > 0.0
 
     def _leave(self, suspect: SequenceGroup, step: Step) -> bool:
-        """Leave a suspect to another worker, if a loss there would prove more or it finishes sooner; returns whether it
+        """Leave a suspect to a worker that is better, or on which a loss would prove more. Returns whether the suspect
         is left."""
         if (placement := self._untried(suspect)) is not None:
             # No time limit: after losses on one worker only, request and worker are equally suspect.
@@ -80,10 +80,10 @@ class SuspectTurns:
         return placement is not None and self._admission.leave(placement, step)
 
     def _untried(self, suspect: SequenceGroup) -> Placement | None:
-        """The placement of a suspect on a worker where a loss would prove more; None if this worker is as good.
+        """The placement of a suspect on a worker where a loss would prove more; None if there is no such worker.
 
-        The best worker was never lost with the suspect. If all workers were, a worker that was not the last one is
-        better. So no single worker can be the only cause.
+        The best worker was never lost with the suspect. If all workers were lost with the suspect, the best worker is
+        one that was not lost last. So no single worker can be the only cause.
         """
         suspicion = suspect.suspicion
         if suspicion is None or not (most := suspicion.reluctance(self._worker)):
@@ -97,7 +97,8 @@ class SuspectTurns:
         return Placement(suspect, PlacementReason.SUSPECT, to=to, num_overtaken=suspect.placement.num_overtaken)
 
     def _can_start(self, suspect: SequenceGroup, step: Step) -> bool:
-        """Whether a waiting suspect would start in a separate step. If not, other groups need not wait for it."""
+        """Whether a waiting suspect would start in a separate step. A suspect that would not start delays no other
+        group."""
         left = step.budget
         budget = SchedulingBudget(left.num_tokens, left.num_seqs, left.num_bytes, left.num_encoder_tokens)
         budget.take(num_seqs=self._groups.num_running_seqs)
