@@ -95,8 +95,8 @@ class Scheduler:
         self._writer = StepWriter(session)
         self._evidence = Evidence(session)
         self._answers = Answers(session)
-        self.running = self._groups.running  # in the order of admission
-        self.swapped = self._groups.swapped  # the first group resumes first
+        self.running = self._groups.running  # In the order of admission.
+        self.swapped = self._groups.swapped  # The first group resumes first.
         self.num_preemptions = self._preemption.counts
         self._evidence.join(now)
 
@@ -191,7 +191,7 @@ class Scheduler:
         """
         drafted = output.num_draft_tokens
         if 0 in answer.num_tokens or any(one.num_computed_tokens + 1 >= one.max_num_tokens for one in drafted):
-            # a sequence without a token, or near its end, left the plan and may have tokens to compute after all
+            # A sequence without a token, or near its end, left the plan and may have tokens to compute after all.
             self._steady.forget()
         seconds = self._in_flight.answer(output, answer, now)
         self.balancer.stepped(self.member, output.num_tokens + sum(answer.num_draft_tokens), seconds)

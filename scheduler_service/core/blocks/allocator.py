@@ -58,11 +58,11 @@ class BlockAllocator:
         self._bit = bit
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
-        self._parents: list[bytes] = [b""] * num_blocks  # key before each block's key in its chain
-        self._children: dict[bytes, set[bytes]] = {}  # keys that find blocks, by the key before them in the chain
-        self._expected: dict[bytes, int] = {}  # number of sequences that will compute each key
-        self._by_key: dict[Content, int] = {}  # contains keys only, so that a block number is never found
-        # a stack: the block that was freed last is the most likely to be in a processor's cache
+        self._parents: list[bytes] = [b""] * num_blocks  # Key before each block's key in its chain.
+        self._children: dict[bytes, set[bytes]] = {}  # Keys that find blocks, by the key before them in the chain.
+        self._expected: dict[bytes, int] = {}  # Number of sequences that will compute each key.
+        self._by_key: dict[Content, int] = {}  # Contains keys only, so that a block number is never found.
+        # A stack: the block that was freed last is the most likely to be in a processor's cache.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictor = Evictor()
         self.num_lost = 0  # blocks that could be found before, and cannot be found now

@@ -109,7 +109,7 @@ class BeamSearch:
     def _is_over(self, best: Continuation[B], num_output_tokens: int) -> bool:
         if len(self.hypotheses) < self.width:
             return False
-        # the estimate of transformers, which is not a bound
+        # The estimate of transformers, which is not a bound.
         best_possible = self._penalized(best.score, num_output_tokens)
         return self._sampling.early_stopping or best_possible <= self.hypotheses[-1].score
 

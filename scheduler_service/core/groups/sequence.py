@@ -71,25 +71,25 @@ class Sequence:
         self.prompt_token_ids = group.prompt_token_ids  # shared by all sequences of the group
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.output_token_ids = array("I", output_token_ids)
-        self.max_num_tokens = 0  # maximum tokens of prompt and output, on the worker that admitted the sequence
-        self.num_computed_tokens = 0  # number of tokens that the steps sent so far compute
-        self.num_stored_tokens = 0  # number of tokens that answered steps have computed
+        self.max_num_tokens = 0  # Maximum tokens of prompt and output, on the worker that admitted the sequence.
+        self.num_computed_tokens = 0  # Number of tokens that the steps sent so far compute.
+        self.num_stored_tokens = 0  # Number of tokens that answered steps have computed.
         self.status = SequenceStatus.WAITING
-        self.is_known = False  # whether the worker knows the sequence in this session
-        self.num_known_blocks = 0  # leading entries of its block table that the worker has unchanged
+        self.is_known = False  # Whether the worker knows the sequence in this session.
+        self.num_known_blocks = 0  # Leading entries of its block table that the worker has unchanged.
         self.stop_token_id: int | None = None
-        self.num_slots = 0  # tokens that its device blocks have room for
-        # parent whose first tokens it shares; None once the worker knows the sequence
+        self.num_slots = 0  # Tokens that its device blocks have room for.
+        # Parent whose first tokens it shares; None once the worker knows the sequence.
         self.forked_from: Sequence | None = None
-        self.num_forked_tokens = 0  # number of tokens from the parent
-        self.num_draft_tokens = 0  # room for drafts in steps in flight, which counts as computed
-        self.num_draft_tokens_wanted = 0  # draft tokens that each further step should have room for
-        self.score = 0.0  # sum of its tokens' log-probabilities, for a beam
-        # likeliest next tokens of a beam; None before the answer
+        self.num_forked_tokens = 0  # Number of tokens from the parent.
+        self.num_draft_tokens = 0  # Room for drafts in steps in flight, which counts as computed.
+        self.num_draft_tokens_wanted = 0  # Draft tokens that each further step should have room for.
+        self.score = 0.0  # Sum of its tokens' log-probabilities, for a beam.
+        # Likeliest next tokens of a beam; None before the answer.
         self.candidates: list[tuple[int, float]] | None = None
-        self.block_keys: list[bytes] = []  # keys of its leading full blocks, as far as they were needed
-        self.num_published_blocks = 0  # leading blocks whose keys are in the prefix cache
-        self.num_expected_blocks = 0  # leading blocks that other groups may wait for; 0 if all are published
+        self.block_keys: list[bytes] = []  # Keys of its leading full blocks, as far as they were needed.
+        self.num_published_blocks = 0  # Leading blocks whose keys are in the prefix cache.
+        self.num_expected_blocks = 0  # Leading blocks that other groups may wait for; 0 if all are published.
 
     @property
     def num_tokens(self) -> int:

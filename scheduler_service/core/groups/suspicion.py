@@ -43,8 +43,8 @@ class Suspicion:
         """Whether the request must be scheduled alone.
 
         After the second loss, the request must gain one token alone. After each further loss, the request must gain
-        CLEARING_TOKENS tokens alone. So a request that kills workers with a later token is finally alone in flight with
-        one.
+        CLEARING_TOKENS tokens alone. So a request that kills workers with its second or a later token runs alone at
+        last.
         """
         if self.num_losses <= 2:
             return self.num_losses == 2 and not self.num_clean_tokens

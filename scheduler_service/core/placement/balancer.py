@@ -81,7 +81,7 @@ class Balancer:
         if self._members.get(member.slot) is member:
             self.report(member, 0, 0, is_open=False)
             del self._members[member.slot]
-            # the scheduler refers to the member, so both would wait for the garbage collector
+            # The scheduler refers to the member, so both would wait for the garbage collector.
             del member.scheduler
 
     def report(self, member: Member, backlog: int, num_seqs: int, *, is_open: bool) -> None:

@@ -11,8 +11,8 @@ PRIOR_TOKENS_PER_SECOND = 10_000
 # In tokens squared. If the variance of step sizes is smaller than this, the steps hardly change a token's estimated
 # time.
 PRIOR_VARIANCE = 16.0**2
-NUM_REMEMBERED = 512  # number of steps that the means remember
-MAX_OFF = 8.0  # limit of a step's time, as a multiple of the expected time; slower steps are stalls
+NUM_REMEMBERED = 512  # Number of steps that the means remember.
+MAX_OFF = 8.0  # Limit of a step's time, as a multiple of the expected time; slower steps are stalls.
 
 
 class StepTimes:
@@ -62,8 +62,8 @@ class Slowness:
     The mean begins with one step of usual speed, so that a few slow steps at the start of a session show.
     """
 
-    NUM_REMEMBERED = 16  # number of steps that the mean remembers
-    NOISE = 1.25  # workers whose speeds differ by a smaller factor count as equally fast
+    NUM_REMEMBERED = 16  # Number of steps that the mean remembers.
+    NOISE = 1.25  # Workers whose speeds differ by a smaller factor count as equally fast.
 
     def __init__(self) -> None:
         self._log = 0.0

@@ -88,13 +88,13 @@ class Member:
         self.scheduler = scheduler
         self.slot = slot
         self.bit = 1 << slot
-        self.backlog = 0  # prompt tokens that no step computes yet
-        self.num_seqs = 0  # running sequences
-        self.is_open = False  # whether waiting groups are admitted
+        self.backlog = 0  # Prompt tokens that no step computes yet.
+        self.num_seqs = 0  # Running sequences.
+        self.is_open = False  # Whether waiting groups are admitted.
         self.slowness = Slowness()
-        self.speed = self.slowness.speed  # the worker's speed, as of the last report
-        self.entry = -1  # number of the current heap entry; other entries are stale
-        self.adapter_seconds = ADAPTER_SECONDS  # expected seconds to fetch an adapter
+        self.speed = self.slowness.speed  # The worker's speed, as of the last report.
+        self.entry = -1  # Number of the current heap entry; other entries are stale.
+        self.adapter_seconds = ADAPTER_SECONDS  # Expected seconds to fetch an adapter.
 
     @property
     def work(self) -> int:

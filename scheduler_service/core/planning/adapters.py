@@ -41,14 +41,14 @@ class Adapters:
         self._live = live
         self._directory = directory
         self._bit = bit
-        self.running: Counter[str] = Counter()  # running groups that need each adapter
-        self._here: Counter[str] = Counter()  # running or swapped groups that need each adapter
-        # held adapters that no group here needs; the first is dropped first
+        self.running: Counter[str] = Counter()  # Running groups that need each adapter.
+        self._here: Counter[str] = Counter()  # Running or swapped groups that need each adapter.
+        # Held adapters that no group here needs; the first is dropped first.
         self._idle: OrderedDict[str, None] = OrderedDict()
-        self._fresh: set[str] = set()  # idle adapters that were fetched for a group and not used since
-        self._untried: set[str] = set()  # fresh adapters that were fetched after the last planned step
-        self._on_device: OrderedDict[str, None] = OrderedDict()  # least recently used first, as in the worker's slots
-        self._to_give_way: str | None = None  # cached `_first_to_give_way()`; None after a change
+        self._fresh: set[str] = set()  # Idle adapters that were fetched for a group and not used since.
+        self._untried: set[str] = set()  # Fresh adapters that were fetched after the last planned step.
+        self._on_device: OrderedDict[str, None] = OrderedDict()  # Least recently used first, as in the worker's slots.
+        self._to_give_way: str | None = None  # Cached `_first_to_give_way()`; None after a change.
         self._fetching = ""
         self.is_for_group = False
         """Whether the current or last fetch is for a waiting group. A preload is not."""

@@ -61,7 +61,7 @@ class Answers:
                     token_id = None  # a pooled sequence samples no token
                 vectors = answer.vectors.get(sequence.id, b"")
                 logprobs = positions[-1] if positions else None
-                # `start` matters only for prompt log-probabilities and vectors
+                # `start` matters only for prompt log-probabilities and vectors.
                 start = start if prompt_logprobs or vectors else 0
                 item = SequenceOutput(sequence, token_id, logprobs, prompt_logprobs, start, vectors=vectors)
                 gained.append(item)

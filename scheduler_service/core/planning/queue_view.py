@@ -16,10 +16,10 @@ from scheduler_service.core.placement.balancer import MAX_OVERTAKES
 from scheduler_service.core.placement.choice import Placement
 from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
-MAX_LEFT = 8  # groups for other workers that a step passes over
-MAX_SLOTLESS = 32  # groups without an adapter slot that a step passes over
-MAX_AWAITING = 256  # groups waiting for an adapter that a step passes over; each group costs little
-MAX_SHARING = 256  # groups of one lane that a step passes over because they wait for a prefix
+MAX_LEFT = 8  # Groups for other workers that a step passes over.
+MAX_SLOTLESS = 32  # Groups without an adapter slot that a step passes over.
+MAX_AWAITING = 256  # Groups waiting for an adapter that a step passes over; each group costs little.
+MAX_SHARING = 256  # Groups of one lane that a step passes over because they wait for a prefix.
 
 
 class QueueView:
@@ -34,9 +34,9 @@ class QueueView:
         self.slotless: dict[SequenceGroup, None] = {}
         self.awaiting: dict[SequenceGroup, None] = {}
         self.sharing: dict[SequenceGroup, None] = {}
-        self._num_sharing: Counter[str] = Counter()  # groups in `sharing`, by lane
-        self.held: dict[SequenceGroup, float] = {}  # suspects, and the time at which each wait ends
-        self._upcoming: list[SequenceGroup] = []  # the next groups of the queue as far as known, in reverse order
+        self._num_sharing: Counter[str] = Counter()  # Groups in `sharing`, by lane.
+        self.held: dict[SequenceGroup, float] = {}  # Suspects, and the time at which each wait ends.
+        self._upcoming: list[SequenceGroup] = []  # The next groups of the queue as far as known, in reverse order.
 
     @property
     def next(self) -> SequenceGroup | None:

@@ -112,7 +112,7 @@ class RunningPlanner:
         """
         if group.live[0].id not in self._blocks.tables:  # the leader ended before the followers could fork
             step.budget.give_back(num_seqs=group.num_seqs)
-            # if the group is admitted again in this step, it comes last
+            # If the group is admitted again in this step, it comes last.
             step.prompts = [other for other in step.prompts if other is not group]
             self._groups.give_back(group)
             return

@@ -78,7 +78,7 @@ class SharedPrefixes:
         if look.awaited is None:
             return False
         has_given_up = look.awaited in step.given_up
-        # a new wait starts: another block is missing, or another group gave up
+        # A new wait starts: another block is missing, or another group gave up.
         if wait is None or look.first != wait.first or has_given_up:
             if step.backlog is None:
                 step.backlog = self._backlog()

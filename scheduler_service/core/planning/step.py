@@ -172,12 +172,12 @@ class Step:
         self.queue = queue
         self.now = now
         self.chunks: dict[SequenceGroup, list[Chunk]] = {}
-        self.given_up: set[bytes] = set()  # keys of blocks for which a group gave up waiting
-        self.num_looked_up = 0  # block hashes, for waiting groups
-        self.runs: FoundRuns | None = None  # runs of prefix blocks; None before the first lookup
-        self.backlog: int | None = None  # tokens that running groups have not computed; None before the first use
-        self.num_reserved = 0  # sequences of groups that wait for a prefix
-        self.filled: set[int] = set()  # published blocks that this step fills
+        self.given_up: set[bytes] = set()  # Keys of blocks for which a group gave up waiting.
+        self.num_looked_up = 0  # Block hashes, for waiting groups.
+        self.runs: FoundRuns | None = None  # Runs of prefix blocks; None before the first lookup.
+        self.backlog: int | None = None  # Tokens that running groups have not computed; None before the first use.
+        self.num_reserved = 0  # Sequences of groups that wait for a prefix.
+        self.filled: set[int] = set()  # Published blocks that this step fills.
         self.ignored: list[SequenceGroup] = []
         self.lacking_adapters: dict[str, None] = {}  # adapters that are worth fetching for this worker
         self.moved: list[Placement] = []
@@ -186,11 +186,11 @@ class Step:
         self.num_preempted = 0
         self.num_long = 0  # long chunks in the step
         self.prompts_began: float | None = None
-        self.steady: list[ScheduledSequence] = []  # the last step's plan, if this step repeats it
-        # sequences whose block tables grew, because they are in `steady` or have drafts
+        self.steady: list[ScheduledSequence] = []  # The last step's plan, if this step repeats it.
+        # Sequences whose block tables grew, because they are in `steady` or have drafts.
         self.needy: list[Sequence] = []
-        self.rooms: dict[Sequence, int] = {}  # number of draft tokens that each sequence has room for
-        self.any_last = False  # whether a sequence of `steady` samples its last token
+        self.rooms: dict[Sequence, int] = {}  # Number of draft tokens that each sequence has room for.
+        self.any_last = False  # Whether a sequence of `steady` samples its last token.
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
 

@@ -156,7 +156,7 @@ class WaitingPlanner:
                     self._admit(decision.placement_of(group), step)
                 case Verdict.MAKE_ROOM:
                     self._preemption.preempt(decision.victims, step)
-                    # stop after this group, so that preempted groups are not admitted again at once
+                    # Stop after this group, so that preempted groups are not admitted again at once.
                     most = len(step.chunks) + 1
                     self._admit(decision.placement_of(group), step)
                 case Verdict.PASS:
@@ -173,7 +173,7 @@ class WaitingPlanner:
         """The decision about the group that is next. `is_turn`: the group is a suspect, and the step is planned for it
         alone."""
         if not is_turn and (group.is_suspect or self._yields_to_swapped(group, step)):
-            return Decision(Verdict.STOP)  # a suspect is admitted in a separate step
+            return Decision(Verdict.STOP)  # A suspect is admitted in a separate step.
         # A group that waits for a prefix passed this check before. Looking at it again must be cheap.
         if self._worker not in group.placement.prefix_waits and self._never_fits(group):
             return Decision(Verdict.REJECT)
