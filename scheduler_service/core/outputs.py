@@ -72,8 +72,8 @@ class SchedulerOutput:
     preempted: list[int] = field(default_factory=list)
     ignored: list[SequenceGroup] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
-    """Waiting groups that this step admits, and waiting groups that it leaves to other workers. The schedulers of these
-    other workers should be called now."""
+    """Waiting groups that this step admits, and waiting groups that it leaves to other workers. The caller should plan
+    the steps of the other workers now."""
     moved: list[Placement] = field(default_factory=list)
     """Swapped groups that returned to the queue, because another worker has room for them."""
     lacking_adapters: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class SchedulerOutput:
     """Time when the step was planned, if phases are separate and the step computes prompts."""
     dropped: set[Sequence] = field(default_factory=set)
     """Sequences that were preempted by recompute after this step was sent. The answer to this step does not apply to
-    these sequences."""
+    preempted sequences."""
 
     @property
     def is_empty(self) -> bool:
@@ -125,7 +125,7 @@ class ModelOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed_sequence_ids: frozenset[int] = frozenset()
     barred_sequence_ids: frozenset[int] = frozenset()
-    """The failed sequences with finite logits. The parameters or the form of such a sequence allow no token."""
+    """The failed sequences with finite logits. The parameters or the form of a barred sequence allow no token."""
     num_draft_tokens: list[int] = field(default_factory=list)
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
     vectors: dict[int, bytes] = field(default_factory=dict)

@@ -1,13 +1,14 @@
 """Plans the steps of one worker.
 
 There is no prefill phase and no decode phase. In each step, a sequence computes as many of its uncomputed tokens as the
-step's budget allows. Sequences that need a single token are scheduled first, so that a long prompt never delays them.
-Prompts under way are scheduled next, and then swapped groups. Waiting groups are scheduled last, after all swapped
-groups that have an adapter slot have resumed. A waiting group goes before a swapped group only if the waiting group
-outranks it.
+step's budget allows. Sequences that need a single token are scheduled first, so that a long prompt never delays these
+sequences. Prompts under way are scheduled next, and then swapped groups. Waiting groups are scheduled last, after all
+swapped groups that have an adapter slot have resumed. A waiting group goes before a swapped group only if the waiting
+group outranks it.
 
 A long prompt first computes at most `max_prefill_chunk` tokens, so that later requests join the step too. The rest of
-the budget goes to long prompts in the same order, so that a single prompt is computed as fast as possible.
+the budget goes to long prompts in the order of scheduling. So a prompt without competing requests is computed as fast
+as possible.
 
 If blocks run out, the policy's victim is preempted: the group that was admitted last, or the group that ranks last. In
 a step, all swaps to the host are planned before any swap to the device. The worker copies swapped blocks in the order
@@ -58,8 +59,8 @@ class Scheduler:
     """Plans the steps of one worker's session.
 
     Each step from `schedule` that is not empty is answered by `update_from_output`, in order. The caller decides how
-    many steps are planned ahead of the answers. `finish_requests` and `finish_sequence` can be called at any time. Both
-    free blocks at once, which is safe because the worker does steps in order.
+    many steps are planned ahead of the answers. `finish_requests` and `finish_sequence` can be called at any time.
+    Blocks of finished requests are freed at once, which is safe because the worker does steps in order.
 
     `worker` is the worker's name, which is the same in every session. `now` is the time when the session begins.
     """
@@ -105,9 +106,9 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> SchedulerOutput:
         """Plan the next step. `now` is in seconds of any steady clock.
 
-        The time matters only with a delay factor or with several workers. An empty step has no step id and need not be
-        sent. A step is empty if there is no work, or if all work must wait for an answer or is left to other workers.
-        If there is no work at all, `schedule` changes nothing.
+        The time `now` matters only with a delay factor or with several workers. An empty step has no step id and need
+        not be sent. A step is empty if there is no work, or if all work must wait for an answer or is left to other
+        workers. If there is no work at all, `schedule` changes nothing.
         """
         if not self.has_work:
             return self._writer.write_nothing()
@@ -148,10 +149,9 @@ class Scheduler:
         self._admission.schedule(step)
 
     def _schedule_separately(self, step: Step) -> None:
-        """Plan prompts under way, then swapped groups, then waiting groups. If the step then has no prompt, plan
-        decodes.
+        """Plan prompts under way, then swapped groups, then waiting groups. If the step has no prompt, plan decodes.
 
-        A group that was swapped out during its prompt resumes in a step of prompts. All other swapped groups resume in
+        A group that was swapped out during its prompt resumes in a step of prompts. Any other swapped group resumes in
         a step of decodes.
         """
         ready, behind = self._running.split(step)

@@ -15,16 +15,14 @@ from itertools import takewhile
 from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
 
 Content = bytes | int
-"""The contents of a block: its key. A block without a key is represented by its number, because it equals no other
-block."""
+"""The contents of a block: its key. A block without a key equals no other block, and is represented by its number."""
 
 
 class Evictor:
     """Free blocks that can still be found, in the order of their eviction. Every operation is O(1).
 
-    The block that was freed first is evicted first. A sequence frees its last block first. So the block with the most
-    tokens before it is evicted first of a sequence's blocks. The block with the most tokens before it is also the least
-    likely to be shared.
+    The block that was freed first is evicted first. A sequence frees its last block first. So a sequence's last block
+    is evicted before its other blocks. The last block is also the least likely to be shared.
     """
 
     def __init__(self) -> None:
@@ -59,7 +57,7 @@ class BlockAllocator:
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._parents: list[bytes] = [b""] * num_blocks  # Key before each block's key in its chain.
-        self._children: dict[bytes, set[bytes]] = {}  # Keys that find blocks, by the key before them in the chain.
+        self._children: dict[bytes, set[bytes]] = {}  # Keys that find blocks, by their predecessor in the chain.
         self._expected: dict[bytes, int] = {}  # Number of sequences that will compute each key.
         self._by_key: dict[Content, int] = {}  # Contains keys only, so that a block number is never found.
         # A stack: the block that was freed last is the most likely to be in a processor's cache.
@@ -173,7 +171,7 @@ class BlockAllocator:
             self._forget(block)
 
     def withdraw_all(self) -> None:
-        """Remove the keys of all blocks; held blocks stay held. This takes 0.7 µs for each block with a key."""
+        """Remove the keys of all blocks; held blocks stay held. Removing the key of a block takes 0.7 µs."""
         for block in range(self.num_blocks):
             self._forget(block)
         while self._evictor:
@@ -234,7 +232,7 @@ class BlockAllocator:
         return 0 if block is None else self._ref_counts[block]
 
     def num_taken(self, contents: Iterable[Content]) -> int:
-        """Number of free blocks that are required to hold all these contents. Contents in a held block require no free
+        """Number of free blocks that are required to hold all `contents`. Contents in a held block require no free
         block."""
         find, ref_counts = self._by_key.get, self._ref_counts
         return sum((block := find(content)) is None or not ref_counts[block] for content in contents)

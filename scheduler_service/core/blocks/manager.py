@@ -5,8 +5,8 @@ to the block. A sequence receives a copy of a shared block before it writes to t
 
 A swapped sequence has a table of host blocks. Blocks keep their keys when they are swapped in either direction. If the
 other pool has a block with the same key, the table shares that block, and nothing is copied. Blocks that are copied in
-a swap can be found as soon as the swap is planned. This is safe because every step copies before it reads, and steps
-are done in order.
+a swap can be found as soon as the swap is planned. Finding a planned copy is safe, because every step copies before it
+reads, and steps are done in order.
 
 With a sliding window, a table's leading entries become NO_BLOCK when no later token attends to them.
 
@@ -97,7 +97,8 @@ class BlockManager:
         return AllocStatus.OK if needed + reserve <= num_free else AllocStatus.LATER
 
     def allocate(self, leader: Sequence) -> None:
-        """Allocate the first blocks of a sequence without a table. The tokens of cached blocks count as computed.
+        """Allocate the first blocks of a sequence without a table. Cached blocks are used first, and their tokens count
+        as computed.
 
         The encoder's input of the group receives all of its blocks.
         """
@@ -257,8 +258,8 @@ class BlockManager:
         """Number of blocks to copy if a running group is swapped out and resumes.
 
         Blocks that other groups hold on the device need no copy back. Blocks that only this group holds must be copied
-        back, even if the cache has them now. Other groups need these blocks, because the group is preempted to make
-        room.
+        back, even if the cache has them now. The cache loses these blocks soon, because the group is preempted to make
+        room for other groups.
         """
         contents = self._on_device.contents(group)
         filled = {c for s in group.with_tables for c in contents.get(s.id, ())[: self._num_filled(s)]}

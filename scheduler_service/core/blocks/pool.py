@@ -38,7 +38,7 @@ class Pool:
         return [block for s in group.with_tables for block in self.tables.get(s.id, ())]
 
     def free(self, table: SequenceOf[int]) -> None:
-        """Free a table's blocks, the last block first: see `Evictor`."""
+        """Free a table's blocks, the last block first, for the order of the `Evictor`."""
         for block in reversed(table):
             if block != NO_BLOCK:
                 self.blocks.free(block)

@@ -1,9 +1,9 @@
 """Finds a worker's blocks by their tokens, including blocks that are only planned or expected.
 
-A full block of known tokens can be found from the moment when the chunk that fills it is planned. In the same step this
-is safe because a worker stores the keys and values of all rows before any row reads them. In later steps it is safe
-because a worker does steps in order. In the step that fills a shared block, a sequence that shares the block may not be
-copied or swapped out.
+A full block of known tokens can be found from the moment when the chunk that fills it is planned. In the same step,
+finding the block is safe because a worker stores the keys and values of all rows before any row reads them. In later
+steps, finding the block is safe because a worker does steps in order. In the step that fills a shared block, a sequence
+that shares the block may not be copied or swapped out.
 
 A running sequence's block is expected if no planned step computes it yet.
 """
@@ -95,7 +95,8 @@ class PrefixCache:
             sequence.num_expected_blocks = num_full
 
     def unexpect(self, sequence: Sequence, end: int) -> None:
-        """Stop expecting the first `end` blocks of a sequence: they are planned, or will not be computed."""
+        """Stop expecting the first `end` blocks of a sequence, because these blocks are planned or will not be
+        computed."""
         for key in sequence.block_keys[sequence.num_published_blocks : min(end, sequence.num_expected_blocks)]:
             self._device.blocks.unexpect(key)
         if end >= sequence.num_expected_blocks:
@@ -154,7 +155,7 @@ class PrefixCache:
     def look_up(self, sequence: Sequence, start: int, runs: FoundRuns) -> PrefixLook:
         """Find the first block of a waiting sequence that is not cached, and whether the block is expected.
 
-        start: an earlier look found the blocks before this index. If the last of these blocks is gone, all blocks are
+        start: an earlier look found the blocks before this index. If the block before `start` is gone, all blocks are
         looked up again. `runs` were found for other sequences in this step. Copying the keys of a prompt of 131,072
         tokens would take 30 µs, so the keys are not copied.
         """

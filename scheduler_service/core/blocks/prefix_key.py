@@ -2,7 +2,7 @@
 
 The root of a chain contains everything that must separate caches: the server's secret, the tenant's salt, the adapter.
 A collision would show a client another client's text. With a guessable key, a client could find out which prompts other
-clients have sent. For both reasons the hash is cryptographic; it takes about 1 µs for each block.
+clients have sent. So the hash is cryptographic. Hashing a block takes about 1 µs.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ def root_key(*parts: bytes) -> bytes:
 
 
 def root_behind(root: bytes, encoder_input: EncoderInput | None) -> bytes:
-    """The root of the keys of a decoder's blocks. It depends on the input of the encoder, as keys and values do."""
+    """The root of the keys of a decoder's blocks. The root depends on the input of the encoder, as keys and values
+    do."""
     return root if encoder_input is None else root_key(root, encoder_input.digest)
 
 

@@ -2,9 +2,9 @@
 
 The encoder's tokens are computed in one step, before any output attends to them. The blocks of this sequence store keys
 and values, not states: each decoder layer computes its keys and values from the encoder's states once. So the block
-table of this sequence is the cross-attention table of all outputs in the group. The table never grows, and its blocks
-are written once. Each token of the input depends on all other tokens. So the prefix cache finds all blocks of an input,
-or none.
+table of this sequence is the cross-attention table of all outputs in the group. The table of an encoder's input never
+grows, and its blocks are written once. Each token of the input depends on all other tokens. So the prefix cache finds
+all blocks of an input, or none.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Requests in the scheduler: a `SequenceGroup` is one request, a `Sequence` is one of its outputs.
 
 The first live sequence of a group is the leader, which computes the prompt once. The other sequences of the group are
-followers. A follower has no blocks until it forks the prompt's blocks from the leader. After a preemption, a group
-starts in the same way again.
+followers. A follower has no blocks until it forks the prompt's blocks from the leader. A preempted group starts again
+in the same way: the leader first.
 
 Steps can be planned before earlier steps are answered. A sequence's computed tokens include all tokens that the steps
 sent so far compute. A sequence's tokens are only the known tokens. If all known tokens of a sequence are computed, a
@@ -65,7 +65,7 @@ class Sequence:
         self.group = group
         self.index = index
         self.sampling = group.sampling.for_index(index)
-        # These values are stored, because they are read for every sequence in every step.
+        # `reports` and `end_token_ids` are stored, because every step reads them for every sequence.
         self.reports = self.sampling.reports
         self.end_token_ids = self.sampling.end_token_ids
         self.prompt_token_ids = group.prompt_token_ids  # shared by all sequences of the group
@@ -169,7 +169,7 @@ class EncoderSequence(Sequence):
 class SequenceGroup:
     """One request: `sampling.n` sequences that start from the same prompt, or the running beams of a search.
 
-    A request can continue where another scheduler left it. A continued request has `output_token_ids`, the outputs so
+    A request can continue where another scheduler stopped. A continued request has `output_token_ids`, the outputs so
     far by index. `ended` are the indices of its complete outputs. The scheduler treats a continued request like a
     preempted group.
     """

@@ -20,8 +20,8 @@ class SequenceStatus(enum.Enum):
     """The request's parameters or its form allow no further token."""
 
     is_finished: bool
-    """Whether the sequence has ended. This is an attribute, because every step reads it several times for every
-    sequence."""
+    """Whether the sequence has ended. The value is an attribute and not a property, because every step reads it several
+    times for every sequence."""
     has_failed: bool
     """Whether the sequence ended because no token could be chosen."""
 

@@ -28,13 +28,14 @@ class Suspicion:
     seconds: float = 0.0
     """Seconds that the request was in flight on any worker since the first loss."""
     seconds_alone: float = 0.0
-    """Seconds since the first loss that the request was alone in flight."""
+    """Seconds since the first loss in which no other request was in flight."""
     fleet_losses_before: int = 0
     """Losses of the whole fleet up to the first loss of the row, including this loss."""
     fleet_seconds_before: float = 0.0
     """Seconds that the whole fleet had served at the first loss of the row."""
     others_at_last: float = 0.0
-    """Seconds that workers served without the request, from the first loss to the last loss alone."""
+    """Seconds that workers served without the request, from the first loss to the last loss with no other request in
+    flight."""
     num_looks: int = 0
     """How often the rule was applied to the request, in all rows together."""
 
@@ -42,8 +43,8 @@ class Suspicion:
     def is_grave(self) -> bool:
         """Whether the request must be scheduled alone.
 
-        After the second loss, the request must gain one token alone. After each further loss, the request must gain
-        CLEARING_TOKENS tokens alone. So a request that kills workers with its second or a later token runs alone at
+        After the second loss, the request must run alone for one token. After each further loss, the request must run
+        alone for CLEARING_TOKENS tokens. So a request that kills workers with its second or a later token runs alone at
         last.
         """
         if self.num_losses <= 2:
@@ -51,8 +52,8 @@ class Suspicion:
         return self.num_clean_tokens < CLEARING_TOKENS
 
     def reluctance(self, worker: str) -> int:
-        """How little another loss on that worker would prove. The result is 0 if the worker was not lost with the
-        request before, 1 if it was lost, and 2 if it was lost last."""
+        """How little another loss on that worker would prove. 0: the worker was not lost with the request. 1: the
+        worker was lost in this row. 2: the worker was lost last."""
         return (worker in self.lost_on) + (worker == self.last_lost_on)
 
     def run(self, seconds: float, *, alone: bool) -> None:

@@ -2,7 +2,7 @@
 
 A speech model (Whisper; Radford et al., 2023) marks times with timestamp tokens, 20 ms apart. A timestamp comes before
 each part of the text, and another timestamp comes after it. Which token may come next depends on the tokens before it.
-So workers apply these rules when they choose a token.
+So workers apply the rules of a transcript when they choose a token.
 """
 
 from collections.abc import Sequence

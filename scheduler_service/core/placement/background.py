@@ -26,5 +26,5 @@ class Background:
         return self._seconds + self._num_serving * now
 
     def ahead(self, now: float, seconds: float) -> float:
-        """The time when the fleet will have served this many more seconds, if no worker joins or leaves."""
+        """The time at which the fleet will have served `seconds` more seconds, if no worker joins or leaves."""
         return now + seconds / max(1, self._num_serving)

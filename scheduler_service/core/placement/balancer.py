@@ -1,18 +1,18 @@
 """Decides which worker takes a waiting group, among the workers that share a queue.
 
 If a worker has room for a group, its scheduler asks the balancer whether to take the group or leave it to a better
-worker. The better worker would finish the group's tokens sooner. The balancer estimates these seconds from each
-worker's present work, its speed, and the part of the group's prefix that the worker has or computes. Only a worker that
-has room now can be better, so one of the workers that ask always takes the group.
+worker. The better worker would finish the group's tokens sooner. The balancer estimates the seconds from each worker's
+present work, its speed, and the part of the group's prefix that the worker has or computes. Only a worker that has room
+now can be better, so one of the workers that ask always takes the group.
 
-A group is left for a limited time only, because the work of workers changes. The time is at most what the better worker
-would have saved, counted from when the group was first left. So a group waits at most twice as long as necessary. A
-group is no longer left after MAX_OVERTAKES later groups were taken before it. Beyond these limits, the first worker
-that asks takes the group.
+A group is left for a limited time only, because the work of workers changes. The limit is the time that the better
+worker would have saved, counted from when the group was first left. So a group waits at most twice as long as
+necessary. A group is no longer left after MAX_OVERTAKES later groups were taken before it. A group that was left for
+its maximum time or overtaken MAX_OVERTAKES times is taken by the first worker that asks.
 
-A worker passes over a group whose adapter has no slot there. Such a group is overtaken at most MAX_OVERTAKES times. A
-worker also passes over a group whose adapter it does not hold. The worker fetches this adapter only if the worker would
-still finish the group sooner than the workers that hold the adapter.
+A worker passes over a group whose adapter has no free slot on this worker. A group without a slot is overtaken at most
+MAX_OVERTAKES times. A worker also passes over a group whose adapter it does not hold. The worker fetches this adapter
+only if the worker would still finish the group sooner than the workers that hold the adapter.
 
 A suspect waits without a limit for a worker that was not lost with it, while there is such a worker.
 
@@ -138,9 +138,9 @@ class Balancer:
         """The offers of workers with room for a group: the offer of `member`, which asks, and the offers of a few
         others.
 
-        The others are the worker with the least work, and workers that hold the longest prefix or the group's adapter.
-        If `member` lacks the adapter, only workers that hold the adapter are asked. If no other worker can be better,
-        there are no other offers.
+        The few others are the worker with the least work, and workers that hold the longest prefix or the group's
+        adapter. If `member` lacks the adapter, only workers that hold the adapter are asked. If no other worker can be
+        better, there are no other offers.
         """
         match here:
             case Here.HAS_ROOM:
@@ -271,7 +271,7 @@ class Balancer:
         return self._first_members(bits)
 
     def _is_share(self, member: Member, group: SequenceGroup, cached: int, num_waiting: int) -> bool:
-        """Whether the worker has at most its share of the fleet's work, after it has taken the group.
+        """Whether the worker, after taking the group, has at most its share of the fleet's work.
 
         The share assumes that all waiting groups are as large as this group. The comparison is rounded: up to half of
         the group may exceed the share.
@@ -316,13 +316,13 @@ class Balancer:
             group.placement.left_until = now + abs(placement.seconds - placement.seconds_there)
 
     def overtook(self, groups: Collection[SequenceGroup]) -> None:
-        """Record that a later group was taken before these groups."""
+        """Record that a later group was taken before `groups`."""
         self.num_overtakes += len(groups)
         for group in groups:
             group.placement.num_overtaken += 1
 
     def stepped(self, member: Member, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a worker's step. A fleet of one worker has no other worker to compare with."""
+        """Record the duration of a worker's step. If the fleet has a single worker, nothing is recorded."""
         if len(self._members) > 1 and seconds > 0 and num_tokens:
             member.slowness.observe(self.times.observe(num_tokens, seconds))
 

@@ -63,7 +63,7 @@ class Slowness:
     """
 
     NUM_REMEMBERED = 16  # Number of steps that the mean remembers.
-    NOISE = 1.25  # Workers whose speeds differ by a smaller factor count as equally fast.
+    NOISE = 1.25  # Workers whose speeds differ by less than this factor count as equally fast.
 
     def __init__(self) -> None:
         self._log = 0.0

@@ -6,9 +6,9 @@ waiting groups one at a time, while the worker computes steps. `begin_fetch` cho
 adapter to drop for it. `end_fetch` reports the result.
 
 The adapter to drop is the least recently used adapter that no group on this worker needs. An adapter that was fetched
-for a group is kept while that group waits. If such adapters were dropped, two waiting groups could drop each other's
-adapters for ever. There is an exception if no group on this worker needs any adapter. A fetched adapter is then kept
-only until the next step is planned, because its group may wait behind the next group.
+for a group is kept while that group waits. If fetched adapters were not kept, two waiting groups could drop each
+other's adapters for ever. If no group on this worker needs any adapter, a fetched adapter is kept only until the next
+step is planned. Its group may wait behind the next group of the queue.
 """
 
 from collections import Counter, OrderedDict
@@ -47,7 +47,7 @@ class Adapters:
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._fresh: set[str] = set()  # Idle adapters that were fetched for a group and not used since.
         self._untried: set[str] = set()  # Fresh adapters that were fetched after the last planned step.
-        self._on_device: OrderedDict[str, None] = OrderedDict()  # Least recently used first, as in the worker's slots.
+        self._on_device: OrderedDict[str, None] = OrderedDict()  # Adapters on the device, least recently used first.
         self._to_give_way: str | None = None  # Cached `_first_to_give_way()`; None after a change.
         self._fetching = ""
         self.is_for_group = False
@@ -104,7 +104,7 @@ class Adapters:
                     self._idle[name] = None
 
     def started(self, group: SequenceGroup) -> None:
-        """Note that a group starts to run."""
+        """Note that a group with an adapter starts to run."""
         if name := group.adapter_id:
             self.running[name] += 1
             self._used(name)

@@ -197,7 +197,8 @@ class Answers:
 
 
 def _candidates(beam: Sequence, answer: ModelOutput) -> list[tuple[int, float]]:
-    """The likeliest next tokens of a beam. Raises ValueError if the worker did not report them."""
+    """The likeliest next tokens of a beam. Raises ValueError if the worker reported no log-probabilities for the
+    beam."""
     if not (positions := answer.logprobs.get(beam.id)):
         raise ValueError(f"the worker returned no log-probabilities for sequence {beam.id}, which is a beam")
     (logprobs,) = positions

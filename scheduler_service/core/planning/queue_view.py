@@ -5,8 +5,8 @@ no free slot for the group's adapter. `awaiting`: the group's adapter must be fe
 compute the group's prefix. `held`: the group is a suspect that must wait.
 
 Later groups may overtake a group that is passed over. Groups in `left` and `slotless` are overtaken at most
-MAX_OVERTAKES times. Overtaking a group in `awaiting` or `sharing` has no limit, because it delays neither the adapter
-nor the prefix.
+MAX_OVERTAKES times. Groups in `awaiting` or `sharing` are overtaken without a limit, because later groups delay neither
+the adapter nor the prefix.
 """
 
 from collections import Counter
@@ -51,7 +51,7 @@ class QueueView:
             if self._is_looked_past_enough:
                 return None
             passed = {*self.left, *self.slotless, *self.awaiting, *self.sharing, *self.held}
-            most = 2 * len(passed) + 1  # each further query requests twice as many groups
+            most = 2 * len(passed) + 1  # each further query of the queue requests about twice as many groups
             full = {lane for lane, number in self._num_sharing.items() if number >= MAX_SHARING}
             groups = self._waiting.upcoming(most, equals=bool(self.left), without=full)
             self._upcoming = [group for group in reversed(groups) if group not in passed]
@@ -89,13 +89,11 @@ class QueueView:
         self.renew()  # if `left` is not empty, only groups of equal priority may overtake
 
     def pass_slotless(self, group: SequenceGroup) -> bool:
-        """Pass over a waiting or swapped group without an adapter slot. Returns False if a limit forbids passing it
-        over."""
+        """Pass over a waiting or swapped group without an adapter slot. Returns whether the group was passed over."""
         return group.placement.num_overtaken < MAX_OVERTAKES and self._pass_into(self.slotless, group, MAX_SLOTLESS)
 
     def pass_awaiting(self, group: SequenceGroup) -> bool:
-        """Pass over a group whose adapter must be fetched first. Returns False if MAX_AWAITING forbids passing it
-        over."""
+        """Pass over a group whose adapter must be fetched first. Returns whether the group was passed over."""
         return self._pass_into(self.awaiting, group, MAX_AWAITING)
 
     def pass_sharing(self, group: SequenceGroup) -> None:

@@ -1,8 +1,8 @@
 """Schedules the next tokens of running groups, and preempts other groups if blocks run out.
 
-`ChunkSizes` sets the sizes of chunks in the first round of a step. Groups that are admitted start with chunks of these
-sizes. In a second round, prompts receive the tokens that are left. `DraftRoom` gives the remaining tokens to drafts. So
-drafts, which may be rejected, never delay a prompt or take blocks from it.
+`ChunkSizes` sets the sizes of chunks in the first round of a step. Groups that are admitted start with chunks of the
+same sizes as running groups. In a second round, prompts receive the tokens that are left. `DraftRoom` gives the
+remaining tokens to drafts. So drafts, which may be rejected, never delay a prompt or take its blocks.
 """
 
 from scheduler_service.core.config import PhaseRule
@@ -130,7 +130,7 @@ class RunningPlanner:
             chunks = self._chunk_sizes.of(group, step)
         for chunk in chunks:
             if chunk.sequence.is_encoder:
-                continue  # an encoder's input has all its blocks
+                continue  # an encoder's input has all its blocks already
             chunk.copies = self._blocks.append_slots(chunk.sequence, chunk.num_tokens)
         if chunks:
             step.take(group, chunks)
@@ -191,8 +191,8 @@ class DraftRoom:
         return min(sequence.num_draft_tokens_wanted, num_left // 2, self._max_num_batched_tokens - num_in_flight)
 
     def _within_blocks(self, step: Step, sequence: Sequence, room: int) -> int:
-        """`room`, if enough blocks are free above the watermark. If not, the number of drafts that fit the sequence's
-        present blocks."""
+        """`room`, if enough blocks are free above the watermark. If too few blocks are free, the number of drafts that
+        fit the sequence's present blocks."""
         blocks, num_tokens = self._blocks, sequence.num_computed_tokens + 1
         num_new = blocks.sizes.blocks_ahead(num_tokens + room) - len(blocks.tables[sequence.id])
         if num_new > max(0, blocks.device.num_free - blocks.num_watermark_blocks):

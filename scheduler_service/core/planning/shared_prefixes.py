@@ -7,10 +7,10 @@ If the next block of a waiting request is expected, the waiting request is not a
 computes the block, and no tokens are computed twice. While the running request makes progress, the wait costs no time,
 because the running request comes first in every step anyway.
 
-A request waits at most as long as computing the rest of its prompt after the running requests would take. The limit
-starts anew if another block of the waiting request is published, or if another request gives up waiting for the same
-block. While a request waits, its sequences count as running, up to half of the step's sequences. So later requests do
-not take the place of a waiting request.
+A request waits at most for the time that computing the rest of its prompt after the running requests would take. The
+limit of a wait starts anew if another block of the waiting request is published, or if another request gives up waiting
+for the same block. While a request waits, its sequences count as running, up to half of the step's sequences. So later
+requests do not take the place of a waiting request.
 
 A step stops looking at waiting requests after it has looked up `MAX_LOOKED_UP` block hashes.
 """
@@ -49,13 +49,13 @@ class SharedPrefixes:
             self._blocks.cache.expect(sequence)
 
     def taken_back(self, chunks: list[Chunk]) -> None:
-        """Withdraw the blocks of chunks that were taken out of the step. No other group may share these blocks
-        (`is_tied`)."""
+        """Withdraw the blocks of chunks that were taken out of the step. No other group may share the withdrawn blocks
+        (see `is_tied`)."""
         for chunk in chunks:
             self._blocks.cache.take_back(chunk.sequence)
 
     def is_tied(self, group: SequenceGroup, step: Step) -> bool:
-        """Whether a group shares blocks that this step fills with another group. Groups that share such blocks cannot
+        """Whether a group shares blocks that this step fills with another group. A group that shares such blocks cannot
         leave the step."""
         return bool(step.filled) and self._blocks.shares_any(group, step.filled)
 
@@ -66,8 +66,8 @@ class SharedPrefixes:
     def awaits(self, group: SequenceGroup, step: Step) -> bool:
         """Whether a waiting group waits for a block that another group on this worker will compute.
 
-        If the time of several groups that wait for a block is over, one of these groups gives up in each step. The
-        group that gives up computes the prefix too. The other groups wait for the earlier of the two results. Blocks
+        If several groups have waited long enough for the same block, one of them gives up in each step. The group that
+        gives up computes the prefix too. The other groups wait for whichever group computes the block first. Blocks
         that the last look found are not looked up again.
         """
         leader, wait = group.live[0], group.placement.prefix_waits.get(self._worker)

@@ -31,8 +31,8 @@ class SteadyPlan:
         self._plan = None
 
     def repeat(self, step: Step) -> bool:
-        """Repeat the last plan in this step, and admit waiting groups to the rest of the step. Returns whether this was
-        possible."""
+        """Repeat the last plan in this step, and admit waiting groups to the rest of the step. Returns whether the last
+        plan could be repeated."""
         if self._plan is None:
             return False
         running = SequenceStatus.RUNNING
@@ -61,8 +61,8 @@ class SteadyPlan:
         """The plan of the next step; None if the next step is not steady.
 
         In a steady step each sequence computes one token; sequences that computed their last token are left out. A beam
-        is never steady. Sequences of the same group may share the block that they write next. Such sequences join the
-        plan after a step that was planned in full has copied the block. A sequence without siblings never shares the
+        is never steady. Sequences of the same group may share the block that they write next. They join the plan only
+        after a step that was planned in full has copied this shared block. A group's only sequence never shares the
         block that it writes next.
         """
         plan = [s for s in step.steady if s.sequence.num_computed_tokens + 1 < s.sequence.max_num_tokens]

@@ -2,19 +2,19 @@
 
 The size of a step on the wire is bounded by arithmetic, without encoding the step. Most of a step is small: a few
 numbers for each sequence that the worker knows. Three parts can be large: a sequence that is new to the worker, the
-input of its encoder, and a block table that changed in a swap. The bytes of these three parts are counted, like the
+input of its encoder, and a block table that changed in a swap. The bytes of the three large parts are counted, like the
 tokens of chunks. A step describes sequences until `SchedulerConfig.max_step_bytes` are spent. The last description may
 exceed the budget, so that a sequence of any size fits an empty step. The other sequences are described in later steps.
 
 A message has at most 64 MiB, and no step comes near this limit. Descriptions take at most `max_step_bytes`, which is 8
-MiB, and one more sequence. This sequence takes at most 5 bytes for each token of the context, and the sampling
-parameters of a request, which has at most 16 MiB. Lists of blocks to swap take at most 16 MiB, because they name each
-of a worker's 4,194,304 blocks at most once. Each sequence in the step takes at most 64 bytes.
+MiB, and one more sequence. A sequence takes at most 5 bytes for each token of the context, and at most 16 MiB for its
+sampling parameters, like the request that names them. Lists of blocks to swap take at most 16 MiB, because the lists
+name each of a worker's 4,194,304 blocks at most once. Each sequence in the step takes at most 64 bytes.
 
 Answers need no byte budget, because the number of tokens in a step bounds the size of its answer. In an answer, a
 prompt position takes at most 194 bytes for 20 log-probabilities and the log-probability of its own token. In an answer,
-a beam takes less than 2 KB. The settings allow at most 131,072 tokens and 8,192 sequences in a step. The answer to such
-a step takes at most 42 MB.
+a beam takes less than 2 KB. The settings allow at most 131,072 tokens and 8,192 sequences in a step. The answer to the
+largest step takes at most 42 MB.
 """
 
 from scheduler_service.core.blocks.found_runs import FoundRuns

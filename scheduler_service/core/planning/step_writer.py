@@ -21,7 +21,8 @@ class StepWriter:
         self._step_id = 0
 
     def write_nothing(self, step: Step | None = None) -> SchedulerOutput:
-        """Write an empty step. There is no work, or the plan of `step` must wait for answers."""
+        """Write an empty step. An empty step is written if there is no work, or if the plan of `step` must wait for
+        answers."""
         output = SchedulerOutput(self._step_id + 1)
         if step is not None:
             output.lacking_adapters = [*step.lacking_adapters]

@@ -26,9 +26,9 @@ class SwappedPlanner:
     def schedule(self, step: Step, *, are_behind: bool | None = None) -> None:
         """Resume groups in turn while there is room.
 
-        `are_behind`: True for only groups that are behind, False for only groups that decode next, None for both. A
-        swapped group that a waiting group outranks resumes later, because it would take the room of the waiting group.
-        A group whose adapter has no slot is passed over, as in the waiting queue.
+        `are_behind`: True for only groups that are behind, False for only groups that decode next, None for both. If a
+        waiting group outranks a swapped group, the swapped group resumes later, and leaves its room to the waiting
+        group. A group whose adapter has no slot is passed over, as in the waiting queue.
         """
         groups = self._groups
         for group in list(groups.swapped):
@@ -67,8 +67,8 @@ class SwappedPlanner:
     def _is_outranked(self, swapped: SequenceGroup, step: Step) -> bool:
         """Whether the next waiting group is admitted before a swapped group.
 
-        A suspect never is, because it has separate steps. A group whose adapter the worker does not hold never is,
-        because the swapped group may have to end before that adapter can be fetched.
+        The result is False for a suspect, because a suspect has separate steps. The result is False for a group whose
+        adapter the worker does not hold. The swapped group may have to end before that adapter can be fetched.
         """
         group = step.queue.next if self._admission.admits and self._waiting else None
         if group is None or group.is_suspect or not self._adapters.holds(group.adapter_id):

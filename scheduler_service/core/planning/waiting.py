@@ -24,7 +24,7 @@ class Verdict(enum.Enum):
     MAKE_ROOM = enum.auto()
     """The group is admitted after running groups that it outranks were preempted."""
     PASS = enum.auto()
-    """The group waits for a prefix or an adapter. The step looks at the groups behind it."""
+    """The group waits for a prefix or an adapter. The step looks at the next groups of the queue."""
     LEAVE = enum.auto()
     """The group waits for another worker to take it."""
     STOP = enum.auto()
@@ -102,8 +102,8 @@ class WaitingPlanner:
         )
 
     def _has_encoder_tokens(self, group: SequenceGroup, budget: SchedulingBudget) -> bool:
-        """Whether a step has enough encoder tokens left for a group. If the group's encoder input is cached, it needs
-        none."""
+        """Whether a step has enough encoder tokens left for a group. A group whose encoder input is cached needs no
+        encoder tokens."""
         return group.num_encoder_tokens <= budget.num_encoder_tokens or self._blocks.cache.has_encoded(group)
 
     def is_time(self, now: float) -> bool:
@@ -174,7 +174,8 @@ class WaitingPlanner:
         alone."""
         if not is_turn and (group.is_suspect or self._yields_to_swapped(group, step)):
             return Decision(Verdict.STOP)  # A suspect is admitted in a separate step.
-        # A group that waits for a prefix passed this check before. Looking at it again must be cheap.
+        # A group that waits for a prefix passed this check before. The check is skipped, because a look at a waiting
+        # group must be cheap.
         if self._worker not in group.placement.prefix_waits and self._never_fits(group):
             return Decision(Verdict.REJECT)
         if not is_turn:
@@ -186,7 +187,7 @@ class WaitingPlanner:
                 return Decision(Verdict.PASS)
         has_choice = not is_turn and self._balancer.has_others(self._member)
         match self.status(group, step.budget):
-            case AllocStatus.NEVER:  # the group waited for the worker's last session, which had more room
+            case AllocStatus.NEVER:  # the group waited since an earlier session of the worker, which had more room
                 return Decision(Verdict.REJECT)
             case AllocStatus.LATER:
                 return self._decide_without_room(group, step, is_turn=is_turn, has_choice=has_choice)
@@ -264,7 +265,8 @@ class WaitingPlanner:
         """
         if self._adapters.holds(group.adapter_id):
             return False
-        if group.adapter_id not in step.lacking_adapters:  # the result is the same for all groups with this adapter
+        # the balancer's choice is the same for all groups with this adapter
+        if group.adapter_id not in step.lacking_adapters:
             if not self._balancer.is_overdue(group, step.now):
                 placement = self._choose(group, Here.LACKS_ADAPTER, step)
                 if placement is not None and self.leave(placement, step):

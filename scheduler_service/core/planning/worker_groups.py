@@ -77,7 +77,7 @@ def groups_in(output: SchedulerOutput) -> dict[SequenceGroup, None]:
 
 
 class WorkerGroups:
-    """Running and swapped groups, and sequences that left before the worker was told.
+    """Running and swapped groups, and sequences of whose departure the worker must still be told.
 
     `running` is in the order of admission. The first group of `swapped` resumes first. `accused` contains the running
     groups that were in flight when a worker was lost.
@@ -107,7 +107,7 @@ class WorkerGroups:
 
     @property
     def has_work(self) -> bool:
-        """Whether a group is here, or a sequence left before the worker was told."""
+        """Whether a group is here, or the worker must still be told that a sequence left."""
         return bool(self.running or self.swapped or self._finished or self._preempted)
 
     @property

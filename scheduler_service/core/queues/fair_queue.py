@@ -4,9 +4,9 @@ The method is that of Sheng et al., "Fairness in Serving Large Language Models",
 service that the tenant received, divided by the tenant's weight. A prompt token counts once, an output token twice. The
 tenant with the lowest counter is next. The requests of one tenant are served first come, first served.
 
-If a tenant returns after a pause, its counter is raised to the lowest counter of the waiting tenants. If no tenant
-waits, its counter is raised to the counter of the tenant that waited last. So no tenant saves up service while it is
-idle.
+If a tenant returns after a pause, the tenant's counter is raised to the lowest counter of the waiting tenants. If no
+tenant waits, the returning tenant's counter is raised to the counter of the tenant that waited last. So no tenant saves
+up service while it is idle.
 """
 
 import heapq

@@ -2,8 +2,8 @@
 
 A later request of a better priority overtakes a waiting request. For each level of difference in priority, only the
 next `overtakes` arrivals can overtake the waiting request. All requests age at the same speed, so the order of two
-requests never changes. This order is a number that is fixed at arrival: priority x overtakes + arrival. If two requests
-have the same number, the older request goes first.
+requests never changes. The order is given by a number that is fixed at arrival: priority x overtakes + arrival. If two
+requests have the same number, the older request goes first.
 """
 
 from collections.abc import Collection

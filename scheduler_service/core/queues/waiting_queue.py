@@ -31,7 +31,8 @@ class WaitingQueue:
     less.
 
     `balancer` places groups on the workers that share the queue. `live` maps the ids of all requests that have not
-    ended, waiting or on any worker, to their adapters. `live_adapters` counts these requests by adapter.
+    ended, waiting or on any worker, to their adapters. `live_adapters` counts the requests that have not ended, by
+    adapter.
     """
 
     charges = False
@@ -116,7 +117,7 @@ class WaitingQueue:
         self._groups.pop(request_id, None)
 
     def end(self, request_id: str) -> None:
-        """Forget a request that has ended anywhere, so that its id can be used again."""
+        """Forget a request that has ended in the queue or on a worker, so that its id can be used again."""
         self.remove(request_id)
         adapter_id = self.live.pop(request_id, None)
         if adapter_id is not None:

@@ -14,7 +14,7 @@ OVERDUE_SECONDS = 1.0
 
 
 class Evidence:
-    """Counts this session's seconds for the requests in flight, and counts its loss against them."""
+    """Counts a session's seconds in favour of the requests in flight, and the session's loss against these requests."""
 
     def __init__(self, session: Session) -> None:
         self._worker = session.worker

@@ -9,10 +9,10 @@ count as serving, like workers that compute other requests.
     n, t   losses of workers with this request alone in flight, and the seconds that it was alone in flight
     m, s   losses of workers without it, and the seconds that workers served without it
 
-If the request is innocent, workers are lost at the same unknown rate with and without it. Then each of the n + m losses
-falls into the request's time with probability x = t / (t + s). The chance of n or more losses in the request's time is
-a tail of the binomial distribution. This test is the exact comparison of two Poisson rates (Przyborowski and Wilenski,
-1940):
+If the request is innocent, workers are lost at the same unknown rate with and without it. In this case, each of the n +
+m losses falls into the request's time with probability x = t / (t + s). The chance of n or more losses in the request's
+time is a tail of the binomial distribution. This test is the exact comparison of two Poisson rates (Przyborowski and
+Wilenski, 1940):
 
     chance(n, t, m, s) = P(Binomial(n + m, x) >= n) = sum over k <= m of C(n + k - 1, k) x^n (1 - x)^k
 
@@ -24,29 +24,29 @@ request alternates with other requests.
 A row is a series of losses with the request in flight. The first loss of a row does not count, because it starts the
 row. If the request gains CLEARING_TOKENS tokens without a loss, the row ends and its evidence is forgotten.
 
-The chance is computed after each loss of the request alone, from the third such loss of a row on. Two losses alone are
-never enough in practice. The k-th chance that is computed in a request's life must be less than a millionth / (k (k +
-1)). With this limit, all chances that are computed for a request err together in less than one of a million requests.
-The limit is for each request, not for all requests together. If a million requests live through storms of kills, one of
-them may be ended.
+A loss counts as solitary if no other request was in flight. The chance is computed after each solitary loss, from the
+third solitary loss of a row on. Two solitary losses are never enough in practice. The k-th chance that is computed in a
+request's life must be less than a millionth / (k (k + 1)). With this limit, all chances that are computed for a request
+err together in less than one of a million requests. The limit of one in a million holds for each request, not for all
+requests together. If a million requests live through storms of kills, one of them may be ended.
 
-Without serving time of other requests there is no evidence. A suspect that was lost alone twice waits until workers
-have served without it for CONTROL times its own time. The wait is at most MAX_CONTROL_SECONDS for each loss. After the
-wait, the third loss alone is enough if no other worker is lost meanwhile. If the request's own time is long, a later
-loss alone is enough.
+Without serving time of other requests there is no evidence. After two solitary losses, a suspect waits until workers
+have served without it for CONTROL times the suspect's own time. A suspect waits at most MAX_CONTROL_SECONDS for each
+loss. After the wait, the third solitary loss is enough if no other worker is lost meanwhile. If the request's own time
+is long, a later solitary loss is enough.
 
 If a worker is gone just before a step is sent, the loss is noticed in that step. So the NOTICE_SECONDS before the step
-count as well. A worker that does not answer failed some time before it counts as lost. So a step in flight counts only
-the seconds that a sound worker might have needed, for the request and for the worker. The caller determines the seconds
-of a step in flight.
+count as well. If a worker does not answer, the failure happens earlier than the worker counts as lost. So a step in
+flight counts only the seconds that a sound worker might have needed, for the request and for the worker. The caller
+determines the seconds of a step in flight.
 
 The caller also decides which events count as a loss. The same events must count with and without the request. Sessions
 that break, time out or send nonsense count. Sessions that a worker or another scheduler ended in good order do not
 count.
 
 A request that kills every worker in its first step is found after four losses. If other requests were in flight in the
-first two losses, the request is found after five losses. All evidence is stored as sums. A loss costs O(1) for each
-request in flight, and O(m) for a request that was alone.
+first two losses, the request is found after five losses. All evidence is stored as sums. The computation after a loss
+costs O(1) for each request in flight, and O(m) for a request that was alone in flight.
 """
 
 import math
@@ -58,14 +58,14 @@ CHANCE = 1e-6
 FEWEST_ALONE = 3
 CONTROL = 130
 """Seconds of serving without the request that are required for each second with it. If no other worker is lost, the
-third loss alone requires x^3 < CHANCE / 2, so x < 1/126."""
+third solitary loss requires x^3 < CHANCE / 2, so x < 1/126."""
 MAX_CONTROL_SECONDS = 30.0
 NOTICE_SECONDS = 0.01
 
 
 def chance(num_losses: int, seconds: float, num_others: int, seconds_of_others: float) -> float:
-    """The chance of the module's docstring, P(Binomial(n + m, t / (t + s)) >= n). The sum stops when it reaches
-    CHANCE."""
+    """The chance that the module's docstring explains: P(Binomial(n + m, t / (t + s)) >= n). The computation stops when
+    the sum reaches CHANCE."""
     if num_losses == 0 or seconds_of_others <= 0.0:
         return 1.0
     share = seconds / (seconds + seconds_of_others)

@@ -3,8 +3,8 @@
 If a request causes the loss of workers, the streams of other requests must go on. A request that was in flight in two
 consecutive worker losses is a suspect. A suspect is scheduled alone, with no other request in flight, until it has
 gained a token. After further losses, a suspect must gain more tokens. A suspect is ended if its losses cannot be
-coincidence: see rule.py. The cause of the losses may also be the worker. So a suspect goes to a worker that was not
-lost with it, if there is such a worker, and is not ended before.
+coincidence: see rule.py. The cause of the losses may also be the worker. If there is a worker that was not lost with
+the suspect, the suspect runs there before it is ended.
 """
 
 from scheduler_service.core.blocks.manager import AllocStatus
