@@ -173,8 +173,8 @@ class SchedulerConfig:
 
 
 def default_prefill_chunk(max_num_batched_tokens: int) -> int:
-    """A quarter of a step. Of the limits from a half to a sixteenth, short requests start soonest or second soonest
-    with a quarter (bench/results/scheduler.md)."""
+    """A quarter of a step. Limits from a half to a sixteenth of a step were measured. With a quarter, short requests
+    start soonest or second soonest (bench/results/scheduler.md)."""
     return -(-max_num_batched_tokens // 4)
 
 

@@ -23,10 +23,10 @@ If the worker makes drafts, a step has room for drafts after a sequence's token,
 makes and verifies the drafts. The answer reports the number of accepted drafts, and so the position of the sequence.
 Until the answer comes, plans assume that all drafts are accepted.
 
-More is in these files. planning/step.py: the contents of a step, and how its bytes are counted.
-planning/steady_plan.py: steps that repeat the step before. planning/shared_prefixes.py: requests that wait for a prefix
-which other requests compute. planning/running.py: room for drafts. suspects/turns.py: separate steps for requests that
-may cause the loss of workers.
+`planning/step.py` explains the contents of a step, and how its bytes are counted. `planning/steady_plan.py` explains
+steps that repeat the step before. `planning/shared_prefixes.py` explains requests that wait for a prefix which other
+requests compute. `planning/running.py` explains room for drafts. `suspects/turns.py` explains separate steps for
+requests that may cause the loss of workers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -173,7 +173,7 @@ class Scheduler:
             for sequence in group.live:
                 self.blocks.release_behind_window(sequence)
 
-    # ---- what the caller tells
+    # ---- calls that change the scheduler
 
     def add_request(self, group: SequenceGroup) -> None:
         """Queue a request. Raises ValueError if a request with this id waits or is on any worker that shares the
@@ -276,7 +276,7 @@ class Scheduler:
         self.balancer.leave(self.member)
         return ended
 
-    # ---- what the caller asks
+    # ---- queries
 
     @property
     def has_work(self) -> bool:

@@ -207,7 +207,7 @@ class BlockManager:
     ) -> int:
         """Number of blocks that the chunks of these sequences need: new blocks, and copies of shared blocks."""
         num_new = 0
-        writers: Counter[Content] = Counter()  # number of writers of each shared block
+        writers: Counter[Content] = Counter()  # number of sequences that write to each shared block
         for sequence, num_tokens in chunks:
             table = tables[sequence.id]
             end = self.sizes.blocks_ahead(sequence.num_computed_tokens + num_tokens)
@@ -290,7 +290,7 @@ class BlockManager:
         """Number of leading blocks of a table that contain tokens."""
         return self.sizes.blocks_of(sequence.num_computed_tokens)
 
-    # ---- ends
+    # ---- freeing
 
     def free(self, sequence: Sequence) -> None:
         """Free a sequence's blocks on the device or the host. Does nothing if the sequence has no blocks."""

@@ -42,7 +42,7 @@ class PrefixCache:
         self._sizes = sizes
         self._is_on = prefix_caching
 
-    # ---- what is found
+    # ---- changes of the cache
 
     def publish(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Make the full blocks of a sequence's first tokens findable, on the device or, if swapped out, on the host.
@@ -133,7 +133,7 @@ class PrefixCache:
             blocks.withdraw_all()
         return num_findable
 
-    # ---- what a waiting sequence would find
+    # ---- lookups for waiting sequences
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Number of tokens that a sequence without a table would find in the cache, including its encoder's input."""

@@ -51,5 +51,5 @@ def block_keys(first: bytes, token_ids: "array[int]", block_size: int) -> Iterat
 
 
 def next_key(previous: bytes, token_ids: "array[int]") -> bytes:
-    """The key of a block with these tokens that follows the block with the key `previous`."""
+    """The key of the block that contains these tokens and follows the block with the key `previous`."""
     return hashlib.sha256(previous + token_ids.tobytes()).digest()

@@ -76,7 +76,7 @@ class Sequence:
         self.num_stored_tokens = 0  # Number of tokens that answered steps have computed.
         self.status = SequenceStatus.WAITING
         self.is_known = False  # Whether the worker knows the sequence in this session.
-        self.num_known_blocks = 0  # Leading entries of its block table that the worker has unchanged.
+        self.num_known_blocks = 0  # Leading entries of its block table that the worker has in their present state.
         self.stop_token_id: int | None = None
         self.num_slots = 0  # Tokens that its device blocks have room for.
         # Parent whose first tokens it shares; None once the worker knows the sequence.
@@ -195,7 +195,8 @@ class SequenceGroup:
     beams: BeamSearch | None
     sequences: list[Sequence]
     encoder: EncoderSequence | None
-    """Input of an encoder-decoder model's encoder. Block keys depend on this input, because keys and values do."""
+    """Input of an encoder-decoder model's encoder. The keys of cached blocks depend on this input, because the blocks'
+    contents depend on it."""
     has_unforked: bool
     """Whether followers wait for the leader's prompt."""
     ended: frozenset[int]

@@ -116,7 +116,7 @@ class Balancer:
         member = self._members.get(entry[2])
         return member if member is not None and member.entry == entry[1] else None
 
-    # ---- where a group goes
+    # ---- choice of a worker
 
     def has_others(self, member: Member) -> bool:
         """Whether any other worker admits groups now."""
@@ -296,7 +296,7 @@ class Balancer:
         began = max(steps[0].planned_at, member.scheduler.answered_at)
         return abs(began + expected - now)
 
-    # ---- what was chosen
+    # ---- records of choices
 
     def took(self, member: Member, placement: Placement) -> None:
         """Record that the worker takes a group in the step that it plans."""

@@ -41,8 +41,8 @@ class Adapters:
         self._live = live
         self._directory = directory
         self._bit = bit
-        self.running: Counter[str] = Counter()  # Running groups that need each adapter.
-        self._here: Counter[str] = Counter()  # Running or swapped groups that need each adapter.
+        self.running: Counter[str] = Counter()  # Number of running groups that need each adapter.
+        self._here: Counter[str] = Counter()  # Number of running or swapped groups that need each adapter.
         # Held adapters that no group here needs; the first is dropped first.
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._fresh: set[str] = set()  # Idle adapters that were fetched for a group and not used since.
@@ -51,9 +51,9 @@ class Adapters:
         self._to_give_way: str | None = None  # Cached `_first_to_give_way()`; None after a change.
         self._fetching = ""
         self.is_for_group = False
-        """Whether the current or last fetch is for a waiting group. A preload is not."""
+        """Whether the current or last fetch is for a waiting group. False for a preload."""
 
-    # ---- which are there
+    # ---- adapters that the worker holds
 
     @property
     def held(self) -> set[str]:
@@ -83,7 +83,7 @@ class Adapters:
         """Whether the adapter is on the device already, so that a step need not copy it."""
         return not adapter_id or adapter_id in self._on_device
 
-    # ---- groups that come and go
+    # ---- arrivals and departures of groups
 
     def came(self, group: SequenceGroup) -> None:
         """Note that a waiting group was given to the worker."""
@@ -123,7 +123,7 @@ class Adapters:
         if len(self._on_device) > self._max_loras:
             del self._on_device[next(other for other in self._on_device if other not in self.running)]
 
-    # ---- adapters that come and go
+    # ---- fetched and dropped adapters
 
     @property
     def is_fetching(self) -> bool:

@@ -81,7 +81,8 @@ class Answers:
     def _take_in_decodes(self, output: SchedulerOutput, token_ids: SequenceOf[int]) -> list[SequenceOutput]:
         """Apply a plain answer to a plain step, in half the time of `take_in`. Most steps are plain."""
         running, block_size, gained = SequenceStatus.RUNNING, self._config.block_size, []
-        new = tuple.__new__  # the constructor of a named tuple spends two thirds of its time in Python code
+        # This is faster than the named tuple's constructor, which spends two thirds of its time in Python code.
+        new = tuple.__new__
         for (sequence, _, _), token_id in zip(output.scheduled, token_ids, strict=True):
             if sequence.status is not running:
                 continue

@@ -77,8 +77,8 @@ class ChunkSizes:
 
 
 class RunningPlanner:
-    """Schedules running groups, and takes their tokens and bytes from the budget. The caller takes their sequences
-    first."""
+    """Schedules running groups, and takes their tokens and bytes from the budget. The caller has taken the groups'
+    sequences from the budget already."""
 
     def __init__(
         self, session: Session, chunk_sizes: ChunkSizes, preemption: Preemption, prefixes: SharedPrefixes

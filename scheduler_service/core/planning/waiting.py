@@ -68,7 +68,7 @@ class WaitingPlanner:
         self._has_reported = False  # whether the balancer has a report from this call of `schedule`
         self.admits = True
 
-    # ---- whether there is room
+    # ---- room on this worker
 
     def room_for(self, group: SequenceGroup) -> int | None:
         """Tokens of a waiting group that are cached or being computed here; None if the next step has no room for the
@@ -174,8 +174,8 @@ class WaitingPlanner:
         alone."""
         if not is_turn and (group.is_suspect or self._yields_to_swapped(group, step)):
             return Decision(Verdict.STOP)  # A suspect is admitted in a separate step.
-        # A group that waits for a prefix passed this check before. The check is skipped, because a look at a waiting
-        # group must be cheap.
+        # A group that waits for a prefix passed this check before. The check is skipped then, because a look at a
+        # waiting group must be cheap.
         if self._worker not in group.placement.prefix_waits and self._never_fits(group):
             return Decision(Verdict.REJECT)
         if not is_turn:
@@ -230,7 +230,7 @@ class WaitingPlanner:
             return False
         return self._has_encoder_tokens(group, step.budget)
 
-    # ---- other workers
+    # ---- choices between workers
 
     def here_or_elsewhere(self, group: SequenceGroup, step: Step) -> Placement:
         """The balancer's choice for a group that has room here: take it, or leave it to another worker."""
@@ -265,7 +265,7 @@ class WaitingPlanner:
         """
         if self._adapters.holds(group.adapter_id):
             return False
-        # the balancer's choice is the same for all groups with this adapter
+        # The balancer's choice is the same for all groups with this adapter.
         if group.adapter_id not in step.lacking_adapters:
             if not self._balancer.is_overdue(group, step.now):
                 placement = self._choose(group, Here.LACKS_ADAPTER, step)
@@ -305,7 +305,7 @@ class WaitingPlanner:
         for chunk in chunks:
             self._prefixes.planned(chunk, step)
 
-    # ---- what the balancer is told
+    # ---- reports to the balancer
 
     def set_admission(self, admits: bool) -> None:
         """Admit waiting groups from now on, or admit none while the worker is drained."""

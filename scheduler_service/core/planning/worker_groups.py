@@ -112,8 +112,8 @@ class WorkerGroups:
 
     @property
     def suspect(self) -> SequenceGroup | None:
-        """The running suspect, which is scheduled alone. At most one suspect runs, because a suspect is admitted only
-        if no other group runs."""
+        """The running suspect, which is scheduled alone; None if no suspect runs. At most one suspect runs, because a
+        suspect is admitted only if no other group runs."""
         return next((group for group in self.accused if group.is_suspect), None) if self.accused else None
 
     def find(self, request_id: str) -> SequenceGroup | None:
@@ -131,7 +131,7 @@ class WorkerGroups:
         self._finished, self._preempted = [], []
         return departures
 
-    # ---- coming and going
+    # ---- admission, swaps and returns
 
     def admit(self, group: SequenceGroup) -> None:
         """Take a group out of the queue and start it."""
@@ -208,7 +208,7 @@ class WorkerGroups:
         self.num_running_seqs -= group.num_seqs
         self._adapters.stopped(group)
 
-    # ---- ending
+    # ---- ends of sequences
 
     def finish_sequence(self, sequence: Sequence, status: SequenceStatus) -> None:
         """End one sequence and free its blocks. Does nothing if the sequence has ended already."""

@@ -41,7 +41,7 @@ class Evidence:
         empty list.
 
         If `blames` is true, the loss counts against the requests of all steps in flight, including requests that were
-        preempted since. Requests that have ended, or are on another worker now, are left out. While there are other
+        preempted since. Requests that have ended, or are on another worker now, are not judged. While there are other
         workers, no group is ended for the losses of a single worker.
         """
         outputs = self._in_flight.outputs

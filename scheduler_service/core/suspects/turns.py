@@ -83,7 +83,7 @@ class SuspectTurns:
         """The placement of a suspect on a worker where a loss would prove more; None if there is no such worker.
 
         The best worker was never lost with the suspect. If all workers were lost with the suspect, the best worker is
-        one that was not lost last. So no single worker can be the only cause.
+        one that was not lost last. After losses of several workers, no single worker can be the only cause.
         """
         suspicion = suspect.suspicion
         if suspicion is None or not (most := suspicion.reluctance(self._worker)):
