@@ -173,8 +173,8 @@ class SchedulerConfig:
 
 
 def default_prefill_chunk(max_num_batched_tokens: int) -> int:
-    """A quarter of a step. Limits from a half to a sixteenth of a step were measured. With a quarter, short requests
-    start soonest or second soonest (bench/results/scheduler.md)."""
+    """A quarter of a step. Limits from a half to a sixteenth of a step were measured. Short requests start soonest or
+    second soonest if long prompts compute a quarter of a step (bench/results/scheduler.md)."""
     return -(-max_num_batched_tokens // 4)
 
 

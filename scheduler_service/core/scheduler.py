@@ -253,7 +253,7 @@ class Scheduler:
     def reset_prefix_cache(self) -> int:
         """Remove all computed blocks from the prefix cache. Requests in flight keep their blocks.
 
-        Returns the number of the worker's blocks that could be found.
+        Returns the number of the worker's blocks that could be found before the reset.
         """
         return self.blocks.cache.reset()
 

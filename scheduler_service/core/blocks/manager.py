@@ -258,8 +258,7 @@ class BlockManager:
         """Number of blocks to copy if a running group is swapped out and resumes.
 
         Blocks that other groups hold on the device need no copy back. Blocks that only this group holds must be copied
-        back, even if the cache has them now. The cache loses these blocks soon, because the group is preempted to make
-        room for other groups.
+        back, because other groups will overwrite them after the swap.
         """
         contents = self._on_device.contents(group)
         filled = {c for s in group.with_tables for c in contents.get(s.id, ())[: self._num_filled(s)]}

@@ -125,8 +125,8 @@ class PrefixCache:
     def reset(self) -> int:
         """Make every block unfindable, on the device and on the host; tables keep their blocks.
 
-        Returns the number of device blocks that could be found. If a sequence in flight publishes a block later, the
-        block is found only after the blocks before it were computed again.
+        Returns the number of device blocks that could be found before the reset. If a sequence in flight publishes a
+        block later, the block is found only after the blocks before it were computed again.
         """
         num_findable = self._device.blocks.num_findable
         for blocks in (self._device.blocks, self._host.blocks):

@@ -28,7 +28,7 @@ class Suspicion:
     seconds: float = 0.0
     """Seconds that the request was in flight on any worker since the first loss."""
     seconds_alone: float = 0.0
-    """Seconds since the first loss in which no other request was in flight."""
+    """Seconds since the first loss in which only this request was in flight."""
     fleet_losses_before: int = 0
     """Losses of the whole fleet up to the first loss of the row, including this loss."""
     fleet_seconds_before: float = 0.0

@@ -174,8 +174,8 @@ class WaitingPlanner:
         alone."""
         if not is_turn and (group.is_suspect or self._yields_to_swapped(group, step)):
             return Decision(Verdict.STOP)  # A suspect is admitted in a separate step.
-        # A group that waits for a prefix passed this check before. The check is skipped then, because a look at a
-        # waiting group must be cheap.
+        # A group that waits for a prefix was checked before. The check is skipped then, because a look at a waiting
+        # group must be cheap.
         if self._worker not in group.placement.prefix_waits and self._never_fits(group):
             return Decision(Verdict.REJECT)
         if not is_turn:
