@@ -113,7 +113,7 @@ class BlockAllocator:
         """Give a held block the key of its contents. A key that finds another block already still finds the other
         block.
 
-        parent: the key before `key` in the chain, which is the key of the block before or the root.
+        `parent` is the key before `key` in the chain: the key of the block before, or the root.
         """
         if self._keys[block] is None:
             self._keys[block], self._parents[block] = key, parent

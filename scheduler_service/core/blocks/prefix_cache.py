@@ -155,9 +155,9 @@ class PrefixCache:
     def look_up(self, sequence: Sequence, start: int, runs: FoundRuns) -> PrefixLook:
         """Find the first block of a waiting sequence that is not cached, and whether the block is expected.
 
-        start: an earlier look found the blocks before this index. If the block before `start` is gone, all blocks are
-        looked up again. `runs` were found for other sequences in this step. Copying the keys of a prompt of 131,072
-        tokens would take 30 µs, so the keys are not copied.
+        `start` is the number of leading blocks that an earlier look found. If the last one of these leading blocks is
+        gone, all blocks are looked up again. `runs` were found for other sequences in this step. Copying the keys of a
+        prompt of 131,072 tokens would take 30 µs, so the keys are not copied.
         """
         if not self._device.blocks.num_expected_keys:
             return _NOTHING_EXPECTED

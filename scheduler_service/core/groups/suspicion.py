@@ -18,7 +18,7 @@ class Suspicion:
     num_losses: int = 0
     """Number of losses in the row, which is a series of losses with the request in flight."""
     num_alone: int = 0
-    """Number of losses in the row, except the first, with no other request in flight."""
+    """Number of solitary losses in the row, except the first loss. A solitary loss has no other request in flight."""
     lost_on: frozenset[str] = frozenset()
     """Names of the workers that were lost in the row."""
     last_lost_on: str | None = None
@@ -34,8 +34,7 @@ class Suspicion:
     fleet_seconds_before: float = 0.0
     """Seconds that the whole fleet had served at the first loss of the row."""
     others_at_last: float = 0.0
-    """Seconds that workers served without the request, from the first loss to the last loss with no other request in
-    flight."""
+    """Seconds that workers had served without the request at its last solitary loss, counted from the first loss."""
     num_looks: int = 0
     """How often the rule was applied to the request, in all rows together."""
 

@@ -55,9 +55,9 @@ class Balancer:
         """Number of swapped groups that moved to another worker."""
         self.background = Background()
         self._members: dict[int, Member] = {}
-        self._is_open = 0  # bits of the open workers
+        self._is_open = 0  # bits of the workers that admit groups
         self._num_open = 0
-        self._work = 0  # total work of the open workers
+        self._work = 0  # total work of the workers that admit groups
         self._speed = 0
         self._lightest: list[tuple[float, int, int]] = []  # (work, entry, slot)
         self._entries = itertools.count()

@@ -39,8 +39,8 @@ def bytes_to_tell(sequence: Sequence, num_blocks: int) -> int:
     """The maximum bytes that describe a sequence to the worker, if its block table has `num_blocks` entries.
 
     A worker that knows the sequence receives only the sequence's block table. A worker that knows only the parent
-    receives the table, and the tokens that the parent does not have. A worker that knows neither receives the complete
-    sequence.
+    receives the table, and the tokens that the parent does not have. A worker that knows neither the sequence nor the
+    parent receives the complete sequence.
     """
     parent = sequence.forked_from
     num_numbers = num_blocks

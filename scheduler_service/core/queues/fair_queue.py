@@ -38,7 +38,7 @@ class FairQueue(WaitingQueue):
         self._heap: list[tuple[float, str]] = []
         self._in_heap: set[str] = set()
         self.counters: dict[str, float] = {}
-        self._last_tenant = ""  # tenant of the group that left the queue last
+        self._last_tenant = ""  # tenant of the last group that left the queue
 
     def append(self, group: SequenceGroup) -> None:
         super().append(group)
