@@ -6,15 +6,14 @@ time that the request was alone in flight. The evidence is compared with the los
 fleet while the request was not in flight. The comparison begins with the request's first loss. Workers that are idle
 count as serving, like workers that compute other requests.
 
-    n, t   losses of workers with this request alone in flight, and the seconds that it was alone in flight
-    m, s   losses of workers without it, and the seconds that workers served without it
+Let n be the number of losses with this request alone in flight, and t the seconds that it was alone in flight. Let m be
+the number of losses without it, and s the seconds that workers served without it. If the request is innocent, workers
+are lost at the same unknown rate with and without it. In this case, each of the n + m losses falls into the request's
+time with probability x = t / (t + s). The chance of n or more losses in the request's time is a tail of the binomial
+distribution. This test is the exact comparison of two Poisson rates (Przyborowski and Wilenski, 1940). The function
+`chance` computes the tail:
 
-If the request is innocent, workers are lost at the same unknown rate with and without it. In this case, each of the n +
-m losses falls into the request's time with probability x = t / (t + s). The chance of n or more losses in the request's
-time is a tail of the binomial distribution. This test is the exact comparison of two Poisson rates (Przyborowski and
-Wilenski, 1940):
-
-    chance(n, t, m, s) = P(Binomial(n + m, x) >= n) = sum over k <= m of C(n + k - 1, k) x^n (1 - x)^k
+    P(Binomial(n + m, x) >= n) = sum over k <= m of C(n + k - 1, k) x^n (1 - x)^k.
 
 The chance includes the uncertainty of the rate. If m is 0, the chance equals the result of a flat prior, for which the
 first loss without the request may be near. The rate of losses can have any value. The rate may also have changed when
