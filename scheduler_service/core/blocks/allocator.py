@@ -134,7 +134,7 @@ class BlockAllocator:
         return self._parents[block]
 
     def children(self, key: bytes) -> list[bytes]:
-        """The keys directly after this key in a chain that find blocks."""
+        """The keys that follow this key in a chain and find a block."""
         return [*self._children.get(key, ())]
 
     def expect(self, key: bytes) -> None:

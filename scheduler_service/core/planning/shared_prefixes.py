@@ -7,7 +7,7 @@ If the next block of a waiting request is expected, the waiting request is not a
 computes the block, and no tokens are computed twice. While the running request makes progress, the wait costs no time,
 because the running request comes first in every step anyway.
 
-A request waits at most for the time that computing the rest of its prompt after the running requests would take. The
+A wait has a time limit: the seconds to compute the rest of the waiting request's prompt after the running requests. The
 limit of a wait starts anew if another block of the waiting request is published, or if another request gives up waiting
 for the same block. While a request waits, its sequences count as running, up to half of the step's sequences. So later
 requests do not take the place of a waiting request.
