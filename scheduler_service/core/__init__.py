@@ -1,6 +1,7 @@
-"""The scheduling brain: standard library only, so no gRPC, protobuf, torch, asyncio, clock or I/O.
+"""Plans the steps of workers. The code imports only the standard library: no gRPC, protobuf, torch, asyncio, clock or
+I/O.
 
-A `Scheduler` plans the steps of one worker; several share one `WaitingQueue`.
+A `Scheduler` plans the steps of one worker. The schedulers of all workers share one `WaitingQueue`.
 """
 
 from scheduler_service.core.blocks.allocator import BlockAllocator

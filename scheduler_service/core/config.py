@@ -1,18 +1,20 @@
-"""A scheduler's limits and the sizes of its worker, checked once."""
+"""The limits of a scheduler and the sizes of its worker, checked on construction."""
 
 import enum
 import math
 from dataclasses import dataclass
 
 MAX_BLOCKS = 2**22
-"""Blocks of one worker: many times what the largest devices hold, and as many as the scheduler has memory to manage."""
+"""Maximum number of blocks of one worker, which the scheduler has memory to manage. The largest devices have room for
+far fewer blocks."""
 
 
 class PreemptionMode(enum.Enum):
-    """The fate of a preempted group's blocks.
+    """The treatment of a preempted group's blocks.
 
-    RECOMPUTE frees its blocks and computes its tokens again; SWAP copies its blocks to host memory and back; AUTO takes
-    the cheaper way by the worker's measured speeds. If host memory has no room, every mode recomputes.
+    RECOMPUTE frees the blocks, and the group computes its tokens again. SWAP copies the blocks to host memory and back.
+    AUTO chooses the cheaper of RECOMPUTE and SWAP by the worker's measured speeds. If host memory has no room, every
+    mode recomputes.
     """
 
     RECOMPUTE = "recompute"
@@ -21,7 +23,7 @@ class PreemptionMode(enum.Enum):
 
 
 class PhaseRule(enum.Enum):
-    """Whether prompts and decodes share a step (CHUNKED), or a step is all of one or all of the other (SEPARATE)."""
+    """Whether prompts and decodes share a step (CHUNKED), or each step has only prompts or only decodes (SEPARATE)."""
 
     CHUNKED = "chunked"
     SEPARATE = "separate"
@@ -29,62 +31,62 @@ class PhaseRule(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Sizes and budgets; raises ValueError with the field and its bound."""
+    """Sizes and budgets of a scheduler. Raises ValueError with the field's name and its bound."""
 
     block_size: int
     """Tokens of a block."""
     num_device_blocks: int
-    """0 for a worker with an encoder, which keeps no keys and values: a prompt is computed whole in one step, and uses
-    nothing but the step's token budget."""
+    """Number of device blocks. A worker with an encoder stores no keys and values, and has 0 blocks. A worker without
+    blocks computes each prompt in one step, within the step's token budget."""
     max_num_batched_tokens: int
-    """Tokens of a step."""
+    """Maximum tokens of a step."""
     max_num_seqs: int
-    """Sequences of a step."""
+    """Maximum sequences of a step."""
     max_model_len: int
-    """Tokens of one sequence, prompt and output together."""
+    """Maximum tokens of one sequence, prompt and output together."""
     watermark: float = 0.01
-    """The share of device blocks that admission leaves free, so that running sequences can grow before one has to be
-    preempted."""
+    """Share of device blocks that admission leaves free, so that running sequences can grow for a while without
+    preemption."""
     num_host_blocks: int = 0
-    """Blocks in host memory, for groups that are swapped out."""
+    """Number of blocks in host memory, for swapped groups."""
     max_prefill_chunk: int = 0
-    """Tokens that the first long prompt computes in a step at most, while other sequences want a share of the step
-    (0: no bound). Each further prompt that is as long computes at most half as many as the one before it, so that long
-    prompts do not hold up requests behind them. Tokens of the step that are then left go to the long prompts."""
+    """Maximum tokens of the first long prompt in a step, while other sequences need tokens of the step (0: no limit).
+    Each further long prompt computes at most half as many tokens as the long prompt before. So long prompts do not
+    delay the requests behind them. The tokens that are left in the step go to the long prompts."""
     max_loras: int = 1
-    """Adapters of the groups that run at a time."""
+    """Maximum number of adapters of the running groups."""
     max_held_loras: int = 0
-    """Adapters that the worker holds in host memory (0: all adapters)."""
+    """Maximum number of adapters in the worker's host memory (0: all adapters)."""
     lora_copy_seconds: float = 0.0
-    """Seconds that copying an adapter to the device takes."""
+    """Seconds to copy an adapter to the device."""
     num_lookahead_slots: int = 0
-    """Tokens that every sequence has room for past the tokens it computes next."""
+    """Tokens that each sequence has room for after the tokens that it computes next."""
     sliding_window: int = 0
-    """Tokens that each token attends to, itself included (0: all). Blocks behind the window are freed, and prefixes are
-    not cached, because their first blocks would be missing."""
+    """Tokens that each token attends to, including itself (0: all tokens). Blocks behind the window are freed. Prefixes
+    are not cached, because their first blocks would be missing."""
     prefix_caching: bool = True
-    """Whether blocks are found by the tokens in them."""
+    """Whether prompts can find cached blocks by the tokens in them."""
     phase_rule: PhaseRule = PhaseRule.CHUNKED
     """Whether prompts and decodes share steps."""
     delay_factor: float = 0.0
-    """Admission with SEPARATE phases waits until a request has waited for so many times the last prompt step, so that
-    prompts batch up; 0 admits at once. CHUNKED phases take no delay: prompts share the steps that the decodes take
-    anyway, so that waiting would gain them nothing."""
+    """Delay of admission with SEPARATE phases (0: no delay). A request waits for `delay_factor` times the duration of
+    the last prompt step, so that prompts batch up. CHUNKED phases allow no delay, because prompts share the steps of
+    decodes and waiting would gain nothing."""
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
-    """AUTO compares copying a group's blocks out and back in with computing its tokens again. Blocks that the
-    other pool already has are not copied; blocks that other groups hold on the device are neither copied back nor
-    computed again."""
+    """Treatment of a preempted group's blocks. AUTO compares the time to copy the blocks out and back in with the time
+    to compute the tokens again. Blocks that the other pool already has are not copied. Blocks that other groups hold on
+    the device are neither copied back nor computed again."""
     block_bytes: int = 0
-    """Bytes to copy of each block, for AUTO."""
+    """Bytes of each block to copy; only AUTO preemption needs this value."""
     swap_bytes_per_second: int = 0
-    """Speed of copying, for AUTO; 0 counts as never finishing."""
+    """Speed of swapping, for AUTO preemption. At speed 0 a swap counts as endless."""
     prefill_tokens_per_second: int = 0
-    """Speed of computing, for AUTO; 0 counts as never finishing."""
+    """Speed of computing a prompt, for AUTO preemption. At speed 0 a recompute counts as endless."""
     max_num_encoder_tokens: int = 0
-    """Tokens that encoders of encoder-decoder models read in a step (0 for other models)."""
+    """Maximum tokens that the encoders of encoder-decoder models read in a step (0 for other models)."""
     max_step_bytes: int = 8 << 20
-    """Bytes in which a step describes sequences that are new to the worker: see planning/step.py. A prompt of 131,072
-    tokens counts 0.7 MB; encoding the default takes about 15 ms."""
+    """Maximum bytes that describe new sequences in a step; see planning/step.py. A prompt of 131,072 tokens counts 0.7
+    MB. Encoding the default number of bytes takes about 15 ms."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -144,17 +146,19 @@ class SchedulerConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether there are no keys and values to keep."""
+        """Whether the worker stores no keys and values."""
         return not self.num_device_blocks
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether prompts can find blocks of earlier ones: not with a window in every layer, nor without blocks."""
+        """Whether prompts can find blocks of earlier prompts. The result is False if all layers have a sliding window,
+        or if there are no blocks."""
         return self.prefix_caching and not (self.sliding_window or self.is_encoder)
 
     @property
     def max_blocks_per_sequence(self) -> int:
-        """The most blocks that one sequence ever holds: the whole pool, or window and chunk, wherever they begin."""
+        """The maximum number of blocks of one sequence: the whole pool, or the blocks that a window and a chunk can
+        touch."""
         if not self.sliding_window:
             return self.num_device_blocks
         chunk = self.max_num_batched_tokens + self.num_lookahead_slots
@@ -162,17 +166,18 @@ class SchedulerConfig:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The most tokens one sequence can reach: the model's limit, or what the pool has room for."""
+        """The maximum number of tokens of one sequence: the model's limit, or the number that the pool has room for."""
         if self.is_encoder or (self.sliding_window and self.max_blocks_per_sequence <= self.num_device_blocks):
             return self.max_model_len
         return min(self.max_model_len, self.num_device_blocks * self.block_size - self.num_lookahead_slots)
 
 
 def default_prefill_chunk(max_num_batched_tokens: int) -> int:
-    """A quarter of a step: of the halves down to a sixteenth it held up the fewest (bench/results/scheduler.md)."""
+    """A quarter of a step. Limits from a half to a sixteenth of a step were measured. Short requests start soonest or
+    second soonest if long prompts compute a quarter of a step (bench/results/scheduler.md)."""
     return -(-max_num_batched_tokens // 4)
 
 
 def blocks_within_window(sliding_window: int, chunk: int, block_size: int) -> int:
-    """The most blocks that a window and the tokens computed at once touch, wherever in a block they begin."""
+    """The maximum number of blocks that a window and a chunk of tokens touch, at any offset in a block."""
     return (sliding_window - 1 + chunk - 2) // block_size + 2

@@ -1,26 +1,32 @@
-"""Plans one worker's steps.
+"""Plans the steps of one worker.
 
-There is no prefill phase and no decode phase: a sequence is scheduled for the tokens that are not computed yet, as many
-as the step's budget leaves. Sequences that need a single token go first, so that a long prompt never holds up the
-others; then prompts under way; then groups that were swapped out; then, when all of those that have a slot for their
-adapter are back, the head of the waiting queue, which goes before one of them only if it outranks it. Of a long prompt
-no more than `max_prefill_chunk` tokens are taken at first, so that those behind it get into the step as well. What is
-left of the budget after that goes to the long ones in the same order, so that a lone prompt is computed as fast as it
-can be. When blocks run out, the policy's victim is preempted: the group admitted last, or last in rank. Within a step
-all swapping out is planned before any swapping in, which is the order in which the worker does it.
+There is no prefill phase and no decode phase. In each step, a sequence computes as many of its uncomputed tokens as the
+step's budget allows. Sequences that need a single token are scheduled first, so that a long prompt never delays these
+sequences. Prompts under way are scheduled next, and then swapped groups. Waiting groups are scheduled last, after all
+swapped groups that have an adapter slot have resumed. A waiting group goes before a swapped group only if the waiting
+group outranks it.
 
-Steps may be planned ahead of the answers to earlier ones; the worker works in step order and feeds the tokens that it
-sampled, so a plan needs to know only how many there will be. Blocks that are let go of while steps are in flight may
-be given away at once, because the sequence that gets them writes in a later step. A sequence that turns out to have
-stopped has wasted its slot in the steps ahead, and only that.
+A long prompt first computes at most `max_prefill_chunk` tokens, so that later requests join the step too. The rest of
+the budget goes to long prompts in the order of scheduling. So a prompt without competing requests is computed as fast
+as possible.
 
-Where the worker drafts how a sequence goes on, a step has room for some drafts behind its token, as far as all else
-leaves any. The worker makes and verifies them, and how many were right, and so where the sequence stands, is known with
-the answer. Until then plans count with the most that it may be.
+If blocks run out, the policy's victim is preempted: the group that was admitted last, or the group that ranks last. In
+a step, all swaps to the host are planned before any swap to the device. The worker copies swapped blocks in the order
+in which the swaps are planned.
 
-Where to read on: what a step is and how its bytes are counted in planning/step.py; steps like the one before in
-planning/steady_plan.py; requests that wait for a prefix which others compute in planning/shared_prefixes.py; room for
-drafts in planning/running.py; steps of its own for a request that workers may be lost to in suspects/turns.py.
+Steps can be planned before earlier steps are answered. The worker does steps in order and feeds the tokens that it
+sampled, so a plan requires only the number of tokens. Blocks that are freed while steps are in flight can be reused at
+once, because the next sequence writes to them in a later step. If a sequence turns out to have stopped, only its slots
+in the planned steps are wasted.
+
+If the worker makes drafts, a step has room for drafts after a sequence's token, as far as tokens are left. The worker
+makes and verifies the drafts. The answer reports the number of accepted drafts, and so the position of the sequence.
+Until the answer comes, plans assume that all drafts are accepted.
+
+`planning/step.py` explains the contents of a step, and how its bytes are counted. `planning/steady_plan.py` explains
+steps that repeat the step before. `planning/shared_prefixes.py` explains requests that wait for a prefix which other
+requests compute. `planning/running.py` explains room for drafts. `suspects/turns.py` explains separate steps for
+requests that may cause the loss of workers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -52,11 +58,11 @@ from scheduler_service.core.suspects.turns import SuspectTurns
 class Scheduler:
     """Plans the steps of one worker's session.
 
-    Every step that `schedule` returns and that is not empty is answered by `update_from_output`, in order; how many
-    steps are planned ahead of the answers is the caller's choice. Between them `finish_requests` and `finish_sequence`
-    may be called at any time; they free blocks at once, and the worker, which works in step order, never notices.
+    Each step from `schedule` that is not empty is answered by `update_from_output`, in order. The caller decides how
+    many steps are planned ahead of the answers. `finish_requests` and `finish_sequence` can be called at any time.
+    Blocks of finished requests are freed at once, which is safe because the worker does steps in order.
 
-    `worker` is the worker's name, the same one in every session; `now` is the time at which the session begins.
+    `worker` is the worker's name, which is the same in every session. `now` is the time when the session begins.
     """
 
     def __init__(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str = "", now: float = 0.0) -> None:
@@ -67,7 +73,7 @@ class Scheduler:
         self.member = balancer.join(self)
         try:
             self.blocks = _blocks(config, self.member, waiting)
-        except BaseException:  # as MemoryError
+        except BaseException:  # for example MemoryError
             balancer.leave(self.member)
             raise
         self._in_flight = StepsInFlight()
@@ -90,18 +96,19 @@ class Scheduler:
         self._writer = StepWriter(session)
         self._evidence = Evidence(session)
         self._answers = Answers(session)
-        self.running = self._groups.running  # in the order of admission
-        self.swapped = self._groups.swapped  # first to resume first
+        self.running = self._groups.running  # In the order of admission.
+        self.swapped = self._groups.swapped  # The first group resumes first.
         self.num_preemptions = self._preemption.counts
         self._evidence.join(now)
 
     # ---- planning
 
     def schedule(self, now: float = 0.0) -> SchedulerOutput:
-        """Plan the next step; `now` is in seconds of any steady clock: it matters with a delay factor or other workers.
+        """Plan the next step. `now` is in seconds of any steady clock.
 
-        An empty step takes no step id and need not be sent: there is nothing to do, or nothing before an answer, or
-        what there is to do is left to other workers. When there is no work at all the call changes nothing.
+        The time `now` matters only with a delay factor or with several workers. An empty step has no step id and need
+        not be sent. A step is empty if there is no work, or if all work must wait for an answer or is left to other
+        workers. If there is no work at all, `schedule` changes nothing.
         """
         if not self.has_work:
             return self._writer.write_nothing()
@@ -142,9 +149,10 @@ class Scheduler:
         self._admission.schedule(step)
 
     def _schedule_separately(self, step: Step) -> None:
-        """Prompts first, those under way before those that were swapped out, and those before new ones; else decodes.
+        """Plan prompts under way, then swapped groups, then waiting groups. If the step has no prompt, plan decodes.
 
-        A swapped group comes back in a step of what it computes next.
+        A group that was swapped out during its prompt resumes in a step of prompts. Any other swapped group resumes in
+        a step of decodes.
         """
         ready, behind = self._running.split(step)
         self._running.schedule(behind, step)
@@ -165,24 +173,26 @@ class Scheduler:
             for sequence in group.live:
                 self.blocks.release_behind_window(sequence)
 
-    # ---- what the caller tells
+    # ---- calls that change the scheduler
 
     def add_request(self, group: SequenceGroup) -> None:
-        """Queue a request; raises ValueError while one of its id waits, or is with any worker that shares the queue."""
+        """Queue a request. Raises ValueError if a request with this id waits or is on any worker that shares the
+        queue."""
         self.waiting.append(group)
 
     def update_from_output(
         self, output: SchedulerOutput, answer: ModelOutput, now: float = 0.0
     ) -> list[SequenceOutput]:
-        """Account for a step's computed tokens and append the sampled ones.
+        """Count a step's computed tokens as stored and append the sampled tokens.
 
-        Returns what each sequence gained, in the order of the step; a sequence that thereby ended has its final
-        status. Sequences that were finished or preempted by recompute after the step was sent gain nothing. Answers
-        come in the order of steps. Raises ValueError when the answer is not to this step.
+        Returns the results of sequences in the order of the step. A sequence that ended in this step has its final
+        status. A sequence that was finished, or preempted by recompute, after the step was sent has no result. Answers
+        must come in the order of steps. Raises ValueError if the answer is not to this step.
         """
         drafted = output.num_draft_tokens
         if 0 in answer.num_tokens or any(one.num_computed_tokens + 1 >= one.max_num_tokens for one in drafted):
-            self._steady.forget()  # such a one left the plan, and may have more to compute after all
+            # A sequence without a token, or near its end, left the plan and may have tokens to compute after all.
+            self._steady.forget()
         seconds = self._in_flight.answer(output, answer, now)
         self.balancer.stepped(self.member, output.num_tokens + sum(answer.num_draft_tokens), seconds)
         if self._groups.accused:
@@ -190,13 +200,13 @@ class Scheduler:
         return self._answers.take_in(output, answer)
 
     def finish_sequence(self, sequence: Sequence, status: SequenceStatus) -> None:
-        """End one sequence and free its blocks; nothing happens when it has ended already."""
+        """End one sequence and free its blocks. Does nothing if the sequence has ended already."""
         self._groups.finish_sequence(sequence, status)
 
     def finish_requests(self, request_ids: Iterable[str], status: SequenceStatus) -> list[SequenceGroup]:
-        """End requests that are here or wait; returns those that there were. Unknown ids are passed over.
+        """End requests that are on this worker or wait. Unknown ids are skipped. Returns the groups that were found.
 
-        Raises TypeError for a single string, whose letters would be taken for ids.
+        Raises TypeError for a single string, because its letters would be read as ids.
         """
         if isinstance(request_ids, str | bytes):
             raise TypeError(f"request_ids is {request_ids!r}; it must be a list of ids, of one if there is only one")
@@ -209,47 +219,51 @@ class Scheduler:
         return ended
 
     def set_admission(self, admits: bool) -> None:
-        """Admit waiting groups from now on, or none while the worker is drained; those that it has go on either way."""
+        """Admit waiting groups from now on, or admit none while the worker is drained. Groups on the worker go on in
+        both cases."""
         self._admission.set_admission(admits)
 
     def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str] = ()) -> AdapterFetch | None:
-        """Choose an adapter to bring to the worker: of `wanted`, as of a step's `lacking_adapters`, the first that it
-        does not hold, or else of `preloads`, for which none gives way.
+        """Choose the adapter to fetch next for the worker; None if no adapter can be fetched now.
 
-        None where there is no place or nothing to bring, and while one is being brought.
+        `wanted` can be the `lacking_adapters` of a step. The first adapter of `wanted` that the worker does not hold is
+        fetched. If the worker holds all of `wanted`, the first missing adapter of `preloads` is fetched. No adapter is
+        dropped for a preload.
         """
         return self.adapters.begin_fetch(wanted, preloads)
 
     def end_fetch(self, seconds: float | None) -> None:
-        """The worker has, after so many seconds, what `begin_fetch` chose last; None if it could not be brought."""
+        """End the fetch that `begin_fetch` began, after this many seconds; None if the fetch failed."""
         self.adapters.end_fetch(is_held=seconds is not None)
         if seconds is not None:
             self.member.brought_adapter(seconds)
 
     def hold_adapter(self, adapter_id: str) -> None:
-        """The worker has an adapter already."""
+        """Note that the worker holds an adapter already."""
         self.adapters.hold(adapter_id)
 
     def drop_adapter(self, adapter_id: str) -> bool:
-        """The worker is to forget an adapter, once all steps in flight are answered; returns whether it has it.
+        """Stop counting an adapter as held. Returns whether the worker held the adapter.
 
-        Raises ValueError while a group here needs it.
+        The worker forgets the adapter after all steps in flight are answered. Raises ValueError if a group on this
+        worker needs the adapter.
         """
         return self.adapters.drop(adapter_id)
 
     def reset_prefix_cache(self) -> int:
-        """Have no request find the blocks computed so far; requests in flight keep theirs.
+        """Remove all computed blocks from the prefix cache. Requests in flight keep their blocks.
 
-        Returns the number of the worker's blocks that could be found.
+        Returns the number of the worker's blocks that could be found before the reset.
         """
         return self.blocks.cache.reset()
 
     def release_all(self, now: float = 0.0, *, blames: bool = True) -> list[SequenceGroup]:
-        """The worker is gone: give all its groups back to the head of the queue. Plan no further steps.
+        """Return all groups to the head of the queue, because the worker is gone. No further steps may be planned.
 
-        If steps were in flight, it `blames` the requests in them: any may be what the worker was lost to, also one of
-        the second step where the answer to the first was lost with it. Nothing is blamed when the session ended for
-        reasons of its own. Returns the group that was ended for the loss, in a list, or none.
+        If `blames` is true and steps were in flight, the loss counts against all requests in these steps. Requests of
+        the second step in flight count too, because the answer to the first step may have been lost with the worker.
+        `blames` is false if the session ended for a reason that no request can cause. Returns a list with the group
+        that was ended for the loss, or an empty list.
         """
         ended = self._evidence.lost(now, blames=blames)
         groups = self._groups.give_all_back()
@@ -262,36 +276,37 @@ class Scheduler:
         self.balancer.leave(self.member)
         return ended
 
-    # ---- what the caller asks
+    # ---- queries
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` might return something other than an empty step."""
+        """Whether `schedule` can return a step that is not empty."""
         return bool(self._groups.has_work or (self._admission.admits and self.waiting))
 
     def get_request_counts(self) -> tuple[int, int, int]:
-        """How many requests run here, how many wait, and how many are swapped out here: a group counts once.
+        """The numbers of requests that run here, that wait, and that are swapped out here. A group counts once.
 
-        vLLM's `get_request_counts` returns two numbers, of requests that run and that wait for its one engine. Here the
-        second is of the queue that all workers share, so it must not be added up over workers. A preempted request
-        counts as waiting after recompute, as there, and as swapped out after a swap, which vLLM does not know. A
-        request that has ended counts nowhere, even if the worker has yet to be told.
+        In vLLM, `get_request_counts` returns two numbers for a single engine: requests that run, and requests that
+        wait. Here all workers share one queue, so the number of waiting requests must not be added up over workers.
+        After recompute, a preempted request counts as waiting, as in vLLM. After a swap, a preempted request counts as
+        swapped out, which is a state that vLLM does not have. A request that has ended is not counted, even before the
+        worker is told.
         """
         return len(self.running), len(self.waiting), len(self.swapped)
 
     @property
     def admits(self) -> bool:
-        """Whether waiting groups may be given to the worker."""
+        """Whether waiting groups may be given to this worker."""
         return self._admission.admits
 
     @property
     def num_running_seqs(self) -> int:
-        """Sequences of the running groups together, counted as budgets count them."""
+        """Sequences of all running groups, as in a budget."""
         return self._groups.num_running_seqs
 
     @property
     def running_adapters(self) -> Mapping[str, int]:
-        """Adapters, and how many running groups need each."""
+        """The number of running groups that need each adapter."""
         return self.adapters.running
 
     @property
@@ -301,19 +316,25 @@ class Scheduler:
 
     @property
     def answered_at(self) -> float:
-        """When the last answer came."""
+        """The time of the last answer."""
         return self._in_flight.answered_at
 
     def room_for(self, group: SequenceGroup) -> int | None:
-        """Cached tokens that a waiting group would find here, if the next step could take it; else None."""
+        """Tokens of a waiting group that are cached or being computed here; None if the next step has no room for the
+        group."""
         return self._admission.room_for(group)
 
     def has_adapter_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
-        """Whether the group's adapter can join those of the running groups, `without` those that would make room."""
+        """Whether the worker holds the group's adapter, and can run it together with the adapters of the running
+        groups.
+
+        Groups in `without` do not count as running.
+        """
         return self.adapters.has_slot(group, without=without)
 
     def seconds_to_copy(self, group: SequenceGroup) -> float:
-        """Seconds that the first step with the group's adapter takes longer, if the adapter is not on the device."""
+        """Seconds that the first step with the group's adapter takes longer, if the adapter must be copied to the
+        device."""
         return 0.0 if self.adapters.is_on_device(group.adapter_id) else self.config.lora_copy_seconds
 
 

@@ -1,1 +1,2 @@
-"""Decides which blocks hold the keys and values of each sequence; when a sequence gets any is planning's to decide."""
+"""Decides which blocks store the keys and values of each sequence. `planning` decides when a sequence receives
+blocks."""

@@ -1,10 +1,11 @@
-"""Reference-counted numbers of the blocks in one memory pool, and the prefix cache that lives in its free blocks.
+"""Allocates the reference-counted blocks of one memory pool, whose free blocks are the prefix cache.
 
-A block may carry a key that stands for its tokens and everything before them, from the moment when a step that computes
-it is planned. Of the blocks that carry one key, one is found by it. When its last holder lets go, that block keeps key
-and contents, and can be found and held again, until the pool has no other block to hand out.
+A block can have a key, which stands for the block's tokens and all tokens before them. A block receives its key when a
+step that computes the block is planned. If several blocks have the same key, the key finds one of them. The block that
+is found keeps its key and contents after its last holder has freed it. A free block can be found and held again until
+the pool has no other free block.
 
-A key can also be expected: a running sequence is going to compute a block of it, but in no step so far.
+A key is called expected if a running sequence will compute a block with this key, but no planned step does so.
 """
 
 from collections import OrderedDict
@@ -14,14 +15,14 @@ from itertools import takewhile
 from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
 
 Content = bytes | int
-"""The contents of a block: its key. A block without a key has its number instead, as no other is known to be equal."""
+"""The contents of a block: its key. A block without a key equals no other block, and is represented by its number."""
 
 
 class Evictor:
-    """Free blocks that can still be found, in the order in which they will be given up; every operation is O(1).
+    """Free blocks that can still be found, in the order of their eviction. Every operation is O(1).
 
-    The block that was let go of first goes first. Holders let go of their last blocks first, so of a sequence's blocks
-    the one with the most tokens before it, which is the least likely to be shared, goes before the others.
+    The block that was freed first is evicted first. A sequence frees its last block first. So a sequence's last block
+    is evicted before its other blocks. The last block is also the least likely to be shared.
     """
 
     def __init__(self) -> None:
@@ -44,9 +45,9 @@ class Evictor:
 
 
 class BlockAllocator:
-    """Hands out the block numbers 0 … num_blocks - 1. A block is free again when its last holder lets go.
+    """Allocates the block numbers 0 … num_blocks - 1. A block is free again when its last holder frees it.
 
-    What can be found or is expected is entered in the `directory`, under the `bit` of the worker of these blocks.
+    `directory` stores the keys that find a block or are expected, under the `bit` of this pool's worker.
     """
 
     def __init__(self, num_blocks: int, directory: PrefixDirectory | None = None, bit: int = 1) -> None:
@@ -55,13 +56,14 @@ class BlockAllocator:
         self._bit = bit
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
-        self._parents: list[bytes] = [b""] * num_blocks  # the key before a block's own in its chain
-        self._children: dict[bytes, set[bytes]] = {}  # keys that blocks are found by, by the key before
-        self._expected: dict[bytes, int] = {}  # by how many sequences
-        self._by_key: dict[Content, int] = {}  # keys only, so that a number is never found
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is the warmest
+        self._parents: list[bytes] = [b""] * num_blocks  # Key before each block's key in its chain.
+        self._children: dict[bytes, set[bytes]] = {}  # Keys that find blocks, by their predecessor in the chain.
+        self._expected: dict[bytes, int] = {}  # Number of sequences that will compute each key.
+        self._by_key: dict[Content, int] = {}  # Contains keys only, so that a block number is never found.
+        # A stack: the block that was freed last is the most likely to be in a processor's cache.
+        self._free = list(range(num_blocks - 1, -1, -1))
         self._evictor = Evictor()
-        self.num_lost = 0  # blocks that could be found, and can no longer
+        self.num_lost = 0  # blocks that could be found before, and cannot be found now
 
     @property
     def num_free(self) -> int:
@@ -69,7 +71,8 @@ class BlockAllocator:
         return len(self._free) + len(self._evictor)
 
     def allocate(self) -> int:
-        """A free block, held once; raises KeyError when there is none: ask `num_free` first."""
+        """Allocate a free block, which then has one holder. Raises KeyError if no block is free, so the caller reads
+        `num_free` first."""
         if self._free:
             block = self._free.pop()
         else:
@@ -79,7 +82,7 @@ class BlockAllocator:
         return block
 
     def share(self, block: int) -> None:
-        """Let one more holder have a block that is held, or that `find` has just returned."""
+        """Add a holder to a block that is held, or that `find` has just returned."""
         if self._ref_counts[block] == 0:
             if block not in self._evictor:
                 raise ValueError(f"block {block} is free and cannot be shared")
@@ -87,7 +90,7 @@ class BlockAllocator:
         self._ref_counts[block] += 1
 
     def free(self, block: int) -> None:
-        """Let go of a block once; raises ValueError when it is free."""
+        """Remove one holder of a block. Raises ValueError if the block is free."""
         if self._ref_counts[block] == 0:
             raise ValueError(f"block {block} is free already")
         self._ref_counts[block] -= 1
@@ -107,9 +110,10 @@ class BlockAllocator:
         return len(self._by_key)
 
     def publish(self, block: int, key: bytes, parent: bytes) -> None:
-        """Have a held block carry the key of its contents; where another block is found by it, that one stays.
+        """Give a held block the key of its contents. A key that finds another block already still finds the other
+        block.
 
-        parent: the key before it, of the block before or of the chain's root.
+        `parent` is the key before `key` in the chain: the key of the block before, or the root.
         """
         if self._keys[block] is None:
             self._keys[block], self._parents[block] = key, parent
@@ -122,24 +126,24 @@ class BlockAllocator:
                     children.add(key)
 
     def key(self, block: int) -> bytes | None:
-        """The key of the block's contents, whether the block is found by it or another one."""
+        """The key of the block's contents, even if the key finds another block."""
         return self._keys[block]
 
     def parent(self, block: int) -> bytes:
-        """The key before that of a block that carries one."""
+        """The key before this block's key in the chain. The block must have a key."""
         return self._parents[block]
 
     def children(self, key: bytes) -> list[bytes]:
-        """The keys right behind this one by which blocks are found."""
+        """The keys that follow this key in a chain and find a block."""
         return [*self._children.get(key, ())]
 
     def expect(self, key: bytes) -> None:
-        """One more sequence is going to compute a block of this key."""
+        """Note that one more sequence will compute a block with this key."""
         self._expected[key] = self._expected.get(key, 0) + 1
         self._directory.add(key, self._bit)
 
     def unexpect(self, key: bytes) -> None:
-        """A sequence that was going to compute a block of this key has planned it, or will not compute it."""
+        """Note that a sequence has planned a block with this key, or will not compute it."""
         if (others := self._expected[key] - 1) > 0:
             self._expected[key] = others
         else:
@@ -155,11 +159,11 @@ class BlockAllocator:
         return key in self._expected
 
     def num_expected(self, keys: Iterable[bytes]) -> int:
-        """How many of these keys, from the first on, are expected, those included by which a block is found."""
+        """Number of leading keys that are expected or that find a block."""
         return sum(1 for _ in takewhile(lambda key: key in self._expected or key in self._by_key, keys))
 
     def withdraw(self, block: int) -> None:
-        """Have a block carry no key: it is not found any more. Nothing happens when it carries none."""
+        """Remove a block's key, so that the block is not found any more. Does nothing if the block has no key."""
         if self._keys[block] is not None:
             if block in self._evictor:
                 self._evictor.remove(block)
@@ -167,7 +171,7 @@ class BlockAllocator:
             self._forget(block)
 
     def withdraw_all(self) -> None:
-        """Remove the keys of all blocks; held blocks stay held. Takes 0.7 µs for each block with a key."""
+        """Remove the keys of all blocks; held blocks stay held. Removing the key of a block takes 0.7 µs."""
         for block in range(self.num_blocks):
             self._forget(block)
         while self._evictor:
@@ -190,18 +194,18 @@ class BlockAllocator:
         self._keys[block] = None
 
     def find(self, content: Content) -> int | None:
-        """The block that is found by this key, held or free."""
+        """The block that this key finds, held or free."""
         return self._by_key.get(content)
 
     def end_of_run(self, keys: Sequence[bytes], start: int, end: int) -> int:
-        """The first place from `start` on whose key finds no block; `end` if there is none before."""
+        """The first index from `start` on whose key finds no block, at most `end`."""
         found = self._by_key
         while start < end and keys[start] in found:
             start += 1
         return start
 
     def find_run(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks that are found by the first of these keys, up to one by which none is found."""
+        """The blocks that these keys find, up to the first key that finds no block."""
         find = self._by_key.get
         blocks: list[int] = []
         for key in keys:
@@ -211,29 +215,30 @@ class BlockAllocator:
         return blocks
 
     def num_held(self, blocks: Iterable[int], leaving: Mapping[int, int]) -> int:
-        """How many of these blocks are held, once as many holders of each as are `leaving` have let go."""
+        """Number of these blocks that still have a holder, after `leaving` holders of each block have freed it."""
         ref_counts = self._ref_counts
         if not leaving:
             return sum(map(bool, map(ref_counts.__getitem__, blocks)))
         return sum(ref_counts[block] > leaving.get(block, 0) for block in blocks)
 
     def contents(self, blocks: Iterable[int]) -> list[Content]:
-        """The contents of these blocks; numbers below 0, which are no blocks, stay."""
+        """The contents of these blocks. A number below 0 is not a block, and is returned unchanged."""
         keys = self._keys
         return [block if block < 0 else keys[block] or block for block in blocks]
 
     def num_holders(self, content: Content) -> int:
-        """How many hold the block that is found by this key."""
+        """Number of holders of the block that this key finds."""
         block = self._by_key.get(content)
         return 0 if block is None else self._ref_counts[block]
 
     def num_taken(self, contents: Iterable[Content]) -> int:
-        """Free blocks that it takes to hold all of these: what is held already takes none, what is only found does."""
+        """Number of free blocks that are required to hold all `contents`. Contents in a held block require no free
+        block."""
         find, ref_counts = self._by_key.get, self._ref_counts
         return sum((block := find(content)) is None or not ref_counts[block] for content in contents)
 
     def check(self) -> None:
-        """Assert free + held = total, that no free block is held, and that keys and blocks agree."""
+        """Assert that free + held = total, that no free block is held, and that keys and blocks agree."""
         held = sum(count > 0 for count in self._ref_counts)
         assert self.num_free + held == self.num_blocks, f"{self.num_free} free + {held} held != {self.num_blocks}"
         assert len(set(self._free)) == len(self._free), "a block is free twice"

@@ -1,7 +1,7 @@
-"""Runs of blocks that were found in a step, so that requests with the same prefix do not look them up again.
+"""Runs of cached blocks that were found in a step, so that requests with the same prefix need no second lookup.
 
-A key stands for all tokens up to its block's end. If two prompts have equal keys at one place, all keys before are
-equal, too. So how far two prompts are alike is found by bisection.
+A key stands for all tokens up to its block's end. If two prompts have the same key at one index, all keys before that
+index are the same too. So bisection finds the length of the common prefix.
 """
 
 from bisect import bisect_left
@@ -13,14 +13,14 @@ from scheduler_service.core.blocks.allocator import BlockAllocator
 
 class Run(NamedTuple):
     end: int
-    """The first place whose key finds no block."""
+    """First index whose key finds no block."""
     num_looked_up: int
     """Keys that were looked up or compared."""
 
 
 class FoundRuns:
-    """For one step: the keys of a prompt may change between two. Whenever a block can no longer be found, the runs are
-    forgotten."""
+    """The runs of one step. Runs are not kept for the next step, because the keys of a prompt can change. If a block
+    can no longer be found, all runs are forgotten."""
 
     def __init__(self, blocks: BlockAllocator) -> None:
         self._blocks = blocks
@@ -28,7 +28,7 @@ class FoundRuns:
         self._runs: dict[bytes, tuple[Sequence[bytes], int]] = {}
 
     def find(self, keys: Sequence[bytes], start: int, end: int) -> Run:
-        """The run of found blocks in the places from `start` to `end`."""
+        """The run of found blocks from index `start` to index `end`."""
         if self._num_lost != self._blocks.num_lost:
             self._num_lost = self._blocks.num_lost
             self._runs.clear()

@@ -1,15 +1,16 @@
-"""Block tables: which blocks hold the keys and values of each sequence, in the order of positions.
+"""Block tables: the blocks that store the keys and values of each sequence, in the order of positions.
 
-A table covers at least the computed tokens of its sequence. A block may stand in several tables while no sequence
-writes to it; a sequence that does gets a copy of a shared block first (copy on write).
+A table covers at least the computed tokens of its sequence. A block can be in several tables while no sequence writes
+to the block. A sequence receives a copy of a shared block before it writes to the block (copy on write).
 
-A sequence that is swapped out has a table of host blocks instead. Blocks keep their keys on the way out and on the way
-back: what the other pool already has under a key is shared there, and only the rest is copied. The copies can be found
-as soon as they are planned, because every step does its copies before it reads, and steps are done in order.
+A swapped sequence has a table of host blocks. Blocks keep their keys when they are swapped in either direction. If the
+other pool has a block with the same key, the table shares that block, and nothing is copied. Blocks that are copied in
+a swap can be found as soon as the swap is planned. Finding a planned copy is safe, because every step copies before it
+reads, and steps are done in order.
 
-With a sliding window a table's leading entries become NO_BLOCK as soon as no token to come attends to them.
+With a sliding window, a table's leading entries become NO_BLOCK when no later token attends to them.
 
-What a group's encoder reads has a table of its own, that of cross attention: see groups/encoder_input.py.
+The encoder's input of a group has a separate table, for cross attention: see groups/encoder_input.py.
 """
 
 import enum
@@ -28,7 +29,7 @@ from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, Se
 
 
 class AllocStatus(enum.Enum):
-    """Whether a waiting group's blocks can be had: now, once others finish, or not even with the whole pool."""
+    """Whether a waiting group's blocks can be allocated: now, after other groups finish, or never in this pool."""
 
     OK = enum.auto()
     LATER = enum.auto()
@@ -36,7 +37,7 @@ class AllocStatus(enum.Enum):
 
 
 class BlockManager:
-    """Owns the device and host blocks of one worker and every sequence's table of them."""
+    """Owns the device and host blocks of one worker, and the block tables of all sequences."""
 
     def __init__(
         self,
@@ -71,23 +72,23 @@ class BlockManager:
         self.host_tables = self._on_host.tables
 
     def num_table_entries(self, sequence: Sequence, num_tokens: int) -> int:
-        """Entries of a table on the device, once it has room for so many tokens past the computed ones."""
+        """Number of entries of a device table that has room for `num_tokens` tokens after the computed tokens."""
         num_ahead = self.sizes.blocks_ahead(sequence.num_computed_tokens + num_tokens)
         return max(num_ahead, len(self.tables[sequence.id]))
 
     def can_allocate(
         self, group: SequenceGroup, *, leave_watermark: bool, without: Iterable[SequenceGroup] = ()
     ) -> AllocStatus:
-        """Whether a waiting group fits, once the running groups that it would be `without` have let go of their blocks.
+        """Whether a waiting group fits, after the running groups in `without` have freed their blocks.
 
-        `leave_watermark` keeps blocks free for those that go on running.
+        `leave_watermark` keeps blocks free, so that running groups can grow.
         """
         if self.sizes.never_fits(group):
             return AllocStatus.NEVER
         leaving = Counter(itertools.chain(*map(self._on_device.held_by_each, without)))
         del leaving[NO_BLOCK]
         num_free = self.device.num_free + sum(self.device.ref_count(b) == n for b, n in leaving.items())
-        # A cached block that a sequence goes on holding costs nothing.
+        # A cached block that another sequence still holds needs no free block.
         needed = self.sizes.blocks_of_group(group)
         needed -= self.device.num_held(self.cache.cached_blocks(group.live[0]), leaving)
         if group.encoder is not None:
@@ -96,9 +97,10 @@ class BlockManager:
         return AllocStatus.OK if needed + reserve <= num_free else AllocStatus.LATER
 
     def allocate(self, leader: Sequence) -> None:
-        """Give a sequence without a table its first blocks, cached ones before others: those are computed.
+        """Allocate the first blocks of a sequence without a table. Cached blocks are used first, and their tokens count
+        as computed.
 
-        And what its group's encoder reads all of its blocks.
+        The encoder's input of the group receives all of its blocks.
         """
         assert leader.id not in self.tables
         table, encoder = self.cache.cached_blocks(leader), leader.group.encoder
@@ -121,19 +123,20 @@ class BlockManager:
         self.tables[encoder.id] = cached or [self.device.allocate() for _ in range(num_blocks)]
 
     def shares_any(self, group: SequenceGroup, blocks: Container[int]) -> bool:
-        """Whether a running group shares any of these blocks with another one."""
+        """Whether a running group shares any of these blocks with another group."""
         held = self._on_device.held_by(group)
         return any(block in blocks and self.device.ref_count(block) > count for block, count in held.items())
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Let a sequence without a table go on from the parent's first `num_tokens` tokens, and share their blocks."""
+        """Let a sequence without a table continue from the parent's first `num_tokens` tokens, and share the parent's
+        blocks."""
         assert child.id not in self.tables
         blocks = self.tables[parent.id][: self.sizes.blocks_of(num_tokens)]
         for block in blocks:
             if block != NO_BLOCK:
                 self.device.share(block)
         self.tables[child.id] = blocks
-        if not child.block_keys:  # those of what they share are the same
+        if not child.block_keys:  # shared blocks have the same keys
             child.block_keys = parent.block_keys[: num_tokens // self.block_size]
         child.forked_from = parent
         child.num_computed_tokens = child.num_stored_tokens = num_tokens
@@ -141,24 +144,24 @@ class BlockManager:
         child.num_published_blocks = min(parent.num_published_blocks, num_tokens // self.block_size)
 
     def release_behind_window(self, sequence: Sequence) -> None:
-        """Let go of the blocks that no token to come attends to; nothing happens without a sliding window."""
+        """Free the blocks that no later token attends to. Does nothing without a sliding window."""
         if self.sizes.sliding_window and (table := self.tables.get(sequence.id)):
             num_certain = sequence.num_computed_tokens - sequence.num_draft_tokens  # drafts may be rejected
             if sequence.sampling.form:
-                num_certain = sequence.num_stored_tokens  # where it is late, its last token is computed again
+                num_certain = sequence.num_stored_tokens  # if the sequence is late, its last token is computed again
             end = max(0, num_certain - self.sizes.sliding_window + 1) // self.block_size
             for index in range(end - 1, -1, -1):
                 if table[index] == NO_BLOCK:
-                    break  # and so are those before it
+                    break  # the earlier blocks are freed already
                 self.device.free(table[index])
                 table[index] = NO_BLOCK
 
     def can_append_slots(self, chunks: Iterable[tuple[Sequence, int]]) -> bool:
-        """Whether these sequences can all have room for this many tokens past their computed ones."""
+        """Whether enough blocks are free for the chunks of these sequences."""
         return self._num_new_blocks(chunks, self.tables, self.device.ref_count) <= self.device.num_free
 
     def append_slots(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Make room for `num_tokens` tokens past the computed ones, in blocks that no other sequence holds.
+        """Allocate room for `num_tokens` tokens after the computed tokens, in blocks that no other sequence holds.
 
         Returns the blocks to copy, as pairs of source and destination.
         """
@@ -174,15 +177,16 @@ class BlockManager:
                 copies.append((block, table[index]))
                 sequence.num_known_blocks = min(sequence.num_known_blocks, index)
             else:
-                # A fork may write, after its own tokens, to a block that was published with its parent's.
+                # A fork may write its own tokens to a block that was published with its parent's tokens.
                 self.device.withdraw(block)
         self._extend_table(sequence, end)
         return copies
 
     def extend_slots(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make room for `num_tokens` tokens past the computed ones, where there is room for some already.
+        """Extend the room of a sequence to `num_tokens` tokens after the computed tokens, after a call of
+        `append_slots`.
 
-        Returns whether blocks were free for it: those that are there need no copy.
+        Returns whether enough blocks were free. Blocks that the sequence has already need no copies.
         """
         end = self.num_table_entries(sequence, num_tokens)
         if end - len(self.tables[sequence.id]) > self.device.num_free:
@@ -201,9 +205,9 @@ class BlockManager:
         tables: Mapping[int, SequenceOf[Content]],
         num_holders: Callable[[Any], int],
     ) -> int:
-        """Blocks that these sequences take to store so many tokens past their computed ones: new ones and copies."""
+        """Number of blocks that the chunks of these sequences need: new blocks, and copies of shared blocks."""
         num_new = 0
-        writers: Counter[Content] = Counter()  # of shared blocks
+        writers: Counter[Content] = Counter()  # number of sequences that write to each shared block
         for sequence, num_tokens in chunks:
             table = tables[sequence.id]
             end = self.sizes.blocks_ahead(sequence.num_computed_tokens + num_tokens)
@@ -211,26 +215,28 @@ class BlockManager:
             for block in table[sequence.num_computed_tokens // self.block_size : end]:
                 if num_holders(block) > 1:
                     writers[block] += 1
-        # Of a block's holders the last to write finds itself alone and needs no copy.
+        # The last holder that writes to a shared block needs no copy, because it is the only holder by then.
         return num_new + sum(min(count, num_holders(block) - 1) for block, count in writers.items())
 
     # ---- swapping
 
     def can_swap_out(self, group: SequenceGroup) -> bool:
-        """Whether host memory has room for those of a running group's blocks that are not held there already."""
+        """Whether host memory has room for a running group's blocks. Blocks that host memory has already need no
+        room."""
         own = own_contents(self._on_device.contents(group))
         return self.host.num_taken(own) <= self.host.num_free
 
     def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
-        """Move a group's tables to host blocks; returns the pairs of device and host block to copy."""
+        """Move a group's tables to host blocks. Returns the pairs of device and host block to copy."""
         for sequence in group.live:
             self.cache.unexpect(sequence, sequence.num_expected_blocks)
         return move(group, self._on_device, self._on_host, self._num_filled)
 
     def can_swap_in(self, group: SequenceGroup, step_tokens: int, *, leave_watermark: bool) -> AllocStatus:
-        """Whether a swapped group fits, with room for what each sequence could compute in a step of so many tokens.
+        """Whether a swapped group fits, with room for the tokens that its sequences can compute in a step.
 
-        There need not be room for a whole prompt at a time: with a sliding window it may be larger than the pool.
+        `step_tokens` is the number of tokens of a step. Room for a whole prompt is not required, because with a sliding
+        window a prompt can be larger than the pool.
         """
         tables = self._on_host.contents(group)
         own = own_contents(tables)
@@ -243,16 +249,16 @@ class BlockManager:
         return AllocStatus.OK if needed + reserve <= self.device.num_free else AllocStatus.LATER
 
     def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
-        """Move a group's tables back to device blocks; returns the pairs of host and device block to copy."""
+        """Move a group's tables back to device blocks. Returns the pairs of host and device block to copy."""
         for sequence in group.with_tables:
             sequence.num_known_blocks = 0
         return move(group, self._on_host, self._on_device, self._num_filled)
 
     def num_swap_copies(self, group: SequenceGroup) -> int:
-        """Blocks to copy if a running group is swapped out and comes back.
+        """Number of blocks to copy if a running group is swapped out and resumes.
 
-        What other groups hold on the device need not come back. What only this one holds must: even where it can be
-        found for now, the group makes room because others need those blocks.
+        Blocks that other groups hold on the device need no copy back. Blocks that only this group holds must be copied
+        back, because other groups will overwrite them after the swap.
         """
         contents = self._on_device.contents(group)
         filled = {c for s in group.with_tables for c in contents.get(s.id, ())[: self._num_filled(s)]}
@@ -262,30 +268,31 @@ class BlockManager:
         return num_out + sum(not self._is_held_by_others(content, held) for content in filled)
 
     def num_tokens_to_recompute(self, group: SequenceGroup) -> int:
-        """Computed tokens that a running group would compute again: those that no other group holds for it to find."""
+        """Number of computed tokens that a running group would compute again. Tokens in blocks that another group holds
+        are found in the cache."""
         leader, *followers = group.live
         held = self._on_device.held_by(group)
         kept = itertools.takewhile(lambda key: self._is_held_by_others(key, held), self.cache.keys.cacheable(leader))
         num_tokens = max(0, leader.num_computed_tokens - sum(self.block_size for _ in kept))
         if (encoder := group.encoder) is not None:
-            # Without a prefix cache it has no keys, and nothing is found of it.
+            # Without a prefix cache, the encoder's input has no keys, and its blocks are not found.
             is_kept = bool(keys := encoder.block_keys) and all(self._is_held_by_others(key, held) for key in keys)
             num_tokens += 0 if is_kept else encoder.num_computed_tokens
         return num_tokens + sum(max(0, f.num_computed_tokens - f.num_prompt_tokens) for f in followers)
 
     def _is_held_by_others(self, content: Content, held: Counter[int]) -> bool:
-        """Whether a device block of this content has holders besides those that `held` counts."""
+        """Whether a device block with this content has more holders than `held` counts."""
         block = self.device.find(content)
         return block is not None and self.device.ref_count(block) > held[block]
 
     def _num_filled(self, sequence: Sequence) -> int:
-        """Leading blocks of a table that have tokens in them."""
+        """Number of leading blocks of a table that contain tokens."""
         return self.sizes.blocks_of(sequence.num_computed_tokens)
 
-    # ---- ends
+    # ---- freeing
 
     def free(self, sequence: Sequence) -> None:
-        """Let go of a sequence's blocks, wherever they are; nothing happens when it has none."""
+        """Free a sequence's blocks on the device or the host. Does nothing if the sequence has no blocks."""
         self.cache.unexpect(sequence, sequence.num_expected_blocks)
         for pool in (self._on_device, self._on_host):
             pool.free(pool.tables.pop(sequence.id, []))

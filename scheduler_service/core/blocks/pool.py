@@ -1,7 +1,7 @@
-"""One memory's blocks and the tables of the sequences that are in it, and how a group moves from one to the other.
+"""The blocks of one memory and the tables of its sequences, and moves of a group from one memory to the other.
 
-Blocks keep their keys on the way: what the other pool already has under a key is shared there, and only the rest is
-copied.
+Blocks keep their keys when they are moved. If the target pool has a block with the same key, the table shares that
+block, and nothing is copied.
 """
 
 import itertools
@@ -13,11 +13,11 @@ from scheduler_service.core.blocks.allocator import BlockAllocator, Content
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 
 NO_BLOCK = -1
-"""Stands in a table where a block was let go of."""
+"""Entry of a table whose block was freed."""
 
 
 class Pool:
-    """The blocks of the device or of the host, and by sequence id the tables that they stand in."""
+    """The blocks of the device or of the host, and the tables that contain them, by sequence id."""
 
     __slots__ = ("blocks", "tables")
 
@@ -26,19 +26,19 @@ class Pool:
         self.tables: dict[int, list[int]] = {}
 
     def contents(self, group: SequenceGroup) -> dict[int, list[Content]]:
-        """A group's tables, with what the blocks hold instead of their numbers."""
+        """A group's tables, with the contents of blocks in place of their numbers."""
         return {s.id: self.blocks.contents(self.tables[s.id]) for s in group.with_tables if s.id in self.tables}
 
     def held_by(self, group: SequenceGroup) -> Counter[int]:
-        """The blocks that a group holds, and how often they stand in its tables."""
+        """The blocks that a group holds, and how often each block is in the group's tables."""
         return Counter(self.held_by_each(group))
 
     def held_by_each(self, group: SequenceGroup) -> list[int]:
-        """The blocks in a group's tables, as often as they stand there."""
+        """The blocks in a group's tables, with repetitions."""
         return [block for s in group.with_tables for block in self.tables.get(s.id, ())]
 
     def free(self, table: SequenceOf[int]) -> None:
-        """Let go of a table's blocks, the last first: see `Evictor`."""
+        """Free a table's blocks, the last block first, for the order of the `Evictor`."""
         for block in reversed(table):
             if block != NO_BLOCK:
                 self.blocks.free(block)
@@ -54,7 +54,7 @@ class Pool:
 
 
 def own_contents(tables: Mapping[int, SequenceOf[Content]]) -> Counter[Content]:
-    """The contents of a group's tables, and how often each stands in them."""
+    """The contents in a group's tables, and how often each content occurs."""
     own = Counter(itertools.chain(*tables.values()))
     del own[NO_BLOCK]
     return own
@@ -63,11 +63,11 @@ def own_contents(tables: Mapping[int, SequenceOf[Content]]) -> Counter[Content]:
 def move(
     group: SequenceGroup, source: Pool, target: Pool, num_filled: Callable[[Sequence], int]
 ) -> list[tuple[int, int]]:
-    """Move a group's tables; returns the blocks to copy, as pairs of source and target.
+    """Move a group's tables. Returns the blocks to copy, as pairs of source and target.
 
-    Each content arrives once, and is copied if it is not found there. Of each table `num_filled` blocks have tokens;
-    the others are not copied. What is found is held before any block is allocated, because that may give up what could
-    be found.
+    Each content is moved once. If the target pool has a block with this content, the content is not copied. The first
+    `num_filled` blocks of a table contain tokens; the later blocks are not copied. Blocks that are found in the target
+    pool are held before any block is allocated, because an allocation can evict a free block.
     """
     contents = source.contents(group)
     arrived: dict[Content, int] = {}
@@ -93,6 +93,6 @@ def move(
             if block != NO_BLOCK:
                 target.blocks.share(block)
         source.free(table)
-    for block in arrived.values():  # the tables hold them now
+    for block in arrived.values():  # the tables hold these blocks now
         target.blocks.free(block)
     return copies

@@ -1,11 +1,11 @@
-"""Which blocks of one worker are found by their tokens, and which will be.
+"""Finds a worker's blocks by their tokens, including blocks that are only planned or expected.
 
-Full blocks of known tokens can be found from the moment when the chunk that fills them is planned. In the same step
-this is safe because a worker stores the keys and values of all rows before any row reads them. In later steps it is
-safe because a worker does steps in order. In the step that fills such a block, a sequence that shares it may not be
-copied or swapped out.
+A full block of known tokens can be found from the moment when the chunk that fills it is planned. In the same step,
+finding the block is safe because a worker stores the keys and values of all rows before any row reads them. In later
+steps, finding the block is safe because a worker does steps in order. In the step that fills a shared block, a sequence
+that shares the block may not be copied or swapped out.
 
-A running sequence's blocks that no step computes so far are expected.
+A running sequence's block is expected if no planned step computes it yet.
 """
 
 import itertools
@@ -20,12 +20,12 @@ from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, Se
 
 
 class PrefixLook(NamedTuple):
-    """The result of a look for a waiting sequence's blocks."""
+    """The result of looking up a waiting sequence's blocks."""
 
     first: int
-    """The number of the first block that is not found."""
+    """Number of the first block that is not found."""
     awaited: bytes | None
-    """The key of that block, if a running sequence is going to compute it."""
+    """Key of the first block that is not found; None if no running sequence will compute this block."""
     num_looked_up: int
     """Block hashes that were looked up or compared."""
 
@@ -34,7 +34,7 @@ _NOTHING_EXPECTED = PrefixLook(0, None, 0)
 
 
 class PrefixCache:
-    """Publishes the blocks of sequences in both pools, and finds those of waiting sequences on the device."""
+    """Publishes the blocks of sequences in both pools, and finds blocks on the device for waiting sequences."""
 
     def __init__(self, device: Pool, host: Pool, sizes: TableSizes, *, prefix_caching: bool) -> None:
         self.keys = SequenceKeys(sizes, prefix_caching=prefix_caching)
@@ -42,13 +42,14 @@ class PrefixCache:
         self._sizes = sizes
         self._is_on = prefix_caching
 
-    # ---- what is found
+    # ---- changes of the cache
 
     def publish(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Make the full blocks of a sequence's first tokens findable, on the device or, if swapped out, on the host.
 
-        These tokens must be known, and the steps that compute them planned. The last block of an encoder's input counts
-        as full, because that input does not grow. Nothing is published behind a withdrawn block. Returns the blocks.
+        The first `num_tokens` tokens must be known, and the steps that compute them must be planned. The last block of
+        an encoder's input counts as full, because that input does not grow. If a block was withdrawn, later blocks are
+        not published. Returns the published blocks.
         """
         num_full, start = num_tokens // self._sizes.block_size, sequence.num_published_blocks
         if sequence.is_encoder:
@@ -73,7 +74,8 @@ class PrefixCache:
         return table[start:num_full]
 
     def take_back(self, sequence: Sequence) -> None:
-        """Withdraw the blocks of a planned chunk that is not computed after all; no other sequence may hold them."""
+        """Withdraw the blocks of a planned chunk that will not be computed. No other sequence may hold the blocks of
+        this chunk."""
         self.unexpect(sequence, sequence.num_expected_blocks)
         first, end = sequence.num_computed_tokens // self._sizes.block_size, sequence.num_published_blocks
         for block in self._device.tables[sequence.id][first:end]:
@@ -82,26 +84,29 @@ class PrefixCache:
         sequence.num_published_blocks = min(first, end)
 
     def expect(self, sequence: Sequence) -> None:
-        """Let others know that a running sequence is going to compute the rest of its known tokens."""
+        """Expect the blocks of a running sequence's remaining known tokens, so that other groups can wait for them."""
         num_full, num_published = sequence.num_tokens // self._sizes.block_size, sequence.num_published_blocks
         start = max(num_published, sequence.num_expected_blocks)
         if self._is_on and not sequence.is_encoder and num_full > start:
             if num_published and self._device.blocks.key(self._device.tables[sequence.id][num_published - 1]) is None:
-                return  # nothing is published behind a block that was withdrawn
+                return  # after a withdrawn block, no block is published
             for key in self.keys.leading(sequence, num_full)[start:num_full]:
                 self._device.blocks.expect(key)
             sequence.num_expected_blocks = num_full
 
     def unexpect(self, sequence: Sequence, end: int) -> None:
-        """Stop expecting the first `end` blocks of a sequence: it has planned them, or it will not compute them."""
+        """Stop expecting the first `end` blocks of a sequence, because these blocks are planned or will not be
+        computed."""
         for key in sequence.block_keys[sequence.num_published_blocks : min(end, sequence.num_expected_blocks)]:
             self._device.blocks.unexpect(key)
         if end >= sequence.num_expected_blocks:
             sequence.num_expected_blocks = 0
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Remove the sequence's blocks from the prefix cache, because their contents cannot be trusted. The blocks of
-        its encoder are removed too, and all cached blocks whose keys continue theirs."""
+        """Remove the sequence's blocks from the prefix cache, because their contents cannot be trusted.
+
+        The blocks of its encoder's input are removed too, and all cached blocks whose keys continue a removed key.
+        """
         encoder = sequence.group.encoder
         ids = [sequence.id] if encoder is None else [sequence.id, encoder.id]
         unsound = [] if encoder is None else [first_key(sequence.group)]
@@ -120,18 +125,18 @@ class PrefixCache:
     def reset(self) -> int:
         """Make every block unfindable, on the device and on the host; tables keep their blocks.
 
-        Returns the number of device blocks that could be found. What a sequence in flight publishes later is found
-        only behind blocks that are computed anew.
+        Returns the number of device blocks that could be found before the reset. If a sequence in flight publishes a
+        block later, the block is found only after the blocks before it were computed again.
         """
         num_findable = self._device.blocks.num_findable
         for blocks in (self._device.blocks, self._host.blocks):
             blocks.withdraw_all()
         return num_findable
 
-    # ---- what a waiting sequence would find
+    # ---- lookups for waiting sequences
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
-        """Tokens that a sequence without a table would find computed, those of its group's encoder included."""
+        """Number of tokens that a sequence without a table would find in the cache, including its encoder's input."""
         num_tokens = len(self.cached_blocks(sequence)) * self._sizes.block_size
         encoder = sequence.group.encoder
         if encoder is not None and self.cached_encoder_blocks(encoder):
@@ -139,7 +144,7 @@ class PrefixCache:
         return num_tokens
 
     def num_shared_tokens(self, sequence: Sequence) -> int:
-        """The same, and the tokens behind them that running sequences are going to compute."""
+        """`num_cached_tokens` plus the following tokens that running sequences will compute."""
         num_tokens = self.num_cached_tokens(sequence)
         if (look := self.look_up(sequence, 0, FoundRuns(self._device.blocks))).awaited is not None:
             num_tokens += (
@@ -148,11 +153,11 @@ class PrefixCache:
         return num_tokens
 
     def look_up(self, sequence: Sequence, start: int, runs: FoundRuns) -> PrefixLook:
-        """Whether a waiting sequence's first block that is not found is expected.
+        """Find the first block of a waiting sequence that is not cached, and whether the block is expected.
 
-        start: the blocks before were found in an earlier look. If the last of them is gone, all are looked up again.
-        `runs` were found for others in this step. The keys of a prompt of 131,072 tokens take 30 µs to copy, so they
-        are not copied.
+        `start` is the number of leading blocks that an earlier look found. If the last one of these leading blocks is
+        gone, all blocks are looked up again. `runs` were found for other sequences in this step. Copying the keys of a
+        prompt of 131,072 tokens would take 30 µs, so the keys are not copied.
         """
         if not self._device.blocks.num_expected_keys:
             return _NOTHING_EXPECTED
@@ -165,15 +170,15 @@ class PrefixCache:
         return PrefixLook(first, keys[first] if is_expected else None, num_looked_up + 2)
 
     def has_encoded(self, group: SequenceGroup) -> bool:
-        """Whether a waiting group would find computed what its encoder reads."""
+        """Whether the encoder's input of a waiting group is in the cache."""
         return group.encoder is not None and bool(self.cached_encoder_blocks(group.encoder))
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
-        """The longest cached prefix."""
+        """The blocks of the longest cached prefix."""
         return self._device.blocks.find_run(self.keys.cacheable(sequence))
 
     def cached_encoder_blocks(self, encoder: EncoderSequence) -> list[int]:
-        """All blocks of what an encoder reads, or none if any is not cached."""
+        """All blocks of an encoder's input; an empty list if any block is not cached."""
         keys = self.keys.cacheable_of_encoder(encoder)
         blocks = self._device.blocks.find_run(keys)
         return blocks if len(blocks) == len(keys) else []

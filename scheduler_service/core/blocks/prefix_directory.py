@@ -1,12 +1,13 @@
-"""Which workers hold which cached prefix: for every key of a findable block, its holders as the bits of a number.
+"""Stores which workers hold which cached blocks: the holders of a block's key are the bits of a number.
 
-A set for each key would take several times the memory, and to find those that hold one block after another, and have
-room besides, bits are combined with `&`: at a thousand workers 50 ns.
+A set for each key would need several times the memory. The workers that hold several consecutive blocks, and have room,
+are found by combining numbers with `&`. Combining two numbers takes 50 ns with a thousand workers.
 """
 
 
 class PrefixDirectory:
-    """Kept by the block allocators, which say what became findable on their worker and what was given up."""
+    """The workers that hold each key. Block allocators add keys of their blocks and remove the keys of evicted
+    blocks."""
 
     def __init__(self) -> None:
         self._holders: dict[bytes, int] = {}
@@ -18,14 +19,14 @@ class PrefixDirectory:
         self._holders[key] = self._holders.get(key, 0) | bit
 
     def remove(self, key: bytes, bit: int) -> None:
-        """Raises KeyError when no worker holds the key."""
+        """Remove a worker from the holders of a key. Raises KeyError if no worker holds the key."""
         if holders := self._holders[key] & ~bit:
             self._holders[key] = holders
         else:
             del self._holders[key]
 
     def holders(self, keys: list[bytes], first: int, among: int) -> int:
-        """The workers `among` which hold the most blocks in a row from the block of the `first` key on."""
+        """The workers in `among` that hold the longest run of keys, from index `first` on."""
         longest = 0
         for index in range(first, len(keys)):
             holders = among & self._holders.get(keys[index], 0)

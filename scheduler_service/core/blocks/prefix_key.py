@@ -1,8 +1,8 @@
 """Keys of blocks in the prefix cache: a SHA-256 chain, so that a key stands for all tokens up to its block's end.
 
-The root of a chain is made of whatever must keep caches apart: the server's own secret, the tenant's salt, the adapter.
-A collision would show one client another's text, and a guessable key would let one client find out what another has
-asked; hence a cryptographic hash, at about 1 µs a block.
+The root of a chain contains everything that must separate caches: the server's secret, the tenant's salt, the adapter.
+A collision would show a client another client's text. With a guessable key, a client could find out which prompts other
+clients have sent. So the hash is cryptographic. Hashing a block takes about 1 µs.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from scheduler_service.core.groups.sequence import SequenceGroup
 
 
 def root_key(*parts: bytes) -> bytes:
-    """The beginning of a chain that only equal parts share."""
+    """The root of a chain. Only equal parts give equal roots."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -22,23 +22,23 @@ def root_key(*parts: bytes) -> bytes:
 
 
 def root_behind(root: bytes, encoder_input: EncoderInput | None) -> bytes:
-    """The root of a decoder's keys: what it makes of its tokens depends on what its encoder has read."""
+    """The root of the keys of a decoder's blocks. The root depends on the input of the encoder, as keys and values
+    do."""
     return root if encoder_input is None else root_key(root, encoder_input.digest)
 
 
 def encoder_keys(first: bytes, num_blocks: int) -> list[bytes]:
-    """The keys of an encoder's blocks, the last of which need not be full: each stands for the whole input."""
+    """The keys of an encoder's blocks. Each key stands for the whole input, so the last block need not be full."""
     return [root_key(first, index.to_bytes(8, "little"), b"encoder") for index in range(num_blocks)]
 
 
 def first_key(group: SequenceGroup) -> bytes:
-    """The beginning of the chain of a group's keys: keys and values differ from adapter to adapter, and with what an
-    encoder has read."""
+    """The start of the chain of a group's keys. Keys and values depend on the adapter and on the encoder's input."""
     return key_of_adapter(root_behind(group.cache_root, group.encoder_input), group.adapter_id)
 
 
 def key_of_adapter(root: bytes, adapter: str) -> bytes:
-    """The beginning of the chain for an adapter; the root itself without one."""
+    """The start of the chain for an adapter. Without an adapter, the chain starts with the root."""
     return root_key(root, adapter.encode()) if adapter else root
 
 
@@ -51,5 +51,5 @@ def block_keys(first: bytes, token_ids: "array[int]", block_size: int) -> Iterat
 
 
 def next_key(previous: bytes, token_ids: "array[int]") -> bytes:
-    """The key of the block with these tokens after the block of the previous key."""
+    """The key of the block that contains these tokens and follows the block with the key `previous`."""
     return hashlib.sha256(previous + token_ids.tobytes()).digest()

@@ -1,1 +1,1 @@
-"""Requests and their outputs: what each asks for, has and has computed; which of them run is planning's to decide."""
+"""Requests and their outputs: parameters, known tokens and computed tokens. `planning` decides which requests run."""

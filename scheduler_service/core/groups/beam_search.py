@@ -1,10 +1,12 @@
-"""Beam search: which continuations of a group's beams live on, and which outputs are complete.
+"""Beam search: chooses the continuations of a group's beams, and the complete outputs.
 
-The search is that of transformers' `GenerationMixin._beam_search`. In each step every beam's likeliest continuations
-compete by the sum of their log-probabilities. Of the best `beam_width` those that end the output are complete, scored
-by their sum divided by length ** length_penalty; the best `beam_width` that end nothing are the beams of the next step.
-The search is over when no running beam can still be better than the worst of `beam_width` complete outputs, with
-`early_stopping` as soon as there are so many, or when the length is reached.
+The algorithm is that of transformers' `GenerationMixin._beam_search`. In each step the likeliest continuations of all
+beams compete by the sum of their log-probabilities. A continuation among the best `beam_width` that ends the output is
+a complete output. The score of a complete output is the sum divided by length ** length_penalty. The best `beam_width`
+continuations that do not end are the beams of the next step.
+
+The search ends if no running beam can be better than the worst of `beam_width` complete outputs. With `early_stopping`
+the search ends as soon as there are `beam_width` complete outputs. The search also ends at the maximum length.
 """
 
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from scheduler_service.core.groups.sampling_params import SamplingParams
 
 
 class Beam(Protocol):
-    """A sequence of the search; `score` is the sum of its tokens' log-probabilities."""
+    """A sequence of the search. `score` is the sum of its tokens' log-probabilities."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -34,14 +36,14 @@ class Beam(Protocol):
 
     @property
     def candidates(self) -> list[tuple[int, float]] | None:
-        """The likeliest next tokens with their log-probabilities, once they are known."""
+        """The likeliest next tokens with their log-probabilities; None before the worker's answer."""
 
 
 B = TypeVar("B", bound=Beam)
 
 
 class Continuation(NamedTuple, Generic[B]):
-    """A beam and a token that may follow it; `score` is the sum of log-probabilities."""
+    """A beam and a token that may follow it. `score` is the sum of the log-probabilities of the beam and the token."""
 
     parent: B
     token_id: int
@@ -49,7 +51,7 @@ class Continuation(NamedTuple, Generic[B]):
 
 
 class Hypothesis(NamedTuple):
-    """A complete output and its penalized score; `is_stopped` unless the length ended it."""
+    """A complete output and its penalized score. `is_stopped` is false if the maximum length ended the output."""
 
     token_ids: list[int]
     score: float
@@ -58,7 +60,7 @@ class Hypothesis(NamedTuple):
 
 
 class BeamSearch:
-    """The search of one group. `hypotheses` are the complete outputs so far, best first, at most `beam_width`."""
+    """The search of one group. `hypotheses` are the complete outputs so far, the best first, at most `beam_width`."""
 
     def __init__(self, sampling: SamplingParams) -> None:
         self._sampling = sampling
@@ -69,9 +71,9 @@ class BeamSearch:
         return self._sampling.beam_width
 
     def advance(self, beams: SequenceOf[B]) -> list[Continuation[B]]:
-        """The next beams, best first, or none when the search is over. Every beam must have its `candidates`."""
+        """The next beams, the best first; none if the search is over. Every beam must have its `candidates`."""
         sampling = self._sampling
-        num_output_tokens = beams[0].num_output_tokens + 1  # beams are equally long
+        num_output_tokens = beams[0].num_output_tokens + 1  # all beams have the same length
         may_end = num_output_tokens > sampling.min_tokens
         is_last = beams[0].num_tokens + 1 >= beams[0].max_num_tokens
         ranked = sorted(self._continuations(beams, may_end=may_end), key=lambda c: -c.score)
@@ -107,7 +109,8 @@ class BeamSearch:
     def _is_over(self, best: Continuation[B], num_output_tokens: int) -> bool:
         if len(self.hypotheses) < self.width:
             return False
-        best_possible = self._penalized(best.score, num_output_tokens)  # transformers' estimate, not a bound
+        # The estimate of transformers, which is not a bound.
+        best_possible = self._penalized(best.score, num_output_tokens)
         return self._sampling.early_stopping or best_possible <= self.hypotheses[-1].score
 
     def _penalized(self, score: float, num_output_tokens: int) -> float:

@@ -1,10 +1,10 @@
 """The input of an encoder-decoder model's encoder, as a sequence of a request's group.
 
-The encoder's tokens are computed whole, in one step, before any output reads them. What is kept of them is not states
-but keys and values: each of the decoder's layers makes its own of them, once, and they lie in blocks like those of any
-tokens. So the block table of this sequence is the table of cross attention for all outputs of the group, which share
-it by sharing the group. It never grows, is never written again, and is found in the prefix cache all or not at all,
-because each of its tokens has seen all others.
+The encoder's tokens are computed in one step, before any output attends to them. The blocks of this sequence store keys
+and values, not states: each decoder layer computes its keys and values from the encoder's states once. So the block
+table of this sequence is the cross-attention table of all outputs in the group. The table of an encoder's input never
+grows, and its blocks are written once. Each token of the input depends on all other tokens. So the prefix cache finds
+all blocks of an input, or none.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderInput:
-    """Token ids, or the features of a sound that its encoder makes `num_tokens` of.
+    """Token ids, or audio features that the encoder turns into `num_tokens` tokens.
 
-    Equal inputs have equal digests. `features` are numbers of 32 bits, little-endian, as the worker's network reads
-    them; where a request is only replayed there are none, and `num_feature_bytes` says how many there were.
+    Equal inputs have equal digests. `features` are 32-bit numbers in little-endian order, as the worker's network reads
+    them. A replayed request has no features; `num_feature_bytes` stores the size of the original features.
     """
 
     num_tokens: int

@@ -1,7 +1,7 @@
-"""Parameters of a request for its prompt's states instead of tokens.
+"""Parameters of a request for vectors or scores from its prompt's states, instead of tokens.
 
-A request that is pooled is one of a single output of a single token, which is never sampled: when its prompt is
-computed, it has ended. So chunks, budgets, queues, preemption and lost workers are those of any other request.
+A pooled request has one output of one token, which is never sampled. The request ends when its prompt is computed. So
+chunks, budgets, queues, preemption and lost workers need no special case for pooled requests.
 """
 
 import enum
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 class PoolingType(enum.Enum):
-    """How states become one vector, or one for each token."""
+    """How states become one vector, or one vector for each token."""
 
     CLS = enum.auto()
     MEAN = enum.auto()
@@ -18,16 +18,16 @@ class PoolingType(enum.Enum):
     SCORE = enum.auto()
     """The score that the network's classifier gives the text."""
     ALIGNMENT = enum.auto()
-    """When each of the last tokens of a transcript is said, by what the decoder attends to in the sound."""
+    """The time of each of the last tokens of a transcript, from the decoder's attention to the audio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """The first `dimensions` numbers of each vector, which are then made 1 long if it is to `normalize`.
+    """`dimensions`: leading numbers of each vector to keep. `normalize`: scale the result to length 1.
 
-    Numbers have 16 bits if they are to be `half`, else 32. Of a pair of texts the first has `num_first_tokens`, 0 where
-    there is no pair. An alignment has one vector, with a number for each of the last `dimensions` tokens of the prompt;
-    `num_sound_tokens` of what the encoder reads belong to the sound.
+    `half`: numbers have 16 bits, not 32. `num_first_tokens`: number of tokens of the first text of a pair; 0 for a
+    single text. An alignment has one vector, with a number for each of the last `dimensions` tokens of the prompt.
+    `num_sound_tokens`: number of tokens of the encoder's input that belong to the audio.
     """
 
     type: PoolingType
@@ -39,16 +39,17 @@ class PoolingParams:
 
     @property
     def vector_bytes(self) -> int:
-        """The bytes of one vector."""
+        """Bytes of one vector."""
         return self.dimensions * (2 if self.half else 4)
 
     @property
     def needs_all_states(self) -> bool:
-        """Whether states of tokens other than the last count, which are not those that the cache keeps."""
+        """Whether the states of all tokens are required. Cached tokens have no states, so no token is taken from the
+        cache."""
         return self.type is not PoolingType.LAST
 
     def num_vectors(self, num_tokens: int, *, is_last: bool) -> int:
-        """How many vectors so many computed tokens give, the prompt's last one among them or not."""
+        """Number of vectors from `num_tokens` computed tokens. `is_last`: the prompt's last token is one of them."""
         if self.type is PoolingType.ALL:
             return num_tokens
         return int(is_last)

@@ -1,6 +1,6 @@
-"""The sampling parameters that planning reads: numbers of outputs, ends, and log-probabilities.
+"""The sampling parameters that planning reads: number of outputs, stop conditions, and log-probabilities.
 
-The numbers for a worker's sampler pass through unread: `wire.sampling` adds them.
+Planning does not read the parameters of a worker's sampler, which `wire.sampling` adds.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,12 @@ from scheduler_service.core.groups.transcript_params import TranscriptParams
 class SamplingParams:
     """How to choose tokens and when to stop, with every default filled in.
 
-    `eos_token_ids` are the tokens that end the output silently (empty with ignore_eos), `stop_token_ids` those that
-    the request named. `logprobs` None asks for none, 0 for the chosen token's alone. `beam_width` 0 is no beam search;
-    with it nothing is sampled, and `n` of the `beam_width` outputs that the search ends with are wanted. `form` is the
-    grammar that an output must follow, as the worker reads it. With `pooling` nothing is sampled, and vectors are
-    wanted. `transcript` says which tokens may follow each other where the output is one, and which are never chosen.
+    `eos_token_ids`: tokens that end the output silently; empty with ignore_eos. `stop_token_ids`: tokens that the
+    request named to end the output. `logprobs` is None for no log-probabilities, and 0 for only the chosen token's
+    log-probability. `beam_width`: 0 for no beam search. A beam search samples nothing, and returns the best `n` of its
+    `beam_width` outputs. `form`: the grammar that an output must follow, in the worker's format. `pooling`: the request
+    is for vectors, and samples nothing. `transcript`: rules for the order of tokens in a transcript, and tokens that
+    are never chosen.
     """
 
     max_tokens: int
@@ -46,24 +47,25 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """Log-probabilities that the worker reports. A beam search needs as many continuations without an end as
-        beams."""
+        """Number of log-probabilities that the worker reports for a token. In a beam search, `beam_width` of the
+        candidates must not end the output."""
         return self.beam_width + len(self.end_token_ids) if self.beam_width else self.logprobs
 
     @property
     def needs_all_states(self) -> bool:
-        """Whether the whole prompt has to be computed, whatever of it the cache has."""
+        """Whether the whole prompt must be computed, even if the cache contains a part of it."""
         return self.prompt_logprobs is not None or (self.pooling is not None and self.pooling.needs_all_states)
 
     @property
     def reports(self) -> bool:
-        """Whether answers have more for it than tokens."""
+        """Whether answers contain more than tokens for this request."""
         return self.num_logprobs is not None or self.prompt_logprobs is not None or self.pooling is not None
 
     def allows_some(self, token_ids: SequenceOf[int], num_output_tokens: int) -> bool:
-        """Whether any token may follow these, of which the last so many are output.
+        """Whether any token may follow `token_ids`, of which the last `num_output_tokens` are output.
 
-        Without `allowed_token_ids` there always is one: no vocabulary is as small as what else may be banned.
+        Without `allowed_token_ids` the result is always True, because every vocabulary is larger than the set of banned
+        tokens.
         """
         if not self.allowed_token_ids:
             return True
@@ -76,5 +78,5 @@ class SamplingParams:
         return any(token_id not in banned for token_id in self.allowed_token_ids)
 
     def for_index(self, index: int) -> "SamplingParams":
-        """The parameters of one output: prompt log-probabilities are computed once, with the first."""
+        """The parameters of one output. Prompt log-probabilities are computed only with the first output."""
         return self if index == 0 or self.prompt_logprobs is None else replace(self, prompt_logprobs=None)

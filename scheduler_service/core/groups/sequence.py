@@ -1,12 +1,13 @@
-"""Requests as the scheduler sees them: a `SequenceGroup` is one request, a `Sequence` one of its outputs.
+"""Requests in the scheduler: a `SequenceGroup` is one request, a `Sequence` is one of its outputs.
 
-Within a group the first live sequence is the leader: it computes the prompt once, and its followers, which hold no
-blocks until then, fork the prompt's blocks from it. A preempted group starts again the same way.
+The first live sequence of a group is the leader, which computes the prompt once. The other sequences of the group are
+followers. A follower has no blocks until it forks the prompt's blocks from the leader. A preempted group starts again
+in the same way: the leader first.
 
-Steps may be planned before the answers to earlier ones. A sequence's computed tokens count what every step sent so far
-computes; its tokens are those that are known. If all tokens of a sequence are computed, a step in flight samples its
-next token, and the worker, which works in step order, goes on from that token by itself. If steps in flight have room
-for drafts, the number of computed tokens is an upper bound.
+Steps can be planned before earlier steps are answered. A sequence's computed tokens include all tokens that the steps
+sent so far compute. A sequence's tokens are only the known tokens. If all known tokens of a sequence are computed, a
+step in flight samples its next token. The worker does steps in order, and continues from the sampled token without the
+scheduler. If steps in flight have room for drafts, the number of computed tokens is an upper bound.
 """
 
 from array import array
@@ -23,9 +24,9 @@ from scheduler_service.core.groups.suspicion import Suspicion
 
 
 class Sequence:
-    """One output: prompt and generated tokens, and how many of them have keys and values on the worker.
+    """One output: prompt and generated tokens, and the number of tokens with keys and values on the worker.
 
-    `id` is given by a worker's scheduler on admission, a new one each time; while the sequence waits it is 0.
+    A worker's scheduler assigns a new `id` at each admission. While the sequence waits, the `id` is 0.
     """
 
     is_encoder = False
@@ -64,29 +65,31 @@ class Sequence:
         self.group = group
         self.index = index
         self.sampling = group.sampling.for_index(index)
-        # Kept, because they are asked for every sequence and step.
+        # `reports` and `end_token_ids` are stored, because every step reads them for every sequence.
         self.reports = self.sampling.reports
         self.end_token_ids = self.sampling.end_token_ids
-        self.prompt_token_ids = group.prompt_token_ids  # the group's own, which all its sequences share
+        self.prompt_token_ids = group.prompt_token_ids  # shared by all sequences of the group
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.output_token_ids = array("I", output_token_ids)
-        self.max_num_tokens = 0  # prompt and output, on the worker that it was admitted to
-        self.num_computed_tokens = 0  # by the steps sent so far
-        self.num_stored_tokens = 0  # by the steps that were answered
+        self.max_num_tokens = 0  # Maximum tokens of prompt and output, on the worker that admitted the sequence.
+        self.num_computed_tokens = 0  # Number of tokens that the steps sent so far compute.
+        self.num_stored_tokens = 0  # Number of tokens that answered steps have computed.
         self.status = SequenceStatus.WAITING
-        self.is_known = False  # to the worker of the current session
-        self.num_known_blocks = 0  # leading entries of its block table that the worker knows as they are now
+        self.is_known = False  # Whether the worker knows the sequence in this session.
+        self.num_known_blocks = 0  # Leading entries of its block table that the worker has in their present state.
         self.stop_token_id: int | None = None
-        self.num_slots = 0  # tokens that its device blocks have room for
-        self.forked_from: Sequence | None = None  # whose tokens it begins with, until the worker knows it
-        self.num_forked_tokens = 0  # how many of them
-        self.num_draft_tokens = 0  # room for drafts in steps in flight, which count as computed
-        self.num_draft_tokens_wanted = 0  # draft tokens for which its worker wants room in each further step
-        self.score = 0.0  # of a beam: the sum of its tokens' log-probabilities
-        self.candidates: list[tuple[int, float]] | None = None  # of a beam: likeliest next tokens, once they are known
-        self.block_keys: list[bytes] = []  # of its leading full blocks, as far as they were needed
-        self.num_published_blocks = 0  # leading blocks whose keys are in the prefix cache
-        self.num_expected_blocks = 0  # leading blocks that others may wait for, if more than the published ones
+        self.num_slots = 0  # Tokens that its device blocks have room for.
+        # Parent whose first tokens it shares; None once the worker knows the sequence.
+        self.forked_from: Sequence | None = None
+        self.num_forked_tokens = 0  # Number of tokens from the parent.
+        self.num_draft_tokens = 0  # Room for drafts in steps in flight, which counts as computed.
+        self.num_draft_tokens_wanted = 0  # Draft tokens that each further step should have room for.
+        self.score = 0.0  # Sum of its tokens' log-probabilities, for a beam.
+        # Likeliest next tokens of a beam; None before the answer.
+        self.candidates: list[tuple[int, float]] | None = None
+        self.block_keys: list[bytes] = []  # Keys of its leading full blocks, as far as they were needed.
+        self.num_published_blocks = 0  # Leading blocks whose keys are in the prefix cache.
+        self.num_expected_blocks = 0  # Leading blocks that other groups may wait for; 0 if all are published.
 
     @property
     def num_tokens(self) -> int:
@@ -98,11 +101,11 @@ class Sequence:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and output, as a new list."""
+        """Prompt and output tokens, as a new list."""
         return [*self.prompt_token_ids, *self.output_token_ids]
 
     def tokens_between(self, start: int, stop: int) -> "array[int]":
-        """The tokens at these positions, as far as there are any."""
+        """The tokens from position `start` to position `stop`, as far as they exist."""
         num_prompt_tokens = self.num_prompt_tokens
         if start >= num_prompt_tokens:
             return self.output_token_ids[start - num_prompt_tokens : stop - num_prompt_tokens]
@@ -113,10 +116,10 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that a step could compute: the known tokens that are not computed, or else the token that is being
-        sampled.
+        """Tokens that a step can compute: the known tokens that are not computed yet.
 
-        A beam's next token is chosen among all beams' candidates, so nothing can be computed before the answer.
+        If all known tokens are computed, the token that is being sampled counts. A beam's next token is chosen among
+        the candidates of all beams, so a beam can compute nothing before the answer.
         """
         num_left = self.num_prompt_tokens + len(self.output_token_ids) - self.num_computed_tokens
         if num_left > 0 or self.sampling.beam_width:
@@ -124,7 +127,7 @@ class Sequence:
         return 1 if self.num_computed_tokens + 1 < self.max_num_tokens else 0  # the last token is never computed
 
     def leave_worker(self) -> None:
-        """Wait again: it will be new to the worker that takes it next, and its blocks are gone."""
+        """Return to waiting. The sequence has no blocks any more, and will be new to the next worker."""
         self.id = 0
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
@@ -142,8 +145,8 @@ class Sequence:
 
 
 class EncoderSequence(Sequence):
-    """The input of a group's encoder: prompt tokens only, computed in one step. It is not an output and not in
-    `live`."""
+    """The input of a group's encoder: prompt tokens that are computed in one step. The input is not an output, so
+    `live` does not contain it."""
 
     is_encoder = True
 
@@ -153,12 +156,12 @@ class EncoderSequence(Sequence):
         super().__init__(group, 0)
         self.input = encoder_input
         self.reports = False
-        self.prompt_token_ids = encoder_input.token_ids  # type: ignore[assignment]  # which has made it an array
+        self.prompt_token_ids = encoder_input.token_ids  # type: ignore[assignment]  # `EncoderInput` made it an array
         self.num_prompt_tokens = self.max_num_tokens = encoder_input.num_tokens
 
     @property
     def is_computed(self) -> bool:
-        """Whether the steps sent so far compute it."""
+        """Whether the steps sent so far compute the input."""
         return self.num_computed_tokens == self.num_prompt_tokens
 
 
@@ -166,44 +169,46 @@ class EncoderSequence(Sequence):
 class SequenceGroup:
     """One request: `sampling.n` sequences that start from the same prompt, or the running beams of a search.
 
-    A request that goes on where another scheduler left it comes with its outputs so far, `output_token_ids` of each
-    index, and the indices of those that have `ended`; it is like a group that was preempted.
+    A request can continue where another scheduler stopped. A continued request has `output_token_ids`, the outputs so
+    far by index. `ended` are the indices of its complete outputs. The scheduler treats a continued request like a
+    preempted group.
     """
 
     request_id: str
     priority: int
-    """Lower numbers run first, under the policy that looks at them."""
+    """Lower numbers run first, if the policy uses priorities."""
     tenant: str
-    """The tenant whose share of the service it takes."""
+    """The tenant whose share of service the request uses."""
     adapter_id: str
-    """The adapter that it needs, empty for the base model."""
+    """Id of the adapter; empty for the base model."""
     arrived_at: float
-    """Seconds of the clock that `Scheduler.schedule` is told."""
+    """Arrival time in seconds, by the clock of `Scheduler.schedule`."""
     rank: tuple[int, int]
-    """Its place in its queue, where no two groups have the same."""
+    """Place of the group in its queue. No two groups have the same rank."""
     cache_root: bytes
-    """Groups of equal root and adapter may share cached prefixes."""
+    """Root of the block keys. Groups with equal root and adapter can share cached prefixes."""
     sampling: SamplingParams
     is_plain: bool
-    """Whether its sequences gain tokens and nothing else: no log-probabilities, no vectors, and none is a beam."""
+    """Whether its sequences gain only tokens: no log-probabilities, no vectors, no beams."""
     prompt_token_ids: "array[int]"
-    """Four bytes each; an array is taken as it is, and must not change."""
+    """Prompt tokens, four bytes each. A prompt that is passed as an array is not copied, and must not change."""
     beams: BeamSearch | None
     sequences: list[Sequence]
     encoder: EncoderSequence | None
-    """The input of an encoder-decoder model's encoder. Keys and values depend on it, so `cache_root` does too."""
+    """Input of an encoder-decoder model's encoder. The keys of cached blocks depend on this input, because the blocks'
+    contents depend on it."""
     has_unforked: bool
     """Whether followers wait for the leader's prompt."""
     ended: frozenset[int]
-    """The indices of the outputs that had ended when the request came."""
+    """Indices of the outputs that had ended when the request arrived."""
     suspicion: Suspicion | None
-    """None until a worker is lost with the group in flight."""
+    """Evidence that the request causes the loss of workers. None until a worker is lost with the group in flight."""
     placement: PlacementRecord
     history: History
     trace_parent: str
-    """The parent of its spans, if it is traced."""
+    """Parent of the request's trace spans; empty without tracing."""
     error: str | None
-    """Why it ended without being served, in a sentence for the client."""
+    """Reason why the group ended without service, as a sentence for the client."""
 
     def __init__(
         self,
@@ -248,48 +253,50 @@ class SequenceGroup:
         self.error = None
 
     def disband(self) -> None:
-        """Drop the sequences of a group that has ended, once no code needs them.
+        """Drop the sequences of a group that has ended, once no code needs the sequences.
 
-        They refer to the group, and this cycle would stay in memory until Python's garbage collector runs.
+        The sequences refer to the group. A group with sequences would stay in memory until Python's garbage collector
+        runs.
         """
         self.sequences = []
         self.encoder = None
 
     @property
     def is_suspect(self) -> bool:
-        """Whether this group may be the cause of lost workers, so that it is scheduled alone."""
+        """Whether this group may cause the loss of workers, and must be scheduled alone."""
         return self.suspicion is not None and self.suspicion.is_grave
 
     @property
     def lost_on(self) -> frozenset[str]:
-        """The workers that were lost with it in flight."""
+        """The workers that were lost with this group in flight."""
         return frozenset() if self.suspicion is None else self.suspicion.lost_on
 
     def max_num_tokens(self, max_sequence_tokens: int) -> int:
-        """Tokens of the prompt and the longest output, where a sequence can have so many; one is always sampled."""
+        """Tokens of the prompt and the longest output, at most `max_sequence_tokens`. At least one token is sampled."""
         num_prompt_tokens = len(self.prompt_token_ids)
         return max(min(num_prompt_tokens + self.sampling.max_tokens, max_sequence_tokens), num_prompt_tokens + 1)
 
     @property
     def output_token_ids(self) -> tuple[SequenceOf[int], ...]:
-        """The outputs so far by index, or nothing as long as none has any."""
+        """The outputs so far by index; an empty tuple if all outputs are empty."""
         outputs = tuple(sequence.output_token_ids for sequence in self.sequences)
         return outputs if any(outputs) else ()
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all outputs together. A beam search that is not over has beams, and no hypotheses yet."""
+        """Tokens of all outputs together. A beam search counts the tokens of its hypotheses or of its beams, whichever
+        are more."""
         found = 0 if self.beams is None else sum(len(hypothesis.token_ids) for hypothesis in self.beams.hypotheses)
         return max(found, sum(sequence.num_output_tokens for sequence in self.sequences))
 
     @property
     def live(self) -> list[Sequence]:
-        """The sequences that have not finished; the first is the leader."""
+        """The sequences that have not finished. The first live sequence is the leader."""
         return [sequence for sequence in self.sequences if not sequence.status.is_finished]
 
     @property
     def with_tables(self) -> list[Sequence]:
-        """All that may have a block table: the live sequences, and behind them what the encoder reads."""
+        """All sequences that can have a block table: the live sequences, and then the encoder's input."""
         return self.live if self.encoder is None else [*self.live, self.encoder]
 
     @property
@@ -307,17 +314,17 @@ class SequenceGroup:
 
     @property
     def waits_for_encoder(self) -> bool:
-        """Whether its encoder's tokens have yet to be given to a step."""
+        """Whether no step has computed the encoder's input yet."""
         return self.encoder is not None and not self.encoder.is_computed
 
     @property
     def is_behind(self) -> bool:
-        """Whether any of its sequences has more than a single token to compute before it can decode, or its encoder."""
+        """Whether the group must compute its encoder's input, or several tokens of a sequence, before it can decode."""
         return self.waits_for_encoder or any(sequence.num_uncomputed_tokens > 1 for sequence in self.live)
 
     @property
     def num_seqs(self) -> int:
-        """How many sequences the group counts as in a step's budget: its live sequences, or the width of its beam
+        """Number of sequences that the group counts as in a step's budget: its live sequences, or the width of its beam
         search."""
         return len(self.live) if self.beams is None else self.beams.width
 

@@ -1,10 +1,10 @@
-"""Where a sequence stands."""
+"""The states of a sequence."""
 
 import enum
 
 
 class SequenceStatus(enum.Enum):
-    """In a queue, on a worker, or ended, and how."""
+    """Whether a sequence is in a queue, is on a worker, or has ended, and why it has ended."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -13,16 +13,17 @@ class SequenceStatus(enum.Enum):
     FINISHED_LENGTH_CAPPED = enum.auto()
     FINISHED_ABORTED = enum.auto()
     FINISHED_IGNORED = enum.auto()
-    """Its request cannot be served: it is too large."""
+    """The request is too large to be served."""
     FINISHED_FAILED = enum.auto()
-    """The model's output was not finite, so no token could be chosen."""
+    """The model's logits were not finite, so no token could be chosen."""
     FINISHED_BARRED = enum.auto()
     """The request's parameters or its form allow no further token."""
 
     is_finished: bool
-    """An attribute, because it is asked several times for every sequence and step."""
+    """Whether the sequence has ended. The value is an attribute and not a property, because every step reads it several
+    times for every sequence."""
     has_failed: bool
-    """Whether no token could be chosen."""
+    """Whether the sequence ended because no token could be chosen."""
 
 
 for _status in SequenceStatus:

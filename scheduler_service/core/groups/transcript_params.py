@@ -1,8 +1,8 @@
-"""How tokens of a transcript follow each other, of a model that writes down what is said.
+"""Rules for the order of tokens in a transcript, which a speech model writes.
 
-Such a model (Whisper; Radford et al., 2023) marks when something is said with tokens for times, 20 ms apart: one before
-each part of the text, and one behind it. Which token may come next depends on those before it, so that workers apply
-these rules, where tokens are chosen.
+A speech model (Whisper; Radford et al., 2023) marks times with timestamp tokens, 20 ms apart. A timestamp comes before
+each part of the text, and another timestamp comes after it. Which token may come next depends on the tokens before it.
+So workers apply the rules of a transcript when they choose a token.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptParams:
-    """No token of `suppressed` is ever chosen, and none of `begin_suppressed` as the first.
+    """Tokens of `suppressed` are never chosen. Tokens of `begin_suppressed` are not chosen as the first token.
 
-    `first_timestamp` is the token of 0 s, and those behind it are of later times; with 0 no times are marked. Where
-    they are, the first token is that of a time, at most the `max_initial`-th behind that of 0 s; and the first
-    `num_text_tokens` of the vocabulary are text.
+    `first_timestamp` is the token of 0 s; the tokens after it are later times. A transcript with `first_timestamp` 0
+    has no timestamps. A transcript with timestamps begins with a timestamp, at most `max_initial` tokens after
+    `first_timestamp`. The first `num_text_tokens` tokens of the vocabulary are text.
     """
 
     first_timestamp: int = 0

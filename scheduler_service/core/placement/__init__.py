@@ -1,1 +1,1 @@
-"""Decides which of the workers that share a queue takes a waiting group; what a worker has room for is planning's."""
+"""Decides which worker takes a waiting group. `planning` decides what a worker has room for."""

@@ -1,24 +1,26 @@
-"""Which worker takes a waiting group: the workers that share a queue, and what each of them has to do.
+"""Decides which worker takes a waiting group, among the workers that share a queue.
 
-A worker's scheduler that has room for a group asks whether to take it or to leave it to a better worker. Better is
-where it would be done sooner: what is under way there, what it could skip because its prefix is cached or being
-computed there, and how fast that worker is, all count in seconds. Only a worker that has room at this very moment is
-better, so one of the workers that are asked always takes it; and because much can happen until then, a group is left
+If a worker has room for a group, its scheduler asks the balancer whether to take the group or leave it to a better
+worker. The better worker would finish the group's tokens sooner. The balancer estimates the seconds from each worker's
+present work, its speed, and the part of the group's prefix that the worker has or computes. Only a worker that has room
+now can be better, so one of the workers that ask always takes the group.
 
-- for no longer than the better worker would have saved it, counted from when it was left first, so that at worst it
-  waits twice as long as it had to;
-- while fewer than MAX_OVERTAKES later ones were taken before it.
+A group is left for a limited time only, because the work of workers changes. The limit is the time that the better
+worker would have saved, counted from when the group was first left. So a group waits at most twice as long as
+necessary. A group is no longer left after MAX_OVERTAKES later groups were taken before it. A group that was left for
+its maximum time or overtaken MAX_OVERTAKES times is taken by the first worker that asks.
 
-A group whose adapter has no slot on a worker is passed over there and overtaken within the same bound. One whose
-adapter the worker does not even hold is passed over as well, and the adapter is brought there if the group would still
-be done sooner than at those that hold it.
+A worker passes over a group whose adapter has no free slot on this worker. A group without a slot is overtaken at most
+MAX_OVERTAKES times. A worker also passes over a group whose adapter it does not hold. The worker fetches this adapter
+only if the worker would still finish the group sooner than the workers that hold the adapter.
 
-After that the first worker that asks takes it. A suspect is the exception: while there are workers that were not lost
-with it, it waits for one of those. Where nothing is cached and many wait, a worker takes its share of them at once,
-instead of one at a time in turns. Its share brings it to where all will be when none waits any more.
+A suspect waits without a limit for a worker that was not lost with it, while there is such a worker.
 
-All that a scheduler reports is as of its last step. Everything costs O(log workers) or less; for suspects
-all workers are looked through.
+If nothing is cached and many groups wait, a worker takes its share of the groups at once, not one group at a time. With
+its share, the worker has as much work as each worker will have when no group waits any more.
+
+The balancer reads the figures of each worker's last step. Every operation takes O(log workers) or less, except for
+suspects: for a suspect all workers are examined.
 """
 
 import heapq
@@ -33,31 +35,31 @@ from scheduler_service.core.placement.step_times import StepTimes
 from scheduler_service.core.placement.worker import SEQUENCE_TOKENS, Member, WorkerScheduler
 
 MAX_OVERTAKES = 16
-MAX_CANDIDATES = 4  # of each kind that are looked at closely
+MAX_CANDIDATES = 4  # workers of each kind that are examined closely
 
 
 class Balancer:
-    """The workers that share a queue, and how their groups were placed."""
+    """The workers that share a queue, and statistics of how groups were placed."""
 
     def __init__(self) -> None:
         self.times = StepTimes()
         self.directory = PrefixDirectory()
         self.adapter_directory = PrefixDirectory()
         self.num_placed = dict.fromkeys(PlacementReason, 0)
-        """Groups that were taken, by reason."""
+        """Number of groups that were taken, by reason."""
         self.num_left = dict.fromkeys(PlacementReason, 0)
-        """How often a worker that looked at a group left it to another one, by reason."""
+        """How often a worker left a group to another worker, by reason."""
         self.num_overtakes = 0
-        """How often a group was taken before an earlier one that was left, or whose adapter had no slot."""
+        """How often a group was taken before an earlier group that was left, or whose adapter had no slot."""
         self.num_moved = 0
-        """Groups that were swapped out and went elsewhere."""
+        """Number of swapped groups that moved to another worker."""
         self.background = Background()
         self._members: dict[int, Member] = {}
-        self._is_open = 0  # bits
+        self._is_open = 0  # bits of the workers that admit groups
         self._num_open = 0
-        self._work = 0  # of those that are open
+        self._work = 0  # total work of the workers that admit groups
         self._speed = 0
-        self._lightest: list[tuple[float, int, int]] = []  # work, entry, slot
+        self._lightest: list[tuple[float, int, int]] = []  # (work, entry, slot)
         self._entries = itertools.count()
 
     def __len__(self) -> int:
@@ -66,7 +68,7 @@ class Balancer:
     # ---- membership
 
     def join(self, scheduler: WorkerScheduler) -> Member:
-        """A worker's session begins."""
+        """Add a worker whose session begins."""
         slot = next(slot for slot in itertools.count() if slot not in self._members)
         member = self._members[slot] = Member(scheduler, slot)
         self.times.expect(scheduler.config.prefill_tokens_per_second)
@@ -74,14 +76,16 @@ class Balancer:
         return member
 
     def leave(self, member: Member) -> None:
-        """The worker is gone, and nothing here leads to its scheduler; nothing happens when it has left before."""
+        """Remove a worker that is gone, and the reference to its scheduler. Does nothing if the worker has left
+        before."""
         if self._members.get(member.slot) is member:
             self.report(member, 0, 0, is_open=False)
             del self._members[member.slot]
-            del member.scheduler  # which knows the member: together they would wait for the collector
+            # The scheduler refers to the member, so both would wait for the garbage collector.
+            del member.scheduler
 
     def report(self, member: Member, backlog: int, num_seqs: int, *, is_open: bool) -> None:
-        """Hear what a worker has to do, and whether waiting groups may go there."""
+        """Record how much work a worker has, and whether it admits waiting groups."""
         speed = member.slowness.speed
         before = member.backlog, member.num_seqs, member.speed, member.is_open
         if before == (backlog, num_seqs, speed, is_open):
@@ -103,37 +107,40 @@ class Balancer:
     def _push(self, member: Member) -> None:
         member.entry = next(self._entries)
         heapq.heappush(self._lightest, (member.work / member.speed, member.entry, member.slot))
-        if len(self._lightest) > 4 * len(self._members) + 64:  # most are stale
+        if len(self._lightest) > 4 * len(self._members) + 64:  # most entries are stale
             self._lightest = [entry for entry in self._lightest if self._member_of(entry) is not None]
             heapq.heapify(self._lightest)
 
     def _member_of(self, entry: tuple[float, int, int]) -> Member | None:
-        """The worker that an entry is of; None for a stale one."""
+        """The worker of a heap entry; None for a stale entry."""
         member = self._members.get(entry[2])
         return member if member is not None and member.entry == entry[1] else None
 
-    # ---- where a group goes
+    # ---- choice of a worker
 
     def has_others(self, member: Member) -> bool:
-        """Whether there is any choice now."""
+        """Whether any other worker admits groups now."""
         return self._num_open > member.is_open
 
     def other_workers(self, member: Member) -> list[WorkerScheduler]:
-        """Other workers that admit groups, also while they are full of swapped ones. All workers are asked."""
+        """Other workers that admit groups, including workers that are full of swapped groups. All workers are
+        examined."""
         return [other.scheduler for other in self._members.values() if other is not member and other.scheduler.admits]
 
     def is_overdue(self, group: SequenceGroup, now: float) -> bool:
-        """Whether a waiting group has been left, or overtaken, for long enough."""
+        """Whether a waiting group was left for its maximum time, or overtaken MAX_OVERTAKES times."""
         placement = group.placement
         return placement.num_overtaken >= MAX_OVERTAKES or (
             placement.left_until is not None and now > placement.left_until
         )
 
     def offers(self, *, member: Member, group: SequenceGroup, here: Here, now: float) -> list[Offer]:
-        """Offers of workers with room for a group, as the worker `member` asks: its own, and those of a few others.
+        """The offers of workers with room for a group: the offer of `member`, which asks, and the offers of a few
+        others.
 
-        The others are the worker with the least to do and those that hold the longest prefix or the group's adapter; if
-        the adapter is not here, only those that hold it. Where no other can be better, there are no others.
+        The few others are the worker with the least work, and workers that hold the longest prefix or the group's
+        adapter. If `member` lacks the adapter, only workers that hold the adapter are asked. If no other worker can be
+        better, there are no other offers.
         """
         match here:
             case Here.HAS_ROOM:
@@ -142,7 +149,7 @@ class Balancer:
                     return [own]
                 return [own, *self._others(member, group, now, self._next_lightest(member, group))]
             case Here.IS_FULL:
-                # Most often there is no other with room while many wait.
+                # While many groups wait, usually no other worker has room.
                 lightest = self._next_lightest(member, group) if self.has_others(member) else []
                 return self._others(member, group, now, lightest) if lightest else []
             case Here.LACKS_ADAPTER:
@@ -156,9 +163,10 @@ class Balancer:
     def choose(
         self, *, member: Member, group: SequenceGroup, offers: list[Offer], now: float, num_waiting: int = 1
     ) -> Placement | None:
-        """Whether the worker takes a group, or to which other worker it leaves the group; None if there is no offer.
+        """Whether `member` takes a group, or to which other worker `member` leaves it. The result is None if there is
+        no offer.
 
-        `num_waiting` counts the groups that wait, this one included.
+        `num_waiting` counts the waiting groups, including this group.
         """
         own = next((offer for offer in offers if offer.member is member), None)
         best = min((offer for offer in offers if offer is not own), key=lambda offer: offer[:2], default=None)
@@ -187,7 +195,7 @@ class Balancer:
         return placement._replace(reason=PlacementReason.LOAD, to=to)
 
     def _first_members(self, bits: int) -> list[Member]:
-        """Up to MAX_CANDIDATES of the workers of these bits."""
+        """Up to MAX_CANDIDATES workers whose bits are set."""
         members: list[Member] = []
         while bits and len(members) < MAX_CANDIDATES:
             slot = bits.bit_length() - 1
@@ -196,19 +204,22 @@ class Balancer:
         return members
 
     def _others(self, member: Member, group: SequenceGroup, now: float, lightest: list[Member]) -> list[Offer]:
-        """Offers of the `lightest`, and of those that hold the longest prefix or the adapter."""
+        """The offers of the `lightest` workers, and of other workers that hold the longest prefix or the adapter."""
         holders = self._holders(member, group)
         if group.adapter_id:
             holders += self._adapter_holders(member, group)
         return self._with_room(member, group, now, [*holders, *lightest])
 
     def _adapter_holders(self, member: Member, group: SequenceGroup) -> list[Member]:
-        """Some others that hold the group's adapter."""
+        """Up to MAX_CANDIDATES other workers that hold the group's adapter."""
         bits = self.adapter_directory.holders([group.adapter_id.encode()], 0, self._is_open & ~member.bit)
         return self._first_members(bits)
 
     def _with_room(self, member: Member, group: SequenceGroup, now: float, others: list[Member]) -> list[Offer]:
-        """Offers of those that have room for a group. A suspect goes nowhere where it says less than here."""
+        """The offers of workers that have room for a group.
+
+        For a suspect, a worker makes no offer if a loss there would prove less than a loss on `member`.
+        """
         suspicion = group.suspicion if group.is_suspect else None
         most = suspicion.reluctance(member.scheduler.worker) if suspicion is not None else 0
         found: list[Offer] = []
@@ -224,10 +235,10 @@ class Balancer:
         return Offer(self._seconds(member, group, cached, now), member.entry, member, cached)
 
     def _next_lightest(self, member: Member, group: SequenceGroup) -> list[Member]:
-        """The other worker with the least to do that has room, in a list, or none.
+        """The other worker that has room and the least work, as a list of one worker, or an empty list.
 
-        One that has no room is not asked again before there is another amount to do there. One that only has no slot
-        for the group's adapter may have room for others; after MAX_CANDIDATES of those nothing more is looked for.
+        A worker without room is asked again only after its work has changed. A worker without a slot for the group's
+        adapter may have room for other groups. The search ends after MAX_CANDIDATES workers without a slot.
         """
         aside: list[tuple[float, int, int]] = []
         found: list[Member] = []
@@ -252,7 +263,7 @@ class Balancer:
         return found
 
     def _holders(self, member: Member, group: SequenceGroup) -> list[Member]:
-        """Others that hold at least as long a prefix as this one."""
+        """Other workers that hold at least as long a prefix as this worker."""
         leader = group.live[0]
         keys = member.scheduler.blocks.cache.keys.findable(leader)
         first = max(0, len(member.scheduler.blocks.device.find_run(keys)) - 1)
@@ -260,22 +271,24 @@ class Balancer:
         return self._first_members(bits)
 
     def _is_share(self, member: Member, group: SequenceGroup, cached: int, num_waiting: int) -> bool:
-        """Whether the worker has no more to do with this group than all will have when all that wait are like it.
+        """Whether the worker, after taking the group, has at most its share of the fleet's work.
 
-        To the nearest group: half of this one may be too much.
+        The share assumes that all waiting groups are as large as this group. The comparison is rounded: up to half of
+        the group may exceed the share.
         """
         tokens = _num_tokens(group) - cached + SEQUENCE_TOKENS * group.num_seqs
         return (2 * member.work + tokens) * self._speed <= 2 * (self._work + num_waiting * tokens) * member.speed
 
     def _seconds(self, member: Member, group: SequenceGroup, cached: int, now: float) -> float:
-        """Until what a group brings were done, if all that the worker has were done one after the other."""
+        """Seconds until the worker would have computed its present work and this group's tokens."""
         tokens = _num_tokens(group) - cached + SEQUENCE_TOKENS * group.num_seqs
         factor = 1000 / member.speed
         seconds = factor * self.times.seconds(member.work + tokens) + self._seconds_in_flight(member, factor, now)
         return seconds + member.scheduler.seconds_to_copy(group) if group.adapter_id else seconds
 
     def _seconds_in_flight(self, member: Member, factor: float, now: float) -> float:
-        """Seconds that the worker's steps in flight still take; an overdue step is expected to take as long again."""
+        """Seconds that the worker's steps in flight still take. A step that is overdue is expected to take its overdue
+        time again."""
         steps = member.scheduler.steps_in_flight
         if not steps:
             return 0.0
@@ -283,10 +296,10 @@ class Balancer:
         began = max(steps[0].planned_at, member.scheduler.answered_at)
         return abs(began + expected - now)
 
-    # ---- what was chosen
+    # ---- records of choices
 
     def took(self, member: Member, placement: Placement) -> None:
-        """The worker takes a group in the step that it plans."""
+        """Record that the worker takes a group in the step that it plans."""
         group = placement.group
         self.num_placed[placement.reason] += 1
         group.placement.left_until = None
@@ -296,24 +309,24 @@ class Balancer:
         self.report(member, backlog, member.num_seqs + group.num_seqs, is_open=member.is_open)
 
     def left(self, placement: Placement, now: float) -> None:
-        """A group stays in the queue, for another worker to take."""
+        """Record that a group stays in the queue for another worker."""
         group = placement.group
         self.num_left[placement.reason] += 1
         if group.placement.left_until is None:
             group.placement.left_until = now + abs(placement.seconds - placement.seconds_there)
 
     def overtook(self, groups: Collection[SequenceGroup]) -> None:
-        """A later group was taken before these."""
+        """Record that a later group was taken before `groups`."""
         self.num_overtakes += len(groups)
         for group in groups:
             group.placement.num_overtaken += 1
 
     def stepped(self, member: Member, num_tokens: int, seconds: float) -> None:
-        """A worker's step is done; a worker that is alone is compared with none."""
+        """Record the duration of a worker's step. If the fleet has a single worker, nothing is recorded."""
         if len(self._members) > 1 and seconds > 0 and num_tokens:
             member.slowness.observe(self.times.observe(num_tokens, seconds))
 
 
 def _num_tokens(group: SequenceGroup) -> int:
-    """Tokens of a waiting group that a worker computes if none of them is cached there."""
+    """Tokens that a worker computes for a waiting group if none of the group's tokens is cached."""
     return group.live[0].num_tokens + group.num_encoder_tokens

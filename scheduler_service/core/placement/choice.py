@@ -1,4 +1,4 @@
-"""Offers of workers for a group, and the choice among them: which worker takes it, and for which reason."""
+"""Offers of workers for a group, and the choice of a worker with its reason."""
 
 import enum
 import sys
@@ -8,55 +8,56 @@ from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.placement.worker import Member, WorkerScheduler
 
 LAST = sys.maxsize
-"""An offer's order behind all others."""
+"""Order of an offer that goes after all other offers."""
 
 
 class Here(enum.Enum):
-    """Whether the worker that asks could take the group itself."""
+    """Whether the worker that asks can take the group."""
 
     HAS_ROOM = enum.auto()
     IS_FULL = enum.auto()
     LACKS_ADAPTER = enum.auto()
-    """Only after the group's adapter was brought to it."""
+    """The worker can take the group after the group's adapter was fetched."""
 
 
 class Offer(NamedTuple):
-    """One worker's estimate for a group. The offer of the fewest seconds is the best."""
+    """One worker's estimate for a group. The offer with the fewest seconds is the best."""
 
     seconds: float
-    """Seconds until the group's tokens would be computed there."""
+    """Seconds until the group's tokens would be computed on the worker."""
     order: int
-    """Among equals the worker goes first that has had nothing new for longer."""
+    """Order of offers with equal seconds: the worker whose work last changed longest ago goes first."""
     member: Member
     cached_tokens: int
-    """Tokens of the group that are cached there, or are being computed."""
+    """Tokens of the group that are cached on the worker, or are being computed there."""
     lacks_adapter: bool = False
-    """Whether `seconds` have those that bringing the group's adapter takes."""
+    """Whether `seconds` includes the time to fetch the group's adapter."""
 
 
 class PlacementReason(enum.Enum):
-    """Why a worker took a group, or left it to another one."""
+    """The reason why a worker took a group, or left it to another worker."""
 
     ALONE = enum.auto()
     """No other worker had room."""
     LOAD = enum.auto()
-    """The group is done sooner there, by what the workers have to do and how fast they are."""
+    """The chosen worker finishes the group sooner, by its work and its speed."""
     AFFINITY = enum.auto()
-    """The group is done sooner there, because more of it is cached there, or its adapter is."""
+    """The chosen worker finishes the group sooner, because it has the group's adapter or more of its prefix."""
     SHARE = enum.auto()
-    """Another worker has less to do, and will find enough that waits."""
+    """This worker takes its share of the groups; another worker with less work will find enough other groups."""
     OVERDUE = enum.auto()
-    """The group has been left, or overtaken, for long enough."""
+    """The group was left for its maximum time, or overtaken MAX_OVERTAKES times."""
     ROOM = enum.auto()
-    """The group was left because another worker has room for it."""
+    """This worker has no room, and another worker has room."""
     SUSPECT = enum.auto()
-    """Workers may be lost to it, so it went where there is least to lose."""
+    """The group may cause the loss of workers, so the rules for suspects chose the worker."""
 
 
 class Placement(NamedTuple):
-    """One choice: a group was taken by the worker whose step it is in, or left `to` another one.
+    """One choice: a group was taken by the worker whose step contains it, or was left `to` another worker.
 
-    Seconds are those that it was expected to take here and there, 0 without a comparison; tokens those that are cached.
+    `seconds` is the expected time on this worker, `seconds_there` the expected time on the other worker; 0 without a
+    comparison. `cached_tokens` and `cached_tokens_there` are the group's cached tokens on the two workers.
     """
 
     group: SequenceGroup

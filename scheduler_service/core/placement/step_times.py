@@ -1,31 +1,33 @@
-"""How long a step takes: a fixed part and one for each token, learnt from the answers of all workers together.
+"""The duration of a step: a fixed part and a part for each token, learnt from the answers of all workers.
 
-One worker alone decodes the same number of sequences step after step, from which the two parts cannot be told apart;
-of all workers together some always compute prompts. How much slower than the others one of them is, is its own figure.
+A single worker may decode the same number of sequences in every step. Steps of the same size do not tell the fixed part
+from the part for each token. In a fleet, some workers always compute prompts, so the sizes of steps differ. `Slowness`
+compares the speed of a single worker with the fleet.
 """
 
 import math
 
 PRIOR_TOKENS_PER_SECOND = 10_000
-# In tokens squared: of steps that differ by fewer tokens than this, what they say of a token's time counts little.
+# In tokens squared. If the variance of step sizes is smaller than this, the steps hardly change a token's estimated
+# time.
 PRIOR_VARIANCE = 16.0**2
-NUM_REMEMBERED = 512  # steps
-MAX_OFF = 8.0  # a step that took so many times what was expected says something of that moment, not of steps
+NUM_REMEMBERED = 512  # Number of steps that the means remember.
+MAX_OFF = 8.0  # Limit of a step's time, as a multiple of the expected time; slower steps are stalls.
 
 
 class StepTimes:
-    """A regression that forgets, and leans on a prior until steps of different sizes were seen."""
+    """A regression with decaying weights. A prior dominates until steps of different sizes were observed."""
 
     def __init__(self) -> None:
         self.fixed = 0.0
-        """Seconds of a step."""
+        """Seconds of a step without tokens."""
         self.per_token = self._prior = 1 / PRIOR_TOKENS_PER_SECOND
-        """Seconds of each of its tokens."""
+        """Seconds that each token adds to a step."""
         self._num_seen = 0
-        self._tokens = self._seconds = self._squares = self._products = 0.0  # means
+        self._tokens = self._seconds = self._squares = self._products = 0.0  # means over the remembered steps
 
     def expect(self, tokens_per_second: int) -> None:
-        """Take a worker's own measurement as the prior, while there are no others."""
+        """Use a worker's own measurement as the prior, if no step was observed yet."""
         if not self._num_seen and tokens_per_second:
             self.per_token = self._prior = 1 / tokens_per_second
 
@@ -33,7 +35,7 @@ class StepTimes:
         return self.fixed + self.per_token * num_tokens
 
     def observe(self, num_tokens: int, seconds: float) -> float:
-        """Learn from a step; returns how many times the expected time it took."""
+        """Learn from a step. Returns the step's time as a multiple of the expected time."""
         expected = self.seconds(num_tokens)
         ratio = seconds / expected
         if self._num_seen and ratio > MAX_OFF:
@@ -48,26 +50,27 @@ class StepTimes:
         variance = max(0.0, self._squares - self._tokens * self._tokens)
         covariance = self._products - self._tokens * self._seconds
         slope = (covariance + PRIOR_VARIANCE * self._prior) / (variance + PRIOR_VARIANCE)
-        # Neither part is negative, and a token never costs so little that no cache would be worth anything.
+        # Neither part is negative. A token costs at least 1 % of the prior, so that a cache is always worth something.
         self.per_token = min(max(slope, self._prior / 100), self._seconds / self._tokens)
         self.fixed = self._seconds - self.per_token * self._tokens
         return ratio
 
 
 class Slowness:
-    """How many times slower than its fleet a worker is: a geometric mean, which one stalled step moves little.
+    """How many times slower than the fleet a worker is: a geometric mean, which a single stalled step hardly changes.
 
-    It begins as if one usual step had been seen, so that a few slow ones at the start of a session tell.
+    The mean begins with one step of usual speed, so that a few slow steps at the start of a session show.
     """
 
-    NUM_REMEMBERED = 16  # steps
-    NOISE = 1.25  # what differs by less than this counts as equally fast
+    NUM_REMEMBERED = 16  # Number of steps that the mean remembers.
+    NOISE = 1.25  # Workers whose speeds differ by less than this factor count as equally fast.
 
     def __init__(self) -> None:
         self._log = 0.0
         self._num_seen = 1
         self.speed = 1000
-        """Speed of the worker, where 1,000 is its fleet's: whole, so that sums of it are exact."""
+        """Speed of the worker, relative to 1,000 for the fleet. The speed is a whole number, so that sums of speeds are
+        exact."""
 
     def observe(self, ratio: float) -> None:
         self._num_seen = min(self._num_seen + 1, self.NUM_REMEMBERED)

@@ -1,4 +1,4 @@
-"""A worker as the balancer knows it: what its scheduler answers, and what that scheduler reported last."""
+"""A worker as the balancer sees it: the interface of its scheduler, and the figures of the scheduler's last report."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -9,14 +9,16 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.placement.step_times import Slowness
 
-# What a running sequence goes on for, in tokens: about half of those of public traces stop before this.
+# Tokens that a running sequence is expected to compute from now on. In public traces about half of the sequences stop
+# earlier.
 SEQUENCE_TOKENS = 128
-# Until one has been brought to the worker: about an adapter of rank 16 for 7 billion weights over a fast network.
+# Seconds that the first fetch of an adapter is expected to take. An adapter of rank 16 for 7 billion weights takes
+# about this time over a fast network.
 ADAPTER_SECONDS = 1.0
 
 
 class StepInFlight(Protocol):
-    """A step that its worker has not answered."""
+    """A step that its worker has not answered yet."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -26,42 +28,48 @@ class StepInFlight(Protocol):
 
 
 class WorkerScheduler(Protocol):
-    """The scheduler of a worker's session, as far as it is asked; `core.Scheduler` is one."""
+    """The interface of a scheduler that the balancer uses; `core.Scheduler` implements it."""
 
     @property
     def config(self) -> SchedulerConfig: ...
 
     @property
     def worker(self) -> str:
-        """The worker's name: the same one in every session."""
+        """The worker's name, which is the same in every session."""
 
     @property
     def blocks(self) -> BlockManager: ...
 
     @property
     def admits(self) -> bool:
-        """Whether waiting groups may be given to the worker."""
+        """Whether waiting groups may be given to this worker."""
 
     @property
     def answered_at(self) -> float:
-        """When the last answer came."""
+        """The time of the last answer."""
 
     @property
     def steps_in_flight(self) -> SequenceOf[StepInFlight]:
         """The steps without an answer, the oldest first."""
 
     def room_for(self, group: SequenceGroup) -> int | None:
-        """Tokens that a waiting group would find, cached or being computed; None if the next step could not take it."""
+        """Tokens of a waiting group that are cached or being computed here; None if the next step has no room for the
+        group."""
 
     def has_adapter_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
-        """Whether the group's adapter is held and has a slot, `without` the groups that would make room."""
+        """Whether the worker holds the group's adapter, and can run it together with the adapters of the running
+        groups.
+
+        Groups in `without` do not count as running.
+        """
 
     def seconds_to_copy(self, group: SequenceGroup) -> float:
-        """Seconds that the first step with the group's adapter takes longer, if the adapter is not on the device."""
+        """Seconds that the first step with the group's adapter takes longer, if the adapter must be copied to the
+        device."""
 
 
 class Member:
-    """One worker, as its scheduler reported it last."""
+    """One worker, as of its scheduler's last report."""
 
     __slots__ = (
         "adapter_seconds",
@@ -80,19 +88,19 @@ class Member:
         self.scheduler = scheduler
         self.slot = slot
         self.bit = 1 << slot
-        self.backlog = 0  # prompt tokens under way, not computed by any step yet
-        self.num_seqs = 0  # that run
-        self.is_open = False  # for waiting groups
+        self.backlog = 0  # Prompt tokens that no step computes yet.
+        self.num_seqs = 0  # Running sequences.
+        self.is_open = False  # Whether waiting groups are admitted.
         self.slowness = Slowness()
-        self.speed = self.slowness.speed  # that its work is counted with
-        self.entry = -1  # in the heap that counts; the others are stale
-        self.adapter_seconds = ADAPTER_SECONDS  # that bringing an adapter takes
+        self.speed = self.slowness.speed  # The worker's speed, as of the last report.
+        self.entry = -1  # Number of the current heap entry; other entries are stale.
+        self.adapter_seconds = ADAPTER_SECONDS  # Expected seconds to fetch an adapter.
 
     @property
     def work(self) -> int:
-        """In tokens."""
+        """The worker's remaining work, in tokens."""
         return self.backlog + SEQUENCE_TOKENS * self.num_seqs
 
     def brought_adapter(self, seconds: float) -> None:
-        """An adapter was brought to the worker; they differ in size, so the mean follows slowly."""
+        """Record the seconds of a fetch. Adapters differ in size, so the mean changes slowly."""
         self.adapter_seconds += (seconds - self.adapter_seconds) / 4

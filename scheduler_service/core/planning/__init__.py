@@ -1,1 +1,1 @@
-"""Decides what one worker computes in each step, and takes its answers in; order, blocks and placement are others'."""
+"""Plans each step of one worker and applies its answers. Order, blocks and placement are decided in other packages."""

@@ -1,13 +1,14 @@
-"""The low-rank adapters of one worker: which it holds, which its groups need, and which it is brought next.
+"""The low-rank adapters of one worker: which adapters it holds, which its groups need, and which is fetched next.
 
-A group runs only while the worker holds its adapter. With `max_held` of 0 the worker holds whatever there is. Otherwise
-it holds so many in host memory, and the caller brings those that waiting groups lack, one after the other, beside the
-steps: `begin_fetch` says which, and which other one gives way to it; `end_fetch` says that it is there.
+A group runs only while the worker holds its adapter. If `max_held` is 0, the worker holds every adapter. If `max_held`
+is positive, the worker holds at most `max_held` adapters in host memory. The caller fetches the missing adapters of
+waiting groups one at a time, while the worker computes steps. `begin_fetch` chooses the adapter to fetch and the
+adapter to drop for it. `end_fetch` reports the result.
 
-The adapter that was used least recently gives way, of those that no group here needs. One that was brought for a group
-that still waits stays until it has been used: else two groups that wait for room could take each other's adapters away
-for ever. Where no group here needs any, such a one gives way too, once a step was planned that did not use it: its
-group may stand behind the one that is to be next.
+The adapter to drop is the least recently used adapter that no group on this worker needs. An adapter that was fetched
+for a group is kept while that group waits. If fetched adapters were not kept, two waiting groups could drop each
+other's adapters for ever. If no group on this worker needs any adapter, a fetched adapter is kept only until the next
+step is planned. Its group may wait behind the next group of the queue.
 """
 
 from collections import Counter, OrderedDict
@@ -19,14 +20,18 @@ from scheduler_service.core.groups.sequence import SequenceGroup
 
 
 class AdapterFetch(NamedTuple):
-    """An adapter to bring to the worker, and the one that gives way to it, or an empty string."""
+    """An adapter to fetch, and the adapter to drop for it. `dropped` is empty if no adapter is dropped."""
 
     adapter_id: str
     dropped: str
 
 
 class Adapters:
-    """`live` counts the live requests of each adapter, wherever they are; `directory` says which workers hold which."""
+    """Tracks the adapters that one worker holds.
+
+    `live` counts the live requests of each adapter, in the queue and on all workers. `directory` stores which workers
+    hold each adapter.
+    """
 
     def __init__(
         self, max_loras: int, max_held: int, live: Mapping[str, int], directory: PrefixDirectory, bit: int
@@ -36,32 +41,37 @@ class Adapters:
         self._live = live
         self._directory = directory
         self._bit = bit
-        self.running: Counter[str] = Counter()  # and how many running groups need each
-        self._here: Counter[str] = Counter()  # and how many running or swapped groups need each
-        self._idle: OrderedDict[str, None] = OrderedDict()  # held and needed by no group here, by when it was last
-        self._fresh: set[str] = set()  # of those the ones that were brought for a group, and not used since
-        self._untried: set[str] = set()  # of those the ones since which no step was planned
-        self._on_device: OrderedDict[str, None] = OrderedDict()  # by their last use, as the worker keeps its slots
-        self._to_give_way: str | None = None  # found out in this step, and nothing has changed since
+        self.running: Counter[str] = Counter()  # Number of running groups that need each adapter.
+        self._here: Counter[str] = Counter()  # Number of running or swapped groups that need each adapter.
+        # Held adapters that no group here needs; the first is dropped first.
+        self._idle: OrderedDict[str, None] = OrderedDict()
+        self._fresh: set[str] = set()  # Idle adapters that were fetched for a group and not used since.
+        self._untried: set[str] = set()  # Fresh adapters that were fetched after the last planned step.
+        self._on_device: OrderedDict[str, None] = OrderedDict()  # Adapters on the device, least recently used first.
+        self._to_give_way: str | None = None  # Cached `_first_to_give_way()`; None after a change.
         self._fetching = ""
         self.is_for_group = False
-        """Whether what is being brought, or was last, was wanted, and not preloaded."""
+        """Whether the current or last fetch is for a waiting group. False for a preload."""
 
-    # ---- which are there
+    # ---- adapters that the worker holds
 
     @property
     def held(self) -> set[str]:
-        """Adapters in the worker's host memory, as far as they are counted."""
+        """Adapters in the worker's host memory; empty if `max_held` is 0."""
         return {*self._here, *self._idle} if self._max_held else set()
 
     def holds(self, adapter_id: str) -> bool:
-        """Whether the worker has what a group of this adapter needs, which is nothing without one."""
+        """Whether the worker holds this adapter. True for the base model, whose adapter id is empty."""
         if not adapter_id or not self._max_held:
             return True
         return adapter_id in self._here or adapter_id in self._idle
 
     def has_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
-        """Whether the group's adapter is here and can join those of the running groups, `without` some of those."""
+        """Whether the worker holds the group's adapter, and can run it together with the adapters of the running
+        groups.
+
+        Groups in `without` do not count as running.
+        """
         if not group.adapter_id or group.adapter_id in self.running:
             return True
         if not self.holds(group.adapter_id):
@@ -70,13 +80,13 @@ class Adapters:
         return sum(count > leaving[name] for name, count in self.running.items()) < self._max_loras
 
     def is_on_device(self, adapter_id: str) -> bool:
-        """Whether a step with this adapter need not copy it to the device first."""
+        """Whether the adapter is on the device already, so that a step need not copy it."""
         return not adapter_id or adapter_id in self._on_device
 
-    # ---- groups that come and go
+    # ---- arrivals and departures of groups
 
     def came(self, group: SequenceGroup) -> None:
-        """A waiting group was given to the worker."""
+        """Note that a waiting group was given to the worker."""
         self._to_give_way = None
         if name := group.adapter_id:
             self._here[name] += 1
@@ -84,7 +94,7 @@ class Adapters:
             self._fresh.discard(name)
 
     def left(self, group: SequenceGroup) -> None:
-        """It has ended here, or was given back."""
+        """Note that a group of the worker has ended, or was returned to the queue."""
         self._to_give_way = None
         if name := group.adapter_id:
             self._here[name] -= 1
@@ -94,13 +104,13 @@ class Adapters:
                     self._idle[name] = None
 
     def started(self, group: SequenceGroup) -> None:
-        """A group runs from now on."""
+        """Note that a group with an adapter starts to run."""
         if name := group.adapter_id:
             self.running[name] += 1
             self._used(name)
 
     def stopped(self, group: SequenceGroup) -> None:
-        """It was swapped out, has ended, or was given back."""
+        """Note that a running group was swapped out, has ended, or was returned to the queue."""
         if name := group.adapter_id:
             self._used(name)
             self.running[name] -= 1
@@ -113,15 +123,15 @@ class Adapters:
         if len(self._on_device) > self._max_loras:
             del self._on_device[next(other for other in self._on_device if other not in self.running)]
 
-    # ---- adapters that come and go
+    # ---- fetched and dropped adapters
 
     @property
     def is_fetching(self) -> bool:
-        """Whether one is being brought to the worker."""
+        """Whether an adapter is being fetched for the worker."""
         return bool(self._fetching)
 
     def can_come(self, adapter_id: str) -> bool:
-        """Whether one that is not held is being brought, or could be, if not now then after the one that is."""
+        """Whether a missing adapter is being fetched, or can be fetched after the current fetch."""
         if adapter_id == self._fetching or self._num_held < self._max_held:
             return True
         if self._to_give_way is None:
@@ -129,10 +139,11 @@ class Adapters:
         return bool(self._to_give_way)
 
     def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str]) -> AdapterFetch | None:
-        """Choose what to bring to the worker next, if there is a place for it.
+        """Choose the adapter to fetch next; None if no adapter can be fetched now.
 
-        That is the first of `wanted` that is not held, or else of `preloads`, for which none gives way. None while one
-        is being brought.
+        The first adapter of `wanted` that is not held is fetched. If the worker holds `max_held` adapters, an adapter
+        is dropped first. If all of `wanted` are held, the first missing adapter of `preloads` is fetched. No adapter is
+        dropped for a preload. While an adapter is being fetched, the result is None.
         """
         if self._fetching:
             return None
@@ -151,7 +162,8 @@ class Adapters:
         return AdapterFetch(name, dropped)
 
     def end_fetch(self, *, is_held: bool) -> None:
-        """The worker has, or could not be brought, what `begin_fetch` chose last. Raises ValueError without any."""
+        """End the fetch that `begin_fetch` began. `is_held` is false if the fetch failed. Raises ValueError if there is
+        no fetch."""
         if not self._fetching:
             raise ValueError("no adapter is being brought to the worker")
         name, self._fetching = self._fetching, ""
@@ -159,7 +171,7 @@ class Adapters:
             self.hold(name, is_for_group=self.is_for_group)
 
     def hold(self, adapter_id: str, *, is_for_group: bool = False) -> None:
-        """The worker has it, without having been brought it."""
+        """Count an adapter as held. `is_for_group`: the adapter was fetched for a waiting group."""
         if not self._max_held or self.holds(adapter_id):
             return
         self._to_give_way = None
@@ -172,16 +184,19 @@ class Adapters:
         self._directory.add(adapter_id.encode(), self._bit)
 
     def planned(self) -> None:
-        """A step was planned that could have used what is held."""
+        """Note that a step was planned. The step could use every held adapter."""
         self._untried.clear()
         self._to_give_way = None
 
     def ended(self) -> None:
-        """A live request of an adapter has ended, wherever it was."""
+        """Note that a live request with an adapter has ended, in the queue or on any worker."""
         self._to_give_way = None
 
     def drop(self, adapter_id: str) -> bool:
-        """Count one as not held; returns whether it was. Raises ValueError while a group here needs it."""
+        """Stop counting an adapter as held. Returns whether the worker held the adapter.
+
+        Raises ValueError if a group on this worker needs the adapter.
+        """
         if adapter_id in self._here:
             raise ValueError(f"groups of the worker need the adapter {adapter_id}")
         if adapter_id not in self._idle:
@@ -194,7 +209,7 @@ class Adapters:
         return True
 
     def withdraw_all(self) -> None:
-        """The worker is gone; no group is here any more."""
+        """Drop all adapters after the worker is gone. The worker must have no groups any more."""
         for name in self.held:
             self.drop(name)
 
@@ -209,5 +224,5 @@ class Adapters:
         return next((name for name in self._idle if not self._stays(name)), "")
 
     def _stays(self, name: str) -> bool:
-        """Whether an adapter is kept for a group that waits for it."""
+        """Whether an adapter is kept because a group waits for it."""
         return name in self._fresh and self._live[name] > 0 and (bool(self._here) or name in self._untried)

@@ -1,6 +1,7 @@
-"""Takes running groups off the worker when blocks run out, or when a waiting group outranks them.
+"""Preempts running groups if blocks run out, or if a waiting group outranks them.
 
-A preempted group is freed and computes its tokens anew later (recompute), or is copied to host memory (swap).
+With recompute, a preempted group frees its blocks and computes its tokens again later. With swap, the blocks of a
+preempted group are copied to host memory.
 """
 
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class Preemption:
-    """`counts` says how many groups were preempted, by mode."""
+    """Chooses running groups and preempts them. `counts` is the number of preempted groups by mode."""
 
     def __init__(self, session: Session, prefixes: SharedPrefixes) -> None:
         self._config = session.config
@@ -26,19 +27,20 @@ class Preemption:
         self.counts = {PreemptionMode.RECOMPUTE: 0, PreemptionMode.SWAP: 0}
 
     def preempt_one(self, step: Step) -> SequenceGroup:
-        """Preempt the group that is to make room first; returns it.
+        """Preempt the group that the policy chooses as the victim, and return the group.
 
-        It is tied to no other group: running groups are planned before any are admitted, and those that were swapped
-        out come back only where there is room for what they compute.
+        No other group reads blocks that the victim fills in this step. Running groups are planned before waiting groups
+        are admitted. Swapped groups resume only if there is room for their next tokens.
         """
         victim = self._waiting.victim(self._groups.running)
         self._preempt(victim, step)
         return victim
 
     def victims(self, group: SequenceGroup, step: Step) -> list[SequenceGroup] | None:
-        """The running groups that must make room for a waiting one; None if it does not outrank enough of them.
+        """The running groups to preempt for a waiting group; None if the waiting group does not outrank enough of them.
 
-        Tokens of the step are part of that room; for those nothing is preempted that takes none of them.
+        The waiting group needs at least one token of the step. If the budget has no token left and the next victim
+        frees no token, the result is None.
         """
         victims: list[SequenceGroup] = []
         candidates = dict(self._groups.running)
@@ -50,7 +52,7 @@ class Preemption:
             or self._blocks.can_allocate(group, leave_watermark=bool(candidates), without=victims) is not AllocStatus.OK
         ):
             victim = self._waiting.victim(candidates)
-            # Blocks that were swapped in within this step are not in their place yet, and cannot be swapped out.
+            # Blocks that this step swaps in are not filled yet, and cannot be swapped out.
             if step.swap_in or self._prefixes.is_tied(victim, step) or not self._waiting.outranks(group, victim):
                 return None
             num_tokens += step.num_tokens_of(victim)
@@ -62,7 +64,7 @@ class Preemption:
         return victims
 
     def preempt(self, victims: Iterable[SequenceGroup], step: Step) -> None:
-        """Preempt these running groups."""
+        """Preempt these running groups and remove their chunks from the step."""
         step.unfold()
         for victim in victims:
             self._preempt(victim, step)
@@ -71,9 +73,9 @@ class Preemption:
         chunks = step.give_back(group)
         self._prefixes.taken_back(chunks)
         step.num_preempted += 1
-        # Blocks that were to be copied on write in this step have nothing in them yet that could be swapped out, and
-        # beams that are swapped out could not be forked when the answer to their step in flight comes. A suspect would
-        # come back from there among the others.
+        # Blocks that this step copies on write are empty, so their group cannot be swapped out. Beams that are swapped
+        # out cannot be forked when the answer to their step in flight comes. A suspect that is swapped out would resume
+        # among other groups.
         is_bound = (
             group.is_suspect
             or any(chunk.copies for chunk in chunks)

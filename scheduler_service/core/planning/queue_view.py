@@ -1,14 +1,12 @@
-"""The waiting queue as one step of one worker sees it: which groups it looks past, and which of the others is next.
+"""The waiting queue in one step of one worker: which groups are passed over, and which group is next.
 
-A group is passed over
+A step passes over groups of five kinds. `left`: a better worker is available for the group. `slotless`: the worker has
+no free slot for the group's adapter. `awaiting`: the group's adapter must be fetched first. `sharing`: other groups
+compute the group's prefix. `held`: the group is a suspect that must wait.
 
-- while a better worker is there for it (`left`),
-- while its adapter has no slot here (`slotless`), or is still to be brought here (`awaiting`),
-- while others compute its prefix (`sharing`),
-- or while it is a suspect that must wait (`held`).
-
-Later groups may overtake it, within bounds. For an adapter or a prefix no bound is needed: it comes no later for those
-that go ahead.
+Later groups may overtake a group that is passed over. Groups in `left` and `slotless` are overtaken at most
+MAX_OVERTAKES times. Groups in `awaiting` or `sharing` are overtaken without a limit, because later groups delay neither
+the adapter nor the prefix.
 """
 
 from collections import Counter
@@ -18,14 +16,14 @@ from scheduler_service.core.placement.balancer import MAX_OVERTAKES
 from scheduler_service.core.placement.choice import Placement
 from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
-MAX_LEFT = 8  # groups that a step looks past because another worker is to take them
-MAX_SLOTLESS = 32  # groups without a slot for their adapter that it looks past as well
-MAX_AWAITING = 256  # groups whose adapter is still to be brought that it looks past, which costs little
-MAX_SHARING = 256  # groups of one lane that wait for a prefix, which it looks past; the rest of the lane comes later
+MAX_LEFT = 8  # Groups for other workers that a step passes over.
+MAX_SLOTLESS = 32  # Groups without an adapter slot that a step passes over.
+MAX_AWAITING = 256  # Groups waiting for an adapter that a step passes over; each group costs little.
+MAX_SHARING = 256  # Groups of one lane that a step passes over because they wait for a prefix.
 
 
 class QueueView:
-    """Made anew for every step. `slotless` may hold swapped groups too."""
+    """The queue in one step; every step creates a new view. `slotless` can contain swapped groups too."""
 
     __slots__ = ("_num_sharing", "_upcoming", "_waiting", "_worker", "awaiting", "held", "left", "sharing", "slotless")
 
@@ -36,15 +34,16 @@ class QueueView:
         self.slotless: dict[SequenceGroup, None] = {}
         self.awaiting: dict[SequenceGroup, None] = {}
         self.sharing: dict[SequenceGroup, None] = {}
-        self._num_sharing: Counter[str] = Counter()  # how many of each lane share
-        self.held: dict[SequenceGroup, float] = {}  # and until when
-        self._upcoming: list[SequenceGroup] = []  # those that are next, as far as they are known, the first one last
+        self._num_sharing: Counter[str] = Counter()  # Groups in `sharing`, by lane.
+        self.held: dict[SequenceGroup, float] = {}  # Suspects, and the time at which each wait ends.
+        self._upcoming: list[SequenceGroup] = []  # The next groups of the queue as far as known, in reverse order.
 
     @property
     def next(self) -> SequenceGroup | None:
-        """The first group that is not passed over; the queue must not be empty.
+        """The first group that is not passed over; None if there is none. The queue must not be empty.
 
-        None when those that are left or without a slot have been overtaken often enough.
+        The result is also None if `left` is full, or if a group in `left` or `slotless` was overtaken MAX_OVERTAKES
+        times.
         """
         if not (self.left or self.slotless or self.awaiting or self.sharing or self.held):
             return self._waiting.head
@@ -52,7 +51,7 @@ class QueueView:
             if self._is_looked_past_enough:
                 return None
             passed = {*self.left, *self.slotless, *self.awaiting, *self.sharing, *self.held}
-            most = 2 * len(passed) + 1  # each refill asks for twice as many
+            most = 2 * len(passed) + 1  # each further query of the queue requests about twice as many groups
             full = {lane for lane, number in self._num_sharing.items() if number >= MAX_SHARING}
             groups = self._waiting.upcoming(most, equals=bool(self.left), without=full)
             self._upcoming = [group for group in reversed(groups) if group not in passed]
@@ -60,17 +59,17 @@ class QueueView:
 
     @property
     def is_at_head(self) -> bool:
-        """Whether no group is left or without a slot, so that the next group overtakes none."""
+        """Whether `left` and `slotless` are empty, so that the next group overtakes no group."""
         return not self.left and not self.slotless
 
     @property
     def overtaken(self) -> list[SequenceGroup]:
-        """The groups that are overtaken when the next one is admitted."""
+        """The groups that are overtaken if the next group is admitted."""
         return [*self.left, *self.slotless]
 
     @property
     def is_slotless_overdue(self) -> bool:
-        """Whether a group without a slot has been overtaken as often as it may be."""
+        """Whether a group without a slot was overtaken MAX_OVERTAKES times."""
         return any(group.placement.num_overtaken >= MAX_OVERTAKES for group in self.slotless)
 
     @property
@@ -85,20 +84,20 @@ class QueueView:
         )
 
     def leave(self, placement: Placement) -> None:
-        """Look past a group that is for another worker."""
+        """Pass over a group that is for another worker."""
         self.left[placement.group] = placement
-        self.renew()  # others may go past it than past those without a slot
+        self.renew()  # if `left` is not empty, only groups of equal priority may overtake
 
     def pass_slotless(self, group: SequenceGroup) -> bool:
-        """Look past a waiting or swapped group without a slot, if others may overtake it; returns whether they may."""
+        """Pass over a waiting or swapped group without an adapter slot. Returns whether the group was passed over."""
         return group.placement.num_overtaken < MAX_OVERTAKES and self._pass_into(self.slotless, group, MAX_SLOTLESS)
 
     def pass_awaiting(self, group: SequenceGroup) -> bool:
-        """Look past a group whose adapter is still to be brought here; returns whether that was done."""
+        """Pass over a group whose adapter must be fetched first. Returns whether the group was passed over."""
         return self._pass_into(self.awaiting, group, MAX_AWAITING)
 
     def pass_sharing(self, group: SequenceGroup) -> None:
-        """Look past a group that waits for a prefix which others compute."""
+        """Pass over a group that waits for a prefix which other groups compute."""
         self._pass(self.sharing, group)
         lane = self._waiting.lane(group)
         self._num_sharing[lane] += 1
@@ -106,7 +105,7 @@ class QueueView:
             self.renew()
 
     def look_again(self) -> None:
-        """Ask again for those that waited for a prefix."""
+        """Stop passing over the groups that wait for a prefix."""
         self.sharing = {}
         self._num_sharing.clear()
         self.renew()
@@ -123,11 +122,12 @@ class QueueView:
             self._upcoming.pop()
 
     def renew(self) -> None:
-        """Ask the queue again for what is next, because it has changed."""
+        """Read the next groups from the queue again, because the queue has changed."""
         self._upcoming = []
 
     def ask_again_at(self, now: float) -> float | None:
-        """When the first of those that are left or held may be taken here after all; None without any."""
+        """The first time at which a group in `left` or `held` may start on this worker; None if no group has such a
+        time."""
         until = [
             group.placement.left_until
             for group in self.left

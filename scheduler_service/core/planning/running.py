@@ -1,8 +1,8 @@
-"""Lets running groups compute their next tokens, and preempts others for them when blocks run out.
+"""Schedules the next tokens of running groups, and preempts other groups if blocks run out.
 
-`ChunkSizes` says how many tokens each sequence of a group computes before all others had their turn; waiting groups
-start with chunks of the same sizes. What is left of a step when all else has been planned is room for drafts, which
-`DraftRoom` hands out. So no token, no prompt and no block waits for a draft that may turn out to be wrong.
+`ChunkSizes` sets the sizes of chunks in the first round of a step. Groups that are admitted start with chunks of the
+same sizes as running groups. In a second round, prompts receive the tokens that are left. `DraftRoom` gives the
+remaining tokens to drafts. So drafts, which may be rejected, never delay a prompt or take its blocks.
 """
 
 from scheduler_service.core.config import PhaseRule
@@ -14,7 +14,8 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class ChunkSizes:
-    """Bounds a chunk by the step's tokens and bytes, and by `max_chunk` while others want a share of the step."""
+    """Limits a chunk to the tokens and bytes that the step has left. While other sequences need tokens, `max_chunk` is
+    a further limit."""
 
     def __init__(self, session: Session) -> None:
         config = session.config
@@ -24,11 +25,12 @@ class ChunkSizes:
         self._blocks = session.blocks
 
     def of(self, group: SequenceGroup, step: Step) -> list[Chunk]:
-        """The chunks that fit the step now; nothing is taken of it yet.
+        """The chunks of a group that fit the step now. The step's budget does not change.
 
-        Each long chunk takes half as many tokens as the one before it, the first `max_chunk` of them. So all of them
-        together leave room in the step for what is shorter, however many there are. A follower has no table before its
-        leader's prompt is done. What the group's encoder reads comes first, and whole; nothing else does before it.
+        The first long chunk of a step has at most `max_chunk` tokens. Each further long chunk has at most half as many
+        tokens as the long chunk before. So there is room for short chunks after any number of long chunks. A follower
+        has no block table, and so no chunk, before its leader's prompt is computed. The encoder's input comes first, in
+        one chunk. Until a step has room for this chunk, the group's sequences compute nothing.
         """
         num_tokens_left, num_bytes_left, num_long = step.budget.num_tokens, step.budget.num_bytes, step.num_long
         chunks: list[Chunk] = []
@@ -66,7 +68,8 @@ class ChunkSizes:
         return chunks
 
     def _due(self, group: SequenceGroup) -> list[Sequence]:
-        """The live sequences; with separate phases those that are behind first, so that none decodes among them."""
+        """The live sequences that a step may schedule. With separate phases, only sequences that are behind are
+        returned, so that no sequence decodes in a step of prompts."""
         live = group.live
         if not self._is_separate or len(live) == 1:
             return live
@@ -74,7 +77,8 @@ class ChunkSizes:
 
 
 class RunningPlanner:
-    """Their sequences are taken of the budget before; this takes tokens and bytes."""
+    """Schedules running groups, and takes their tokens and bytes from the budget. The caller has taken the groups'
+    sequences from the budget already."""
 
     def __init__(
         self, session: Session, chunk_sizes: ChunkSizes, preemption: Preemption, prefixes: SharedPrefixes
@@ -86,7 +90,8 @@ class RunningPlanner:
         self._prefixes = prefixes
 
     def split(self, step: Step) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
-        """Groups that are ready to decode, and those that are behind."""
+        """Split the running groups into groups that decode next and groups that are behind
+        (`SequenceGroup.is_behind`)."""
         ready: list[SequenceGroup] = []
         behind: list[SequenceGroup] = []
         for group in self._groups.running:
@@ -95,16 +100,20 @@ class RunningPlanner:
         return ready, behind
 
     def schedule(self, groups: list[SequenceGroup], step: Step) -> None:
-        """Let groups compute in this order; one that was preempted for an earlier one is passed over."""
+        """Schedule groups in this order. A group that was preempted for an earlier group is skipped."""
         for group in groups:
             if group in self._groups.running:
                 self.schedule_one(group, step)
 
     def schedule_one(self, group: SequenceGroup, step: Step) -> None:
-        """Let a group compute what the step has room for, unless it is preempted itself, or outgrows the worker."""
-        if group.live[0].id not in self._blocks.tables:  # its leader ended before the others could fork
+        """Schedule as many tokens of a group as the step has room for.
+
+        If blocks run out, the group itself can be the victim that is preempted. A group that outgrows the worker ends.
+        """
+        if group.live[0].id not in self._blocks.tables:  # the leader ended before the followers could fork
             step.budget.give_back(num_seqs=group.num_seqs)
-            step.prompts = [other for other in step.prompts if other is not group]  # it may be new again, as the last
+            # If the group is admitted again in this step, it comes last.
+            step.prompts = [other for other in step.prompts if other is not group]
             self._groups.give_back(group)
             return
         chunks = self._chunk_sizes.of(group, step)
@@ -121,7 +130,7 @@ class RunningPlanner:
             chunks = self._chunk_sizes.of(group, step)
         for chunk in chunks:
             if chunk.sequence.is_encoder:
-                continue  # it has all its blocks
+                continue  # an encoder's input has all its blocks already
             chunk.copies = self._blocks.append_slots(chunk.sequence, chunk.num_tokens)
         if chunks:
             step.take(group, chunks)
@@ -129,9 +138,10 @@ class RunningPlanner:
             self._prefixes.planned(chunk, step)
 
     def hand_out_rest(self, step: Step) -> None:
-        """Let prompts compute more than the first chunk that they were given, in order, with what all others left.
+        """Give prompts the tokens that are left in the step, in order, in addition to their first chunks.
 
-        Also where no prompt is too long for the step: a group that was preempted after its turn gives tokens back.
+        Tokens can be left even if no prompt is too long for the step, because a group that is preempted after its turn
+        gives its tokens back.
         """
         if not step.budget.num_tokens:
             return
@@ -150,14 +160,14 @@ class RunningPlanner:
 
 
 class DraftRoom:
-    """Room for drafts in one worker's steps: tokens in equal shares, and blocks that are free above the watermark."""
+    """Room for drafts in one worker's steps: equal shares of the tokens left, and free blocks above the watermark."""
 
     def __init__(self, session: Session) -> None:
         self._blocks = session.blocks
         self._max_num_batched_tokens = session.config.max_num_batched_tokens
 
     def hand_out(self, step: Step) -> None:
-        """Note in `step.rooms` how many draft tokens each decoding sequence has room for, of those its worker wants."""
+        """Store in `step.rooms` the number of draft tokens that each decoding sequence has room for."""
         decoding = [scheduled.sequence for scheduled in step.steady]
         for chunks in step.chunks.values():
             decoding += [c.sequence for c in chunks if c.num_tokens == 1 == c.sequence.num_uncomputed_tokens]
@@ -170,15 +180,19 @@ class DraftRoom:
                 step.budget.take(num_tokens=room)
 
     def _most(self, sequence: Sequence) -> int:
-        """Half of what is left of the output at most, so that further steps can be planned before what became of these
-        drafts is known. With those in flight no more than a chunk of a prompt could be, for which there are blocks,
-        also where a window lets go of others."""
+        """The maximum number of drafts of a sequence in one step.
+
+        Drafts fill at most half of the remaining output, so that further steps can be planned before the drafts are
+        verified. Drafts in flight and new drafts together have at most as many tokens as a prompt's chunk. The pool has
+        blocks for a prompt's chunk, even with a sliding window.
+        """
         num_left = sequence.max_num_tokens - sequence.num_computed_tokens - 2  # the last token is never computed
         num_in_flight = sequence.num_draft_tokens + 1
         return min(sequence.num_draft_tokens_wanted, num_left // 2, self._max_num_batched_tokens - num_in_flight)
 
     def _within_blocks(self, step: Step, sequence: Sequence, room: int) -> int:
-        """The room, or as much of it as the sequence has blocks for, if others are wanted for something else."""
+        """`room`, if enough blocks are free above the watermark. If too few blocks are free, the number of drafts that
+        fit the sequence's present blocks."""
         blocks, num_tokens = self._blocks, sequence.num_computed_tokens + 1
         num_new = blocks.sizes.blocks_ahead(num_tokens + room) - len(blocks.tables[sequence.id])
         if num_new > max(0, blocks.device.num_free - blocks.num_watermark_blocks):

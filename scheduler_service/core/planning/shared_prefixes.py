@@ -1,14 +1,18 @@
 """Lets requests share a prefix that is being computed.
 
-A block is published when the chunk that fills it is planned, so a request that is admitted later in the same step finds
-it. The later blocks of a running request's prompt are expected. If the next block of a waiting request is expected, the
-waiting request is not admitted yet: the running request computes the block, and no tokens are computed twice. The wait
-costs no time while the running request makes progress, because the running request comes first in every step anyway. A
-request waits for at most the time that computing the rest of its own prompt would take behind what runs. That time
-begins anew when another of its blocks is there, or when another request has given up waiting for the same block. While
-it waits, its sequences count as if they ran, up to half of all, so that those behind it take no place from it.
+A block is published when the chunk that fills it is planned. A request that is admitted later in the same step finds
+the block. Later blocks of a running request's prompt, which no step computes yet, are called expected.
 
-A step's look at the waiting requests ends when `MAX_LOOKED_UP` block hashes were looked up.
+If the next block of a waiting request is expected, the waiting request is not admitted yet. The running request
+computes the block, and no tokens are computed twice. While the running request makes progress, the wait costs no time,
+because the running request comes first in every step anyway.
+
+A wait has a time limit: the seconds to compute the rest of the waiting request's prompt after the running requests. The
+limit of a wait starts anew if another block of the waiting request is published, or if another request gives up waiting
+for the same block. While a request waits, its sequences count as running, up to half of the step's sequences. So later
+requests do not take the place of a waiting request.
+
+A step stops looking at waiting requests after it has looked up `MAX_LOOKED_UP` block hashes.
 """
 
 from scheduler_service.core.blocks.found_runs import FoundRuns
@@ -18,12 +22,12 @@ from scheduler_service.core.planning.step import Chunk, Step
 from scheduler_service.core.planning.worker_groups import Session
 
 MAX_LOOKED_UP = 1 << 12
-"""Block hashes, in one step. For a request that waits about five are looked up or compared, and more if its prefix has
-grown: what was found for one is not looked up for others."""
+"""Block hashes in one step. A waiting request needs about five lookups or comparisons, and more if its prefix has
+grown. Blocks that were found for one request are not looked up for the next one."""
 
 
 class SharedPrefixes:
-    """Publishes what steps are planned to compute, and says which waiting requests wait for it."""
+    """Publishes the blocks that planned steps compute, and decides which waiting requests wait for a block."""
 
     def __init__(self, session: Session) -> None:
         self._worker = session.worker
@@ -33,9 +37,9 @@ class SharedPrefixes:
         self._member = session.member
 
     def planned(self, chunk: Chunk, step: Step) -> None:
-        """Publish the blocks that a planned or grown chunk fills, and expect the rest of the sequence's known tokens.
+        """Publish the blocks that a planned or grown chunk fills, and expect the blocks of the remaining known tokens.
 
-        The block of a single token is published when the step is answered, as in steady decodes, and not expected.
+        If a chunk has a single token, its block is published when the step is answered, as in steady decodes.
         """
         sequence = chunk.sequence
         if chunk.num_tokens > 1 or sequence.is_encoder:
@@ -45,23 +49,26 @@ class SharedPrefixes:
             self._blocks.cache.expect(sequence)
 
     def taken_back(self, chunks: list[Chunk]) -> None:
-        """Chunks have been taken out of the step that was planned; no other group may be `tied` to theirs."""
+        """Withdraw the blocks of chunks that were taken out of the step. No other group may share the withdrawn blocks
+        (see `is_tied`)."""
         for chunk in chunks:
             self._blocks.cache.take_back(chunk.sequence)
 
     def is_tied(self, group: SequenceGroup, step: Step) -> bool:
-        """Whether a group shares blocks that this step fills with another one, so that neither can leave the step."""
+        """Whether a group shares blocks that this step fills with another group. A group that shares such blocks cannot
+        leave the step."""
         return bool(step.filled) and self._blocks.shares_any(group, step.filled)
 
     def may_look(self, step: Step) -> bool:
-        """Whether a step may look at another waiting group."""
+        """Whether a step may look up the blocks of another waiting group."""
         return step.num_looked_up < MAX_LOOKED_UP
 
     def awaits(self, group: SequenceGroup, step: Step) -> bool:
-        """Whether a waiting group is to wait for a block that another group is going to compute here.
+        """Whether a waiting group waits for a block that another group on this worker will compute.
 
-        Of those whose time is over one gives up in a step for each block: it computes the prefix too, and the others
-        wait for either. Blocks that were found in the last look are not looked up again.
+        If several groups have waited long enough for the same block, one of them gives up in each step. The group that
+        gives up computes the prefix too. The other groups wait for whichever group computes the block first. Blocks
+        that the last look found are not looked up again.
         """
         leader, wait = group.live[0], group.placement.prefix_waits.get(self._worker)
         if step.runs is None:
@@ -71,7 +78,8 @@ class SharedPrefixes:
         if look.awaited is None:
             return False
         has_given_up = look.awaited in step.given_up
-        if wait is None or look.first != wait.first or has_given_up:  # otherwise nothing has changed
+        # A new wait starts: another block is missing, or another group gave up.
+        if wait is None or look.first != wait.first or has_given_up:
             if step.backlog is None:
                 step.backlog = self._backlog()
             num_missing = leader.num_tokens - look.first * self._blocks.block_size
@@ -83,7 +91,7 @@ class SharedPrefixes:
         return False
 
     def _backlog(self) -> int:
-        """Known tokens that running sequences have yet to compute."""
+        """Known tokens that running sequences have not computed yet."""
         return sum(
             max(0, sequence.num_tokens - sequence.num_computed_tokens)
             for group in self._groups.running

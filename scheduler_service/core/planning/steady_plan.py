@@ -1,9 +1,9 @@
-"""Most steps are like the one before: every running sequence computes one token.
+"""Plans steady steps, in which every running sequence computes one token, by repeating the plan of the step before.
 
-Such a step reuses the plan of the one before and looks only at which sequences need a block. A sequence that has ended
-is taken out of that plan, and one that is ready to decode joins it. A sequence that has to be computed otherwise, is
-preempted or is suspected puts an end to it. Only how sequences are computed counts: requests need not be plain, as
-log-probabilities are reported by steps of either kind.
+Most steps are steady. A steady step reuses the plan of the step before, and only checks which sequences need a block. A
+sequence that has ended leaves the plan. A sequence that becomes ready to decode joins the plan. The plan ends if a
+sequence must compute several tokens, is preempted, or is suspected. Sequences with log-probabilities can be in the
+plan, because steady steps report log-probabilities too.
 """
 
 from scheduler_service.core.config import PhaseRule
@@ -15,7 +15,8 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class SteadyPlan:
-    """The plan of the next step, if every sequence computes one token in it; sequences that ended may stand in it."""
+    """The plan of the next step, if every sequence computes one token in it. The plan may contain sequences that have
+    ended."""
 
     def __init__(self, session: Session, admission: WaitingPlanner) -> None:
         self._waiting = session.waiting
@@ -26,11 +27,12 @@ class SteadyPlan:
         self._plan: list[ScheduledSequence] | None = None
 
     def forget(self) -> None:
-        """The next step has to be planned in full."""
+        """Forget the plan, so that the next step is planned in full."""
         self._plan = None
 
     def repeat(self, step: Step) -> bool:
-        """Plan a step like the last one, and fill the rest of it from the queue; returns whether that was possible."""
+        """Repeat the last plan in this step, and admit waiting groups to the rest of the step. Returns whether the last
+        plan could be repeated."""
         if self._plan is None:
             return False
         running = SequenceStatus.RUNNING
@@ -51,15 +53,17 @@ class SteadyPlan:
         return True
 
     def look_ahead(self, step: Step) -> None:
-        """Now that a step is written, see whether the next one is steady."""
+        """After a step is written, check whether the next step is steady."""
         if step.chunks or step.any_last or not step.steady:
             self._plan = self._next_plan(step)
 
     def _next_plan(self, step: Step) -> list[ScheduledSequence] | None:
-        """The next step, if each sequence just computes one token in it or has computed its last; else None.
+        """The plan of the next step; None if the next step is not steady.
 
-        Beams never just go on. Sequences of a group of several may share the block that they write to next, and get
-        copies in a step that is planned in full; a single one never does.
+        In a steady step each sequence computes one token; sequences that computed their last token are left out. A beam
+        is never steady. Sequences of the same group may share the block that they write next. They join the plan only
+        after a step that was planned in full has copied this shared block. A group's only sequence never shares the
+        block that it writes next.
         """
         plan = [s for s in step.steady if s.sequence.num_computed_tokens + 1 < s.sequence.max_num_tokens]
         for group in step.chunks if step.steady else self._groups.running:
@@ -71,7 +75,7 @@ class SteadyPlan:
             for sequence in group.live:
                 num_uncomputed = sequence.num_uncomputed_tokens
                 if not sequence.num_known_blocks or group.waits_for_encoder:
-                    return None  # the worker has yet to be told of it, because what its encoder reads took the step
+                    return None  # the worker does not know the sequence yet: the encoder's input filled the step
                 if num_uncomputed == 1 and (prepared is None or sequence in prepared):
                     plan.append(ScheduledSequence(sequence, 1, True))
                 elif num_uncomputed or sequence.num_computed_tokens + 1 < sequence.max_num_tokens:

@@ -1,18 +1,20 @@
-"""A step while it is planned: what is left of its budget, and what has been decided of it so far.
+"""A step while it is planned: what is left of its budget, and what is decided so far.
 
-How large a step is on the wire is bounded from above by arithmetic: nothing is encoded to find out.
-Most of a step is small: of a sequence that the worker knows, a few numbers. What can be large is telling the worker of
-a sequence for the first time, of what its encoder reads, or of a block table that is another one after a swap. So
-these are counted in bytes, as chunks are counted in tokens: a step may tell of sequences until
-`SchedulerConfig.max_step_bytes` are spent. The last one may go beyond that, so the first always fits, however large it
-is; the others are told of in later steps.
+The size of a step on the wire is bounded by arithmetic, without encoding the step. Most of a step is small: a few
+numbers for each sequence that the worker knows. Three parts can be large: a sequence that is new to the worker, the
+input of its encoder, and a block table that changed in a swap. The bytes of the three large parts are counted, like the
+tokens of chunks. A step describes sequences until `SchedulerConfig.max_step_bytes` are spent. The last description may
+exceed the budget, so that a sequence of any size fits an empty step. The other sequences are described in later steps.
 
-Why no step comes near the 64 MiB that a message may have: besides `max_step_bytes`, 8 MiB, it holds one sequence, of
-at most 5 bytes for each token of the context and what a request of 16 MiB can say of its sampling; at most 16 MiB of
-blocks to swap (4,194,304 blocks a worker, in pairs of device and host); and 64 bytes or less for each sequence in the
-step. Answers need no budget of their own, because they are counted in tokens: a prompt's position has at most 20
-log-probabilities besides its own, which makes 194 bytes, and a beam less than 2 KB. 131,072 tokens and 8,192 sequences
-in a step, the most that the settings allow, make 42 MB.
+A message has at most 64 MiB, and no step comes near this limit. Descriptions take at most `max_step_bytes`, which is 8
+MiB, and one more sequence. A sequence takes at most 5 bytes for each token of the context, and at most 16 MiB for its
+sampling parameters, like the request that names them. Lists of blocks to swap take at most 16 MiB, because the lists
+name each of a worker's 4,194,304 blocks at most once. Each sequence in the step takes at most 64 bytes.
+
+Answers need no byte budget, because the number of tokens in a step bounds the size of its answer. In an answer, a
+prompt position takes at most 194 bytes for 20 log-probabilities and the log-probability of its own token. In an answer,
+a beam takes less than 2 KB. The settings allow at most 131,072 tokens and 8,192 sequences in a step. The answer to the
+largest step takes at most 42 MB.
 """
 
 from scheduler_service.core.blocks.found_runs import FoundRuns
@@ -24,20 +26,21 @@ from scheduler_service.core.placement.choice import Placement
 from scheduler_service.core.planning.queue_view import QueueView
 
 NUMBER_BYTES = 5
-"""The most that a number of 32 bits takes in a column."""
+"""Maximum bytes of a 32-bit number in a packed column."""
 FIELDS_BYTES = 256
-"""The most that everything of a fixed size takes: ids, counts, parameters, and the heads of the columns."""
+"""Maximum bytes of all fields of fixed size together: ids, counts, parameters, and headers of columns."""
 CHARACTER_BYTES = 4
-"""The most that a character takes."""
+"""Maximum bytes of a character."""
 ENTRY_BYTES = 16
-"""The most that the head of an entry takes: of a word, or of a biased token with its bias."""
+"""Maximum bytes of the header of a list entry: a word, or a token with its bias."""
 
 
 def bytes_to_tell(sequence: Sequence, num_blocks: int) -> int:
-    """The most bytes that it takes to tell the worker of a sequence whose block table has `num_blocks` entries.
+    """The maximum bytes that describe a sequence to the worker, if its block table has `num_blocks` entries.
 
-    A worker that knows the sequence gets its table, one that knows its parent the tokens that are not the parent's as
-    well, any other everything.
+    A worker that knows the sequence receives only the sequence's block table. A worker that knows only the parent
+    receives the table, and the tokens that the parent does not have. A worker that knows neither the sequence nor the
+    parent receives the complete sequence.
     """
     parent = sequence.forked_from
     num_numbers = num_blocks
@@ -58,7 +61,7 @@ def bytes_to_tell(sequence: Sequence, num_blocks: int) -> int:
 
 
 def sampling_bytes(sampling: SamplingParams) -> int:
-    """The most bytes that the lists and texts of the sampling parameters take."""
+    """The maximum bytes of the lists and texts in the sampling parameters."""
     num_numbers = len(sampling.eos_token_ids) + len(sampling.stop_token_ids) + len(sampling.allowed_token_ids)
     num_numbers += sum(map(len, sampling.bad_words))
     if sampling.transcript is not None:
@@ -68,15 +71,15 @@ def sampling_bytes(sampling: SamplingParams) -> int:
 
 
 def swap_bytes(num_pairs: int) -> int:
-    """The most bytes that it takes to have so many blocks copied."""
+    """The maximum bytes of a list of block pairs to copy."""
     return 2 * NUMBER_BYTES * num_pairs
 
 
 class SchedulingBudget:
-    """Tokens, sequences (never groups) and bytes left in a step, and tokens of encoders; made anew for every step.
+    """Tokens, sequences (not groups), bytes and encoder tokens that a step has left. Every step creates a new budget.
 
-    Whatever was taken for a sequence that is then preempted is given back in exactly that amount. Bytes may be
-    overdrawn once: what is told with the last of them is told whole.
+    If a sequence is preempted, exactly the amounts that were taken for it are given back. The bytes can fall below 0
+    once, because the last sequence is described completely.
     """
 
     __slots__ = ("num_bytes", "num_encoder_tokens", "num_seqs", "num_tokens")
@@ -89,11 +92,11 @@ class SchedulingBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether no further sequence can be taken into the step."""
+        """Whether the step has no room for a further sequence."""
         return self.num_tokens <= 0 or self.num_bytes <= 0
 
     def take(self, *, num_tokens: int = 0, num_seqs: int = 0, num_bytes: int = 0, num_encoder_tokens: int = 0) -> None:
-        """Spend; raises ValueError rather than having tokens or sequences go below zero."""
+        """Subtract amounts. Raises ValueError if the budget has too few tokens, sequences or encoder tokens."""
         if num_tokens > self.num_tokens or num_seqs > self.num_seqs or num_encoder_tokens > self.num_encoder_tokens:
             raise ValueError(
                 f"budget exceeded: {num_tokens} of {self.num_tokens} tokens, {num_seqs} of {self.num_seqs} sequences, "
@@ -114,7 +117,8 @@ class SchedulingBudget:
 
 
 class Chunk:
-    """One sequence's part of a step; `is_long` if it takes less than it has to compute, so as to leave room."""
+    """One sequence's part of a step. `is_long`: the chunk leaves some of the sequence's uncomputed tokens to later
+    steps, so that other sequences have room."""
 
     __slots__ = ("copies", "is_long", "num_bytes", "num_tokens", "sequence")
 
@@ -127,7 +131,8 @@ class Chunk:
 
 
 class Step:
-    """Either repeats the plan of the step before (`steady`) or not; new groups may join it with `chunks` both ways."""
+    """A step while it is planned. `steady` is the last step's plan, if this step repeats it. `chunks` are the parts of
+    all other groups."""
 
     __slots__ = (
         "_most_reserved",
@@ -167,64 +172,65 @@ class Step:
         self.queue = queue
         self.now = now
         self.chunks: dict[SequenceGroup, list[Chunk]] = {}
-        self.given_up: set[bytes] = set()  # keys of blocks for which a group has waited for too long
-        self.num_looked_up = 0  # hashes of blocks, for groups that wait
-        self.runs: FoundRuns | None = None  # of prefixes, once one was looked up
-        self.backlog: int | None = None  # tokens that running groups have yet to compute, once that was asked
-        self.num_reserved = 0  # sequences of groups that wait for a prefix
-        self.filled: set[int] = set()  # blocks that it fills and that can be found
+        self.given_up: set[bytes] = set()  # Keys of blocks for which a group gave up waiting.
+        self.num_looked_up = 0  # Block hashes, for waiting groups.
+        self.runs: FoundRuns | None = None  # Runs of prefix blocks; None before the first lookup.
+        self.backlog: int | None = None  # Tokens that running groups have not computed; None before the first use.
+        self.num_reserved = 0  # Sequences of groups that wait for a prefix.
+        self.filled: set[int] = set()  # Published blocks that this step fills.
         self.ignored: list[SequenceGroup] = []
-        self.lacking_adapters: dict[str, None] = {}  # worth bringing here
+        self.lacking_adapters: dict[str, None] = {}  # adapters that are worth fetching for this worker
         self.moved: list[Placement] = []
         self.placements: list[Placement] = []
-        self.prompts: list[SequenceGroup] = []  # running groups that were behind, or are new, or back
+        self.prompts: list[SequenceGroup] = []  # running groups that were behind, admitted or resumed
         self.num_preempted = 0
-        self.num_long = 0  # long chunks
+        self.num_long = 0  # long chunks in the step
         self.prompts_began: float | None = None
-        self.steady: list[ScheduledSequence] = []  # the last step's plan, if this step repeats it
-        self.needy: list[Sequence] = []  # those whose block tables grew, of it or for drafts
-        self.rooms: dict[Sequence, int] = {}  # for drafts, behind the one token that these compute
-        self.any_last = False  # whether one of it computes its last token but one
+        self.steady: list[ScheduledSequence] = []  # The last step's plan, if this step repeats it.
+        # Sequences whose block tables grew, because they are in `steady` or have drafts.
+        self.needy: list[Sequence] = []
+        self.rooms: dict[Sequence, int] = {}  # Number of draft tokens that each sequence has room for.
+        self.any_last = False  # Whether a sequence of `steady` samples its last token.
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that all groups take of the step, as it is planned by now, those of encoders included."""
+        """Tokens of all groups in the step, as planned so far, including encoder tokens."""
         return self._token_budget - self.budget.num_tokens - self.budget.num_encoder_tokens
 
     def num_tokens_of(self, group: SequenceGroup) -> int:
-        """Tokens that a group takes of the step, as it is planned by now, without those of its encoder."""
+        """Tokens of one group in the step, as planned so far, without encoder tokens."""
         num_repeated = sum(sequence.group is group for sequence, _, _ in self.steady)
         return num_repeated + _sizes(self.chunks.get(group, []))["num_tokens"]
 
     def take(self, group: SequenceGroup, chunks: list[Chunk]) -> None:
-        """Give a group, whose sequences are counted already, these chunks."""
+        """Add a group's chunks to the step. The group's sequences must be in the budget already."""
         self.chunks[group] = chunks
         self.num_long += sum(chunk.is_long for chunk in chunks)
         self.budget.take(**_sizes(chunks))
 
     def give_back(self, group: SequenceGroup) -> list[Chunk]:
-        """Take a group out of the step, with all that it took; returns its chunks."""
+        """Remove a group from the step, and return its amounts to the budget. Returns the group's chunks."""
         chunks = self.chunks.pop(group, [])
         self.num_long -= sum(chunk.is_long for chunk in chunks)
         self.budget.give_back(num_seqs=group.num_seqs, **_sizes(chunks))
         return chunks
 
     def reserve(self, num_seqs: int) -> None:
-        """Keep so many sequences for a group that waits, as far as there are any left; half of all at most, so that
-        those behind it go on."""
+        """Reserve sequences for a waiting group, as far as the budget has sequences left. At most half of the step's
+        sequences are reserved, so that later groups can start."""
         num_seqs = min(num_seqs, self.budget.num_seqs, self._most_reserved - self.num_reserved)
         self.budget.take(num_seqs=num_seqs)
         self.num_reserved += num_seqs
 
     def release(self) -> None:
-        """Keep none any more."""
+        """End all reservations."""
         self.budget.give_back(num_seqs=self.num_reserved)
         self.num_reserved = 0
 
     def unfold(self) -> None:
-        """Write a plan that was repeated as chunks, of which some can be taken out again."""
+        """Convert a repeated plan to chunks, so that some of the chunks can be removed."""
         repeated: dict[SequenceGroup, list[Chunk]] = {}
         for sequence, num_tokens, _ in self.steady:
             repeated.setdefault(sequence.group, []).append(Chunk(sequence, num_tokens))
@@ -233,7 +239,7 @@ class Step:
 
 
 def _sizes(chunks: list[Chunk]) -> dict[str, int]:
-    """Amounts that chunks take of a budget."""
+    """The tokens, bytes and encoder tokens that chunks need."""
     num_encoder_tokens = sum(chunk.num_tokens for chunk in chunks if chunk.sequence.is_encoder)
     return {
         "num_tokens": sum(chunk.num_tokens for chunk in chunks) - num_encoder_tokens,

@@ -1,7 +1,8 @@
-"""Writes a planned step out: what the worker must be told, and what that makes of sequences.
+"""Writes a planned step as a `SchedulerOutput`, and updates the sequences in it.
 
-Everything is said once. A sequence's first step carries it whole, or as a fork of another one; after that only its
-block table's new entries are sent, and what has left since the step before.
+Each fact is sent once. A sequence's first step describes the sequence completely, or as a fork of another sequence.
+Later steps send only new entries of the sequence's block table. Each step also names the sequences that left the worker
+since the step before.
 """
 
 from scheduler_service.core.groups.sequence import Sequence
@@ -11,7 +12,7 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class StepWriter:
-    """Numbers the steps, and keeps what the worker knows in step with what it is sent."""
+    """Numbers the steps, and records what the worker knows of each sequence."""
 
     def __init__(self, session: Session) -> None:
         self._blocks = session.blocks
@@ -20,7 +21,8 @@ class StepWriter:
         self._step_id = 0
 
     def write_nothing(self, step: Step | None = None) -> SchedulerOutput:
-        """An empty step: there is no work, or the plan of this `step` has to wait for answers."""
+        """Write an empty step. An empty step is written if there is no work, or if the plan of `step` must wait for
+        answers."""
         output = SchedulerOutput(self._step_id + 1)
         if step is not None:
             output.lacking_adapters = [*step.lacking_adapters]
@@ -28,7 +30,8 @@ class StepWriter:
         return output
 
     def write(self, step: Step) -> SchedulerOutput:
-        """Take a plan as sent: what it computes counts as computed from now on."""
+        """Write the step that is sent to the worker. The tokens that the step computes count as computed from now
+        on."""
         output = SchedulerOutput(
             self._step_id + 1,
             ignored=step.ignored,
@@ -45,7 +48,7 @@ class StepWriter:
         output.scheduled = steady + scheduled if scheduled else steady
         output.num_samples = len(step.steady) + sum(chunk.samples for chunk in scheduled)
         decodes = output.num_samples == len(output.scheduled) == output.num_tokens and not step.rooms
-        output.is_plain = decodes and all(group.beams is None for group in step.chunks)  # a steady part has none
+        output.is_plain = decodes and all(group.beams is None for group in step.chunks)  # the steady part has no beams
         output.finished, output.preempted = self._groups.departures()
         if step.placements or step.moved or step.queue.left or step.queue.held:
             self._write_placements(step, output)
@@ -65,7 +68,8 @@ class StepWriter:
         step.any_last = any_last
 
     def _write_rooms(self, step: Step, output: SchedulerOutput) -> list[ScheduledSequence]:
-        """Returns the steady part with room for drafts; `step.steady` itself is a plan for the next step too."""
+        """Write the steady part with room for drafts. `step.steady` does not change, because the next step may repeat
+        it."""
         output.num_draft_tokens = step.rooms
         for sequence, room in step.rooms.items():
             sequence.num_draft_tokens += room
@@ -99,11 +103,12 @@ class StepWriter:
             output.ask_again_at = queue.ask_again_at(step.now)
 
     def _fork_followers(self, leader: Sequence) -> None:
-        """Once the prompt is computed, sequences without blocks go on from it, in steps after that one.
+        """After the leader's prompt is computed, fork the followers that have no blocks. The followers compute in later
+        steps.
 
-        A follower that has no output yet computes the last prompt token itself, because what it needs is that
-        token's logits, not its keys and values. So does one whose leader has no output yet: where the leader is late,
-        the worker counts that token as not computed.
+        A follower without output computes the last prompt token itself, because it needs that token's logits, not its
+        keys and values. If the leader has no output yet, every follower computes that token. If the leader turns out to
+        be late, the worker counts that token as not computed.
         """
         group = leader.group
         if leader.num_computed_tokens < leader.num_prompt_tokens:
@@ -116,7 +121,8 @@ class StepWriter:
                 follower.num_forked_tokens = follower.num_prompt_tokens
 
     def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:
-        """Tell the worker what it does not know of a sequence and its block table, its encoder's first."""
+        """Write the parts of a sequence and its block table that the worker does not know. The encoder's input comes
+        first."""
         encoder = sequence.group.encoder
         if encoder is not None and encoder is not sequence:
             self._write_table(encoder, output)

@@ -1,4 +1,4 @@
-"""Lets swapped groups run again, in turn, while there is room for them."""
+"""Resumes swapped groups, in turn, while there is room for them."""
 
 from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.groups.sequence import SequenceGroup
@@ -10,7 +10,7 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class SwappedPlanner:
-    """Decides which swapped groups resume here, and which go back to the queue for another worker."""
+    """Decides which swapped groups resume here, and which return to the queue for another worker."""
 
     def __init__(self, session: Session, running: RunningPlanner, admission: WaitingPlanner) -> None:
         self._config = session.config
@@ -24,10 +24,11 @@ class SwappedPlanner:
         self._admission = admission
 
     def schedule(self, step: Step, *, are_behind: bool | None = None) -> None:
-        """Resume groups in turn while there is room, and while they are behind or not, as it is asked for.
+        """Resume groups in turn while there is room.
 
-        A group that a waiting one outranks comes after that: else it would take the room that the other waits for. One
-        whose adapter has no slot is passed over as in the waiting queue.
+        `are_behind`: True for only groups that are behind, False for only groups that decode next, None for both. If a
+        waiting group outranks a swapped group, the swapped group resumes later, and leaves its room to the waiting
+        group. A group whose adapter has no slot is passed over, as in the waiting queue.
         """
         groups = self._groups
         for group in list(groups.swapped):
@@ -64,9 +65,10 @@ class SwappedPlanner:
         step.budget.take(num_bytes=swap_bytes(len(pairs)))
 
     def _is_outranked(self, swapped: SequenceGroup, step: Step) -> bool:
-        """Whether the next waiting group goes before a swapped one; a suspect goes by rules of its own.
+        """Whether the next waiting group is admitted before a swapped group.
 
-        None does whose adapter is not here: the swapped one may have to end before there is a place for that.
+        The result is False for a suspect, because a suspect has separate steps. The result is False for a group whose
+        adapter the worker does not hold. The swapped group may have to end before that adapter can be fetched.
         """
         group = step.queue.next if self._admission.admits and self._waiting else None
         if group is None or group.is_suspect or not self._adapters.holds(group.adapter_id):
@@ -74,10 +76,11 @@ class SwappedPlanner:
         return self._waiting.outranks(group, swapped)
 
     def _move(self, group: SequenceGroup, step: Step) -> bool:
-        """Give a swapped group back to the queue, if another worker would compute it anew in less time than the group
-        has been swapped out for.
+        """Return a swapped group to the queue, if another worker would compute its tokens again in less time than the
+        group has been swapped out.
 
-        So it waits at most twice as long as it had to. Each time it has moved it must have waited for twice as long.
+        So the group waits at most twice as long as necessary. Each move doubles the time that the group must be swapped
+        out before its next move.
         """
         offers = self._balancer.offers(member=self._member, group=group, here=Here.IS_FULL, now=step.now)
         placement = self._balancer.choose(member=self._member, group=group, offers=offers, now=step.now)

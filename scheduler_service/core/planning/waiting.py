@@ -1,4 +1,4 @@
-"""Admits waiting groups to the worker while it has room for them, and tells the balancer what there is to do here."""
+"""Admits waiting groups to the worker while there is room, and reports the worker's load to the balancer."""
 
 import enum
 from collections.abc import Sequence as SequenceOf
@@ -16,39 +16,39 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class Verdict(enum.Enum):
-    """The fate of the waiting group that is next in a step."""
+    """The decision about the waiting group that is next in a step."""
 
     REJECT = enum.auto()
     """The group ends, because it never fits the worker."""
     TAKE = enum.auto()
     MAKE_ROOM = enum.auto()
-    """The group is taken, once running groups that it outranks have been preempted."""
+    """The group is admitted after running groups that it outranks were preempted."""
     PASS = enum.auto()
-    """The group waits for a prefix or an adapter, and the groups behind it are looked at."""
+    """The group waits for a prefix or an adapter. The step looks at the next groups of the queue."""
     LEAVE = enum.auto()
     """The group waits for another worker to take it."""
     STOP = enum.auto()
-    """The group waits, and so do the groups behind it."""
+    """The group waits, and so do all groups behind it."""
 
 
 class Decision(NamedTuple):
-    """A verdict, and what it takes to carry it out."""
+    """A verdict, and the data that carrying it out requires."""
 
     verdict: Verdict
     placement: Placement | None = None
-    """The balancer's choice, if there was one."""
+    """The balancer's choice, if the balancer was asked."""
     victims: SequenceOf[SequenceGroup] = ()
-    """The running groups that make room."""
+    """The running groups to preempt."""
 
     def placement_of(self, group: SequenceGroup) -> Placement:
-        """The balancer's choice, or the only one that there was."""
+        """The balancer's choice, or the placement on this worker if the balancer was not asked."""
         if self.placement is not None:
             return self.placement
         return Placement(group, PlacementReason.SUSPECT if group.is_suspect else PlacementReason.ALONE)
 
 
 class WaitingPlanner:
-    """`admits` says whether waiting groups may be given to the worker at all."""
+    """Admits waiting groups to one worker. `admits` is false while the worker is drained."""
 
     def __init__(
         self, session: Session, chunk_sizes: ChunkSizes, preemption: Preemption, prefixes: SharedPrefixes
@@ -65,13 +65,14 @@ class WaitingPlanner:
         self._chunk_sizes = chunk_sizes
         self._preemption = preemption
         self._prefixes = prefixes
-        self._has_reported = False  # to the balancer, since `schedule` was called last
+        self._has_reported = False  # whether the balancer has a report from this call of `schedule`
         self.admits = True
 
-    # ---- whether there is room
+    # ---- room on this worker
 
     def room_for(self, group: SequenceGroup) -> int | None:
-        """Tokens that a waiting group would find, cached or being computed; None if the next step could not take it."""
+        """Tokens of a waiting group that are cached or being computed here; None if the next step has no room for the
+        group."""
         groups = self._groups
         if not self.admits or groups.swapped or groups.suspect is not None:
             return None
@@ -82,13 +83,13 @@ class WaitingPlanner:
         return self._blocks.cache.num_shared_tokens(group.live[0])
 
     def status(self, group: SequenceGroup, budget: SchedulingBudget) -> AllocStatus:
-        """Whether a waiting group fits the worker and what is left of a step."""
+        """Whether a waiting group fits the worker, and fits the rest of a step's budget."""
         if self._never_fits(group):
-            return AllocStatus.NEVER  # before any group is preempted for it
+            return AllocStatus.NEVER  # checked first, so that no group is preempted for a group that never fits
         if not budget.num_tokens or group.num_seqs > budget.num_seqs or not self._adapters.has_slot(group):
             return AllocStatus.LATER
         if self._config.is_encoder and len(group.prompt_token_ids) > budget.num_tokens:
-            return AllocStatus.LATER  # it is computed whole
+            return AllocStatus.LATER  # an encoder computes a text in one step
         if not self._has_encoder_tokens(group, budget):
             return AllocStatus.LATER
         return self._blocks.can_allocate(group, leave_watermark=bool(self._groups.running))
@@ -101,17 +102,18 @@ class WaitingPlanner:
         )
 
     def _has_encoder_tokens(self, group: SequenceGroup, budget: SchedulingBudget) -> bool:
-        """Whether a step has tokens left for what the group's encoder reads, if that is not cached."""
+        """Whether a step has enough encoder tokens left for a group. A group whose encoder input is cached needs no
+        encoder tokens."""
         return group.num_encoder_tokens <= budget.num_encoder_tokens or self._blocks.cache.has_encoded(group)
 
     def is_time(self, now: float) -> bool:
-        """Whether the earliest arrival has waited for long enough that prompts could batch up."""
+        """Whether the earliest arrival has waited long enough for prompts to batch up."""
         if not self._waiting or not self._groups.running:
             return True
         return now - self._waiting.earliest_arrival >= self._config.delay_factor * self._in_flight.prompt_seconds
 
     def breaks_plan(self, now: float) -> bool:
-        """Whether the next waiting group wants another step than one in which all that runs computes one token."""
+        """Whether the next waiting group ends the steady plan, so that the next step must be planned in full."""
         if not (self._waiting and self.admits):
             return False
         if self._config.phase_rule is PhaseRule.SEPARATE and self.is_time(now):
@@ -119,13 +121,13 @@ class WaitingPlanner:
         return self.could_make_room(self._waiting.head)
 
     def could_make_room(self, group: SequenceGroup) -> bool:
-        """Whether a waiting group outranks any running one; at least one must run."""
+        """Whether a waiting group outranks any running group. At least one group must run."""
         return self._waiting.outranks(group, self._waiting.victim(self._groups.running))
 
     # ---- admission
 
     def schedule_sharing(self, step: Step) -> bool:
-        """Admit those that waited for a prefix which the step computes by now; returns whether there may be any."""
+        """Admit groups that waited for a prefix which the step computes by now. Returns whether any group waited."""
         if not step.queue.sharing:
             return False
         step.queue.look_again()
@@ -134,9 +136,10 @@ class WaitingPlanner:
         return True
 
     def schedule(self, step: Step, suspect: SequenceGroup | None = None) -> None:
-        """Admit groups in turn, or only the `suspect` that is next; before a swapped one only those that outrank it.
+        """Admit groups in turn, or only the `suspect` that is next.
 
-        Age bounds how many outrank it, and with that how often it is overtaken.
+        If groups are swapped out, only waiting groups that outrank them are admitted. Because requests age, only a
+        bounded number of waiting groups can overtake a swapped group.
         """
         if step.num_preempted:
             return
@@ -153,7 +156,8 @@ class WaitingPlanner:
                     self._admit(decision.placement_of(group), step)
                 case Verdict.MAKE_ROOM:
                     self._preemption.preempt(decision.victims, step)
-                    most = len(step.chunks) + 1  # groups that made room for this one do not come back at once
+                    # Stop after this group, so that preempted groups are not admitted again at once.
+                    most = len(step.chunks) + 1
                     self._admit(decision.placement_of(group), step)
                 case Verdict.PASS:
                     pass
@@ -161,15 +165,17 @@ class WaitingPlanner:
                     placement = decision.placement_of(group)
                     self.leave(placement, step)
                     if placement.reason in (PlacementReason.LOAD, PlacementReason.ROOM):
-                        return  # there is too much to do here for those after it as well
+                        return  # later groups would be left too, because this worker has too much to do
                 case Verdict.STOP:
                     return
 
     def _decide(self, group: SequenceGroup, step: Step, *, is_turn: bool) -> Decision:
-        """The fate of the group that is next, which in its own turn is a suspect."""
+        """The decision about the group that is next. `is_turn`: the group is a suspect, and the step is planned for it
+        alone."""
         if not is_turn and (group.is_suspect or self._yields_to_swapped(group, step)):
-            return Decision(Verdict.STOP)  # a suspect is admitted in a step of its own
-        # A look at a group that waits for a prefix is short.
+            return Decision(Verdict.STOP)  # A suspect is admitted in a separate step.
+        # A group that waits for a prefix was checked before. The check is skipped then, because a look at a waiting
+        # group must be cheap.
         if self._worker not in group.placement.prefix_waits and self._never_fits(group):
             return Decision(Verdict.REJECT)
         if not is_turn:
@@ -181,7 +187,7 @@ class WaitingPlanner:
                 return Decision(Verdict.PASS)
         has_choice = not is_turn and self._balancer.has_others(self._member)
         match self.status(group, step.budget):
-            case AllocStatus.NEVER:  # it waited in the worker's last session, which had more room
+            case AllocStatus.NEVER:  # the group waited since an earlier session of the worker, which had more room
                 return Decision(Verdict.REJECT)
             case AllocStatus.LATER:
                 return self._decide_without_room(group, step, is_turn=is_turn, has_choice=has_choice)
@@ -195,7 +201,8 @@ class WaitingPlanner:
                 return Decision(Verdict.TAKE if placement.to is None else Verdict.LEAVE, placement)
 
     def _decide_without_room(self, group: SequenceGroup, step: Step, *, is_turn: bool, has_choice: bool) -> Decision:
-        """Running groups make room, unless another worker has room; or others may overtake the group."""
+        """Decide about a group without room: preempt other groups, leave it to another worker, pass over it, or
+        stop."""
         if step.queue.is_at_head and self._may_preempt_for(group, step):
             if has_choice and (elsewhere := self.elsewhere(group, step)) is not None:
                 return Decision(Verdict.LEAVE, elsewhere)
@@ -215,24 +222,24 @@ class WaitingPlanner:
         return swapped is not None and not self._waiting.outranks(group, swapped)
 
     def _may_preempt_for(self, group: SequenceGroup, step: Step) -> bool:
-        """Whether running groups may be preempted for a waiting one.
+        """Whether running groups may be preempted for a waiting group.
 
-        Those of an encoder run for one step, and then they have ended.
+        An encoder's groups are never preempted, because they end after one step.
         """
         if self._config.is_encoder or not self._adapters.holds(group.adapter_id) or not self.could_make_room(group):
             return False
         return self._has_encoder_tokens(group, step.budget)
 
-    # ---- other workers
+    # ---- choices between workers
 
     def here_or_elsewhere(self, group: SequenceGroup, step: Step) -> Placement:
-        """Whether to take a group that there is room for, or to which other worker to leave it."""
+        """The balancer's choice for a group that has room here: take it, or leave it to another worker."""
         placement = self._choose(group, Here.HAS_ROOM, step)
         assert placement is not None
         return placement
 
     def elsewhere(self, group: SequenceGroup, step: Step) -> Placement | None:
-        """The other worker to which a group is left that there is no room for here; None if there is none."""
+        """The balancer's choice for a group without room here: another worker, or None if no other worker has room."""
         return None if self._balancer.is_overdue(group, step.now) else self._choose(group, Here.IS_FULL, step)
 
     def _choose(self, group: SequenceGroup, here: Here, step: Step) -> Placement | None:
@@ -242,20 +249,24 @@ class WaitingPlanner:
         )
 
     def pass_over(self, group: SequenceGroup, step: Step) -> bool:
-        """Look past a group whose adapter has no slot here, if others may overtake it; returns whether that was done.
+        """Pass over a group whose adapter has no slot here. Returns whether the group was passed over.
 
-        With no sequence or no token left in the budget there are no others to look for.
+        If the budget has no sequence or no token left, no group is passed over, because no later group could start.
         """
         if self._adapters.has_slot(group) or not (step.budget.num_seqs and step.budget.num_tokens):
             return False
         return self.await_adapter(group, step) or step.queue.pass_slotless(group)
 
     def await_adapter(self, group: SequenceGroup, step: Step) -> bool:
-        """Look past a group whose adapter can be brought here, and say which that is, or leave it to a worker that has
-        the adapter; returns whether that was done."""
+        """Pass over a group whose adapter this worker does not hold. Returns whether the group was passed over.
+
+        If a worker that holds the adapter is better, the group is left to that worker. For any other group, the step
+        lists the adapter as lacking, so that the adapter is fetched.
+        """
         if self._adapters.holds(group.adapter_id):
             return False
-        if group.adapter_id not in step.lacking_adapters:  # what goes for one goes for the others
+        # The balancer's choice is the same for all groups with this adapter.
+        if group.adapter_id not in step.lacking_adapters:
             if not self._balancer.is_overdue(group, step.now):
                 placement = self._choose(group, Here.LACKS_ADAPTER, step)
                 if placement is not None and self.leave(placement, step):
@@ -264,7 +275,7 @@ class WaitingPlanner:
         return self._adapters.can_come(group.adapter_id) and step.queue.pass_awaiting(group)
 
     def leave(self, placement: Placement, step: Step) -> bool:
-        """Leave a group in the queue, if it is for another worker."""
+        """Leave a group in the queue if the placement names another worker. Returns whether the group was left."""
         if placement.to is None:
             return False
         step.queue.leave(placement)
@@ -294,15 +305,15 @@ class WaitingPlanner:
         for chunk in chunks:
             self._prefixes.planned(chunk, step)
 
-    # ---- what the balancer is told
+    # ---- reports to the balancer
 
     def set_admission(self, admits: bool) -> None:
-        """Admit waiting groups from now on, or none while the worker is drained."""
+        """Admit waiting groups from now on, or admit none while the worker is drained."""
         self.admits = admits
         self._report(self._member.backlog, self._member.num_seqs)
 
     def report(self, step: Step) -> None:
-        """Tell the balancer what there is to do here, as of this step."""
+        """Report the worker's load to the balancer, as of this step."""
         backlog = 0
         for group in step.prompts:
             if group in self._groups.running:

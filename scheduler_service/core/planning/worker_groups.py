@@ -1,9 +1,10 @@
-"""The groups that one worker's session has been given: how they come, are swapped, leave and end.
+"""The groups in one worker's session: how they are admitted, swapped, returned to the queue, and ended.
 
-A group is running or swapped here, or it waits in the queue that is shared. Whatever ends a sequence, its blocks are
-free afterwards. Which group is given to the worker, swapped or preempted is decided elsewhere.
+A group runs here, is swapped out here, or waits in the shared queue. If a sequence ends for any reason, its blocks are
+freed. Other modules decide which group is admitted, swapped or preempted.
 
-`StepsInFlight` has the steps that the worker has not answered, and `Session` all that the planners of a worker share.
+`StepsInFlight` contains the steps that the worker has not answered. `Session` contains everything that the planners of
+a worker share.
 """
 
 import itertools
@@ -23,9 +24,10 @@ from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
 
 class StepsInFlight:
-    """The steps that a worker was sent and has not answered, and when it answered the last one.
+    """The steps that a worker received and has not answered, and the time of its last answer.
 
-    `outputs` are those without an answer, the oldest first; `prompt_seconds` took the last step of only prompts.
+    `outputs` are the steps without an answer, the oldest first. `prompt_seconds` is the duration of the last step of
+    only prompts.
     """
 
     __slots__ = ("answered_at", "outputs", "prompt_seconds")
@@ -37,7 +39,7 @@ class StepsInFlight:
 
     @property
     def began_at(self) -> float:
-        """When the worker could begin with the oldest step: it was there, and the one before was answered."""
+        """The time when the worker could begin the oldest step: the step was sent, and the step before was answered."""
         return max(self.outputs[0].planned_at, self.answered_at)
 
     @property
@@ -45,12 +47,12 @@ class StepsInFlight:
         return sum(output.num_tokens for output in self.outputs)
 
     def drop(self, sequences: Iterable[Sequence]) -> None:
-        """Sequences leave the worker: the answers to come are not for them."""
+        """Note that sequences leave the worker, so that answers to steps in flight do not apply to them."""
         for output in self.outputs:
             output.dropped.update(sequences)
 
     def answer(self, output: SchedulerOutput, answer: ModelOutput, now: float) -> float:
-        """Take a step off; returns how many seconds it took. Raises ValueError when the answer is not to this step."""
+        """Remove the oldest step and return its seconds. Raises ValueError if the answer is not to this step."""
         if not self.outputs or self.outputs[0] is not output:
             raise ValueError(f"step {output.step_id} is not the oldest without an answer")
         if answer.step_id != output.step_id:
@@ -69,15 +71,16 @@ class StepsInFlight:
 
 
 def groups_in(output: SchedulerOutput) -> dict[SequenceGroup, None]:
-    """The groups of which a step computes tokens, also if they have left the worker since it was planned."""
+    """The groups that compute tokens in a step, including groups that have left the worker since the step was
+    planned."""
     return dict.fromkeys(sequence.group for sequence, _, _ in output.scheduled)
 
 
 class WorkerGroups:
-    """Running and swapped groups, and what the worker has yet to be told of sequences that left.
+    """Running and swapped groups, and sequences of whose departure the worker must still be told.
 
-    `running` is in the order of admission; of `swapped` the first is to resume first. `accused` are those of the
-    running groups that a worker was lost with.
+    `running` is in the order of admission. The first group of `swapped` resumes first. `accused` contains the running
+    groups that were in flight when a worker was lost.
     """
 
     def __init__(
@@ -94,43 +97,44 @@ class WorkerGroups:
         self._in_flight = in_flight
         self._adapters = adapters
         self.running: dict[SequenceGroup, None] = {}
-        self.num_running_seqs = 0  # of the running groups together, counted as budgets count them
+        self.num_running_seqs = 0  # sequences of all running groups, as in a budget
         self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()
         self.accused: dict[SequenceGroup, None] = {}
-        self._by_id: dict[str, SequenceGroup] = {}  # running and swapped ones
+        self._by_id: dict[str, SequenceGroup] = {}  # running and swapped groups
         self._sequence_ids = itertools.count(1)
-        self._finished: list[Sequence] = []  # to tell the worker
+        self._finished: list[Sequence] = []  # sequences of which the worker was not told yet
         self._preempted: list[int] = []
 
     @property
     def has_work(self) -> bool:
-        """Whether a group is here, or the worker has yet to be told of one that was."""
+        """Whether a group is here, or the worker must still be told that a sequence left."""
         return bool(self.running or self.swapped or self._finished or self._preempted)
 
     @property
     def suspect(self) -> SequenceGroup | None:
-        """The running group that is scheduled alone. There is one at most: it is admitted when no other runs."""
+        """The running suspect, which is scheduled alone; None if no suspect runs. At most one suspect runs, because a
+        suspect is admitted only if no other group runs."""
         return next((group for group in self.accused if group.is_suspect), None) if self.accused else None
 
     def find(self, request_id: str) -> SequenceGroup | None:
-        """The group of this id, if it is here or waits."""
+        """The group with this id, if it is on this worker or waits."""
         return self._by_id.get(request_id) or self._waiting.get(request_id)
 
     def new_sequence_id(self) -> int:
         return next(self._sequence_ids)
 
     def departures(self) -> tuple[list[int], list[int]]:
-        """Ids of the known sequences that finished, and of those that were preempted; each is returned once."""
+        """Ids of finished sequences and of preempted sequences that the worker knows. Each id is returned once."""
         departures = [sequence.id for sequence in self._finished], self._preempted
         for sequence in self._finished:
             sequence.is_known = False
         self._finished, self._preempted = [], []
         return departures
 
-    # ---- coming and going
+    # ---- admission, swaps and returns
 
     def admit(self, group: SequenceGroup) -> None:
-        """Take a group out of the queue, and let it run."""
+        """Take a group out of the queue and start it."""
         self._waiting.remove(group.request_id)
         if group.encoder is not None:
             group.encoder.id = self.new_sequence_id()
@@ -143,7 +147,7 @@ class WorkerGroups:
         self._by_id[group.request_id] = group
 
     def swap_out(self, group: SequenceGroup, now: float) -> list[tuple[int, int]]:
-        """Swap a running group out, to be the first to resume; returns the blocks to copy."""
+        """Swap out a running group, as the first group to resume. Returns the blocks to copy."""
         pairs = self._blocks.swap_out(group)
         self._stop_running(group)
         self.swapped[group] = None
@@ -154,20 +158,20 @@ class WorkerGroups:
         return pairs
 
     def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
-        """Let a swapped group run again; returns the blocks to copy."""
+        """Resume a swapped group. Returns the blocks to copy."""
         pairs = self._blocks.swap_in(group)
         del self.swapped[group]
         self._start_running(group)
         return pairs
 
     def give_back(self, group: SequenceGroup) -> None:
-        """Return a group to the head of the queue: it will be new on the worker that takes it next."""
+        """Return a group to the head of the queue. The group will be new to the worker that takes it next."""
         self._preempted.extend(sequence.id for sequence in group.with_tables if sequence.is_known)
         self._release(group)
         self._waiting.put_back([group])
 
     def give_all_back(self) -> list[SequenceGroup]:
-        """The worker is gone: return all its groups to the head of the queue."""
+        """Return all groups to the head of the queue, because the worker is gone."""
         groups = [*self.running, *self.swapped]
         for group in groups:
             self._release(group)
@@ -204,10 +208,10 @@ class WorkerGroups:
         self.num_running_seqs -= group.num_seqs
         self._adapters.stopped(group)
 
-    # ---- ending
+    # ---- ends of sequences
 
     def finish_sequence(self, sequence: Sequence, status: SequenceStatus) -> None:
-        """End one sequence and free its blocks; nothing happens when it has ended already."""
+        """End one sequence and free its blocks. Does nothing if the sequence has ended already."""
         if sequence.status.is_finished:
             return
         group = sequence.group
@@ -229,14 +233,14 @@ class WorkerGroups:
             self._finished.append(sequence)
 
     def finish(self, group: SequenceGroup, status: SequenceStatus, error: str | None = None) -> None:
-        """End all sequences of a group that is here or waits; an `error` is a sentence for the client."""
+        """End all sequences of a group that is on this worker or waits. `error` is a sentence for the client."""
         if error is not None:
             group.error = error
         for sequence in group.live:
             self.finish_sequence(sequence, status)
 
     def ignore(self, group: SequenceGroup) -> None:
-        """End a group that does not fit the worker, and say so."""
+        """End a group that does not fit the worker, with an error for the client."""
         config = self._config
         error = (
             f"the request's {group.num_seqs} sequence(s) of up to "
@@ -256,7 +260,7 @@ def _with_encoder(group: SequenceGroup) -> str:
 class Session:
     """One session of a worker, from its first step to its loss.
 
-    `waiting` and `balancer` are shared with the schedulers of other workers; all else is this worker's own.
+    The schedulers of all workers share `waiting` and `balancer`. All other fields belong to this worker only.
     """
 
     config: SchedulerConfig

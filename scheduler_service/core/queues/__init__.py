@@ -1,4 +1,4 @@
-"""Decides in which order requests wait, and which running group makes room; which worker takes them is placement's.
+"""Decides the order of waiting requests, and which running group is preempted. `placement` chooses the worker.
 
-Each policy is a class in a file of its own. `fair_queue` counts the shares of tenants.
+Each policy is a class in a separate file. `fair_queue` counts the service of each tenant.
 """

@@ -1,9 +1,12 @@
-"""Tenants share by virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
+"""Shares service among tenants by virtual token counters.
 
-Every tenant has a counter of the service it was given: prompt tokens, and output tokens at twice their number, divided
-by its weight. The tenant of the lowest counter is next; within a tenant, first come, first served. A tenant that
-comes back after a pause starts at the lowest counter of those that wait, or at that of the tenant that waited last. So
-no tenant saves up service by being idle.
+The method is that of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. A tenant's counter is the
+service that the tenant received, divided by the tenant's weight. A prompt token counts once, an output token twice. The
+tenant with the lowest counter is next. The requests of one tenant are served first come, first served.
+
+If a tenant returns after a pause, the tenant's counter is raised to the lowest counter of the waiting tenants. If no
+tenant waits, the returning tenant's counter is raised to the counter of the tenant that waited last. So no tenant saves
+up service while it is idle.
 """
 
 import heapq
@@ -18,23 +21,24 @@ from scheduler_service.core.queues.waiting_queue import WaitingQueue, insert_by_
 
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
-# Names of tenants come from clients: counters of more than these that have nothing waiting are forgotten.
+# Clients choose the names of tenants. At most this many counters of tenants without waiting requests are kept.
 MAX_IDLE_TENANTS = 4096
 
 
 class FairQueue(WaitingQueue):
-    """A queue a tenant, and a heap of tenants whose stale entries are renewed when they come up: counters only grow."""
+    """A queue for each tenant, and a heap of tenants. Counters only grow, so stale heap entries are renewed at the
+    top."""
 
     charges = True
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         super().__init__()
-        self._weights = {} if weights is None else weights  # they may change
+        self._weights = {} if weights is None else weights  # callers may change the weights later
         self._tenants: dict[str, OrderedDict[str, SequenceGroup]] = {}
         self._heap: list[tuple[float, str]] = []
         self._in_heap: set[str] = set()
         self.counters: dict[str, float] = {}
-        self._last_tenant = ""  # of the group that left the queue last
+        self._last_tenant = ""  # tenant of the last group that left the queue
 
     def append(self, group: SequenceGroup) -> None:
         super().append(group)
@@ -62,7 +66,8 @@ class FairQueue(WaitingQueue):
         equals: bool = True,  # noqa: ARG002
         without: Collection[str] = (),
     ) -> list[SequenceGroup]:
-        """A tenant after the other, the one served least first: a tenant that is passed over stays first."""
+        """The next groups, tenant by tenant, from the least served tenant on. A tenant that is passed over stays
+        first."""
         tenants: list[str] = []
         groups: list[SequenceGroup] = []
         while self._heap and len(groups) < most and len(tenants) < len(self._tenants):
@@ -82,7 +87,7 @@ class FairQueue(WaitingQueue):
             queue = self._tenants[group.tenant]
             del queue[request_id]
             if not queue:
-                del self._tenants[group.tenant]  # its entry in the heap is passed over when it comes up
+                del self._tenants[group.tenant]  # the tenant's heap entry is skipped when it reaches the top
 
     def charge(self, group: SequenceGroup, num_prompt_tokens: int, num_output_tokens: int) -> None:
         cost = PROMPT_TOKEN_COST * num_prompt_tokens + OUTPUT_TOKEN_COST * num_output_tokens
@@ -103,14 +108,15 @@ class FairQueue(WaitingQueue):
         return self._tenants[tenant]
 
     def _forget_gone_tenants(self) -> None:
-        """Drop the entries of tenants that have nothing waiting, once most are of such."""
+        """Drop the heap entries of tenants without waiting groups, if most entries are stale."""
         if len(self._heap) > 2 * len(self._tenants) + MAX_STALE:
             self._heap = [(self.counters[tenant], tenant) for tenant in self._tenants]
             heapq.heapify(self._heap)
             self._in_heap = set(self._tenants)
 
     def _forget_idle_tenants(self, lowest: float) -> None:
-        """Drop counters that would be raised to the lowest anyway; of the others, what is left is the most served."""
+        """Drop counters that would be raised to the lowest counter anyway. Of the remaining idle tenants, the most
+        served ones are kept."""
         ahead = sorted((c, t) for t, c in self.counters.items() if t not in self._tenants and c > lowest)
         kept = {t: c for c, t in ahead[-MAX_IDLE_TENANTS // 2 :]}
         self.counters = {t: self.counters[t] for t in self._tenants} | kept

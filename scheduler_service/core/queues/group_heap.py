@@ -1,4 +1,4 @@
-"""Waiting groups in an order of their own, which may be another one than that of the queue they wait in."""
+"""Waiting groups in an order that can differ from the order of their queue."""
 
 import heapq
 from collections.abc import Callable, Mapping
@@ -6,15 +6,16 @@ from typing import Generic, TypeVar
 
 from scheduler_service.core.groups.sequence import SequenceGroup
 
-MAX_STALE = 64  # entries, besides as many as there are groups that wait
+MAX_STALE = 64  # number of stale entries that are kept, besides one entry for each waiting group
 
 Key = TypeVar("Key", float, tuple[int, int])
 
 
 class GroupHeap(Generic[Key]):
-    """A heap with lazy removal by `key`, the least first: O(log n) to add, and to ask.
+    """A heap of waiting groups by `key`, the least key first, with lazy removal. Adding a group takes O(log n).
 
-    It holds ids, so that it keeps no group in memory that does not wait any more.
+    The heap contains ids and no groups, so that groups that have left the queue can be freed. Reading the first group
+    takes O(log n).
     """
 
     def __init__(self, waiting: Mapping[str, SequenceGroup], key: Callable[[SequenceGroup], Key]) -> None:
@@ -23,11 +24,11 @@ class GroupHeap(Generic[Key]):
         self._heap: list[tuple[Key, str]] = []
 
     def __len__(self) -> int:
-        """Entries, of which some may be of groups that have left."""
+        """The number of entries, including entries of groups that have left."""
         return len(self._heap)
 
     def add(self, group: SequenceGroup) -> None:
-        """Take note of a group that waits now."""
+        """Add a group that waits from now on."""
         heapq.heappush(self._heap, (self._key(group), group.request_id))
         if len(self._heap) > 2 * len(self._waiting) + MAX_STALE:
             self._heap = [(self._key(waiting), waiting.request_id) for waiting in self._waiting.values()]
@@ -35,7 +36,7 @@ class GroupHeap(Generic[Key]):
 
     @property
     def first(self) -> SequenceGroup:
-        """The group with the least key; at least one must wait."""
+        """The group with the least key. At least one group must wait."""
         while True:
             key, request_id = self._heap[0]
             group = self._waiting.get(request_id)
@@ -44,8 +45,8 @@ class GroupHeap(Generic[Key]):
             heapq.heappop(self._heap)
 
     def pop(self) -> SequenceGroup:
-        """Forget the first group until it is added again, and return it; at least one must wait that was not popped."""
+        """Remove the first group until it is added again, and return it. At least one group in the heap must wait."""
         group, entry = self.first, self._heap[0]
-        while self._heap and self._heap[0] == entry:  # more than once, if it left and came back
+        while self._heap and self._heap[0] == entry:  # a group that left and came back has several entries
             heapq.heappop(self._heap)
         return group

@@ -1,4 +1,4 @@
-"""The waiting queue of each policy, by the policy's name."""
+"""Creates the waiting queue of a policy, by the policy's name."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ POLICIES = ("fcfs", "priority", "fair")
 
 
 def waiting_queue(policy: str, overtakes: int = 64, tenant_weights: Mapping[str, float] | None = None) -> WaitingQueue:
-    """An empty queue; raises ValueError when there is no such policy."""
+    """An empty queue. Raises ValueError if there is no such policy."""
     match policy:
         case "fcfs":
             return WaitingQueue()

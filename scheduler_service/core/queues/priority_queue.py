@@ -1,8 +1,9 @@
-"""Lower numbers run first, and ageing bounds how often a request is overtaken.
+"""Lower priority numbers run first, and ageing limits how often a request is overtaken.
 
-The longer a request has waited, the more later arrivals of a better priority it has let pass; after `overtakes` of them
-for each level of difference it goes before the next one. All requests age alike, so their order among each other never
-changes, and one number fixed at arrival says it: priority x overtakes + arrival. Of equal ones the older goes first.
+A later request of a better priority overtakes a waiting request. For each level of difference in priority, only the
+next `overtakes` arrivals can overtake the waiting request. All requests age at the same speed, so the order of two
+requests never changes. The order is given by a number that is fixed at arrival: priority x overtakes + arrival. If two
+requests have the same number, the older request goes first.
 """
 
 from collections.abc import Collection
@@ -14,7 +15,7 @@ from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
 
 class PriorityQueue(WaitingQueue):
-    """O(log n) to append and pop."""
+    """A queue by priority and age. Appending and removing take O(log n)."""
 
     def __init__(self, overtakes: int = 64) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class PriorityQueue(WaitingQueue):
         return self._ranks.first
 
     def upcoming(self, most: int, *, equals: bool = True, without: Collection[str] = ()) -> list[SequenceGroup]:
-        """With `equals` those of the head's own priority that come before all others."""
+        """The next groups in order. With `equals`, the list ends before the first group of another priority."""
         groups: list[SequenceGroup] = []
         if without:
             return groups
@@ -51,9 +52,11 @@ class PriorityQueue(WaitingQueue):
         return groups
 
     def victim(self, running: dict[SequenceGroup, None]) -> SequenceGroup:
-        """The last in rank; of any two always the same one, or they could preempt each other for ever."""
+        """The group that ranks last. The ranks of two groups never change, so the two cannot preempt each other for
+        ever."""
         return max(running, key=lambda group: group.rank)
 
     def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
-        """Only a better priority preempts, and only while age has not evened it out."""
+        """Whether the waiting group has a better priority, and the running group's age does not make up for the
+        difference."""
         return waiting.priority < running.priority and waiting.rank < running.rank

@@ -1,7 +1,7 @@
-"""The one queue of requests that no worker has been given yet, shared by every worker's scheduler.
+"""The queue of requests that no worker has been given yet. The schedulers of all workers share this queue.
 
-A policy is an order of this queue and a choice of victims. First come, first served is the plain queue; the others are
-`PriorityQueue` and `FairQueue`. Which of the workers takes the next group is the balancer's decision.
+A policy is an order of the waiting queue and a choice of victims. `WaitingQueue` is first come, first served. The other
+policies are `PriorityQueue` and `FairQueue`. The balancer decides which worker takes the next group.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from scheduler_service.core.queues.group_heap import GroupHeap
 
 
 def insert_by_rank(queue: OrderedDict[str, SequenceGroup], groups: Iterable[SequenceGroup]) -> None:
-    """Return groups to the head of a queue, in the order of their arrival among each other and those at its head."""
+    """Return groups to the head of a queue, sorted by rank together with the groups at the head."""
     returned = list(groups)
     newest = max(group.rank for group in returned)
     while queue and (first := next(iter(queue.values()))).rank < newest:
@@ -27,15 +27,16 @@ def insert_by_rank(queue: OrderedDict[str, SequenceGroup], groups: Iterable[Sequ
 
 
 class WaitingQueue:
-    """First come, first served. Preempted groups go back to the head. Every operation is O(log n) or less.
+    """A queue that is first come, first served. Preempted groups return to the head. Every operation is O(log n) or
+    less.
 
-    `balancer` places its groups among the workers that share it. `live` are the ids of all that came and have not
-    ended, whether they wait or are with one of the workers that share the queue, each with its adapter; `live_adapters`
-    counts those.
+    `balancer` places groups on the workers that share the queue. `live` maps the ids of all requests that have not
+    ended, waiting or on any worker, to their adapters. `live_adapters` counts the requests that have not ended, by
+    adapter.
     """
 
     charges = False
-    """Whether `charge` wants to hear of every token."""
+    """Whether `charge` must be called for every token."""
 
     def __init__(self) -> None:
         self.balancer = Balancer()
@@ -52,11 +53,11 @@ class WaitingQueue:
         return request_id in self._groups
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        """The groups that wait, in no order that counts."""
+        """The waiting groups, in no particular order."""
         return iter(self._groups.values())
 
     def append(self, group: SequenceGroup) -> None:
-        """Add an arrival; raises ValueError while a request of its id waits, runs or is swapped out anywhere."""
+        """Add a new group. Raises ValueError if a request with its id waits, runs or is swapped out anywhere."""
         if group.request_id in self.live:
             raise ValueError(
                 f"request_id is {group.request_id!r}, and a request of that id waits, runs or is swapped out; "
@@ -70,7 +71,7 @@ class WaitingQueue:
         self._arrivals.add(group)
 
     def put_back(self, groups: SequenceOf[SequenceGroup]) -> None:
-        """Return groups that were removed: they come first again, the oldest of them before the others."""
+        """Return removed groups to the head of the queue, the oldest first."""
         if groups:
             insert_by_rank(self._groups, groups)
             self._note_arrivals(groups)
@@ -81,12 +82,12 @@ class WaitingQueue:
 
     @property
     def earliest_arrival(self) -> float:
-        """The least `arrived_at` of those that wait, whichever of them is next; the queue must not be empty."""
+        """The least `arrived_at` of all waiting groups. The queue must not be empty."""
         return self._arrivals.first.arrived_at
 
     @property
     def head(self) -> SequenceGroup:
-        """The group that is next; the queue must not be empty."""
+        """The group that is next. The queue must not be empty."""
         return next(iter(self._groups.values()))
 
     def upcoming(
@@ -96,25 +97,27 @@ class WaitingQueue:
         equals: bool = True,  # noqa: ARG002
         without: Collection[str] = (),
     ) -> list[SequenceGroup]:
-        """The next groups in order, up to so many; with `equals` only those that rank as the first of them does.
+        """The next groups in order, at most `most` groups.
 
-        without: lanes of which none is wanted.
+        `equals`: only groups of the same priority as the first group. `without`: lanes to leave out.
         """
         return [] if without else list(itertools.islice(self._groups.values(), most))
 
     def lane(self, group: SequenceGroup) -> str:  # noqa: ARG002
-        """The part of the queue in which a group waits. Only a group of another lane may go past a whole lane."""
+        """The part of the queue in which a group waits, such as a tenant's. Only a group of another lane can overtake a
+        whole lane."""
         return ""
 
     def get(self, request_id: str) -> SequenceGroup | None:
         return self._groups.get(request_id)
 
     def remove(self, request_id: str) -> None:
-        """Take a group out, wherever it stands, for a worker; nothing happens when it does not wait here."""
+        """Remove a group that a worker takes, from any place in the queue. Does nothing if the group does not wait
+        here."""
         self._groups.pop(request_id, None)
 
     def end(self, request_id: str) -> None:
-        """Forget a request that has ended, wherever it was: its id is free."""
+        """Forget a request that has ended in the queue or on a worker, so that its id can be used again."""
         self.remove(request_id)
         adapter_id = self.live.pop(request_id, None)
         if adapter_id is not None:
@@ -123,7 +126,7 @@ class WaitingQueue:
                 del self.live_adapters[adapter_id]
 
     def withdraw(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
-        """End a group that waits here, or one of its outputs, for which no worker need be asked."""
+        """End a waiting group, or only its output `index`. No worker knows the group, so no worker is told."""
         for sequence in group.live:
             if index is None or sequence.index == index:
                 sequence.status = status
@@ -131,12 +134,12 @@ class WaitingQueue:
             self.end(group.request_id)
 
     def victim(self, running: dict[SequenceGroup, None]) -> SequenceGroup:
-        """The group that makes room when blocks run out: the one that was admitted last."""
+        """The group to preempt if blocks run out: the group that was admitted last."""
         return next(reversed(running))
 
     def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:  # noqa: ARG002
-        """Whether a running group should be preempted, or a swapped one wait, so that a waiting one can start."""
+        """Whether a waiting group goes before a running or swapped group, so that the running group is preempted."""
         return False
 
     def charge(self, group: SequenceGroup, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Hear of service that a group was given."""
+        """Count the service that a group received."""

@@ -1,4 +1,4 @@
-"""Decides from losses and seconds whether a request is what workers are lost to, and gives it steps of its own.
+"""Decides whether a request causes the loss of workers, and schedules such a request alone.
 
-The requests of a lost worker wait again by `planning.worker_groups`.
+`planning.worker_groups` returns the requests of a lost worker to the queue.
 """

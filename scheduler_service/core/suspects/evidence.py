@@ -1,4 +1,4 @@
-"""Evidence of a worker's answers, and of its loss, about the requests in its steps: their `Suspicion` is told."""
+"""Stores evidence about requests in their `Suspicion`, from a worker's answers and from its loss."""
 
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
@@ -7,14 +7,14 @@ from scheduler_service.core.outputs import SchedulerOutput
 from scheduler_service.core.planning.worker_groups import Session, groups_in
 from scheduler_service.core.suspects import rule
 
-# A worker that has not answered a step after MAX_OVERDUE times what it should take, and after OVERDUE_SECONDS, has
-# failed by then: however much later it counts as lost, it did not serve in that time.
+# A worker has failed if a step takes MAX_OVERDUE times its expected time and at least OVERDUE_SECONDS. A failed worker
+# may count as lost much later, but its time after the failure is not serving time.
 MAX_OVERDUE = 4
 OVERDUE_SECONDS = 1.0
 
 
 class Evidence:
-    """Counts the seconds of this worker's session for and against requests, and its loss against them."""
+    """Counts a session's seconds in favour of the requests in flight, and the session's loss against these requests."""
 
     def __init__(self, session: Session) -> None:
         self._worker = session.worker
@@ -24,11 +24,12 @@ class Evidence:
         self._in_flight = session.in_flight
 
     def join(self, now: float) -> None:
-        """The session begins."""
+        """Note that the session begins."""
         self._balancer.background.join(now)
 
     def answered(self, output: SchedulerOutput, seconds: float) -> None:
-        """A step was answered after so many seconds: requests that a worker was lost with were in flight for them."""
+        """Count the seconds of an answered step for the accused requests in the step. A request is accused if it was in
+        flight when a worker was lost."""
         in_step = groups_in(output)
         for group in self._groups.accused:
             if group in in_step:
@@ -36,11 +37,12 @@ class Evidence:
                 group.suspicion.run(max(0.0, seconds), alone=len(in_step) == 1)
 
     def lost(self, now: float, *, blames: bool) -> list[SequenceGroup]:
-        """The worker is gone; returns the group that was ended for it, in a list, or none.
+        """Judge the requests after the worker is gone. Returns a list with the group that was ended for the loss, or an
+        empty list.
 
-        It `blames` the requests of all steps in flight, also one that was preempted since. Those that have ended, or
-        are with another worker by now, are left out. No group is ended for what a single worker does while there are
-        others.
+        If `blames` is true, the loss counts against the requests of all steps in flight, including requests that were
+        preempted since. Requests that have ended, or are on another worker now, are not judged. While there are other
+        workers, no group is ended for the losses of a single worker.
         """
         outputs = self._in_flight.outputs
         seconds = self._seconds_in_flight(now)
@@ -66,7 +68,7 @@ class Evidence:
         return ended
 
     def _seconds_in_flight(self, now: float) -> float:
-        """For how many seconds a worker that is lost now may have worked on steps: see MAX_OVERDUE."""
+        """Seconds that a worker lost now may have worked on its steps in flight; see MAX_OVERDUE."""
         if not self._in_flight.outputs:
             return 0.0
         expected = self._balancer.times.seconds(self._in_flight.num_tokens)

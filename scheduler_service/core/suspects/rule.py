@@ -1,42 +1,51 @@
-"""Whether a request is what workers are lost to, or was only there when they were.
+"""Decides whether a request causes the loss of workers, or was in flight by coincidence.
 
-A request is ended when the chance that its losses were a coincidence is below one in a million. In the step that a
-worker is lost in, any request may be the reason; so the evidence is of losses with nothing else in flight, and of the
-time that the request had workers to itself. What is compared with it is the same fleet at the same time: all losses and
-all seconds of serving workers since the request's first loss in which it was not in flight, whether those workers were
-idle or computed others.
+A request is ended if the chance that its losses are a coincidence is below one in a million. If a worker is lost in a
+step, any request in the step can be the cause. So the evidence is the losses with no other request in flight, and the
+time that the request was alone in flight. The evidence is compared with the losses and the serving time of the whole
+fleet while the request was not in flight. The comparison begins with the request's first loss. Workers that are idle
+count as serving, like workers that compute other requests.
 
-    n, t   losses of workers with this request alone in flight, and the seconds that it was alone in flight
-    m, s   losses of workers without it, and the seconds that workers served without it
+Let n be the number of losses with this request alone in flight, and t the seconds that it was alone in flight. Let m be
+the number of losses without it, and s the seconds that workers served without it. If the request is innocent, workers
+are lost at the same unknown rate with and without it. In this case, each of the n + m losses falls into the request's
+time with probability x = t / (t + s). The chance of n or more losses in the request's time is a tail of the binomial
+distribution. This test is the exact comparison of two Poisson rates (Przyborowski and Wilenski, 1940). The function
+`chance` computes the tail:
 
-If the request is innocent, workers are lost in both kinds of time at one rate, which is unknown. Then each of the n + m
-losses falls into the request's time with probability x = t / (t + s). The chance of n or more losses there is a tail of
-the binomial distribution (the exact comparison of two Poisson rates; Przyborowski and Wilenski, 1940):
+    P(Binomial(n + m, x) >= n) = sum over k <= m of C(n + k - 1, k) x^n (1 - x)^k.
 
-    chance(n, t, m, s) = P(Binomial(n + m, x) >= n) = sum over k <= m of C(n + k - 1, k) x^n (1 - x)^k
+The chance includes the uncertainty of the rate. If m is 0, the chance equals the result of a flat prior, for which the
+first loss without the request may be near. The rate of losses can have any value. The rate may also have changed when
+the request's losses began, as in a storm of kills after quiet days. But the rate should not change much faster than the
+request alternates with other requests.
 
-The uncertainty of the rate is in it: where m is 0 it says what a flat prior does, that a first loss of the others may
-be near. The rate may be any, and may have changed when the request's losses began, as in a storm of kills after days
-without any; it should not change much faster than the request comes to be alone and others do.
+A row is a series of losses with the request in flight. The first loss of a row does not count, because it starts the
+row. If the request gains CLEARING_TOKENS tokens without a loss, the row ends and its evidence is forgotten.
 
-- The first loss of a row counts for nothing: it is what the row begins with. The row ends, and all of this is
-  forgotten, when the request gains CLEARING_TOKENS without a loss.
-- The chance is looked at after each loss alone, from the third of a row on: what fewer say is never enough in practice.
-  For all these looks together to err less than once in a million requests, the k-th of a request's life, in whatever
-  row, must find less than a millionth / (k (k + 1)). That is a bound for each request, not for all: of a million that
-  live through storms of kills one may be ended.
-- Without time of others nothing is evidence: a suspect that was lost alone twice waits until workers have served
-  without it for CONTROL times its own time, but no longer than MAX_CONTROL_SECONDS for each loss. So the third loss
-  alone is enough, if nothing else is lost meanwhile; if its own time is long, one of the next.
-- A worker that was gone just before a step was sent is noticed in that step: NOTICE_SECONDS before it count as well.
-  One that does not answer is lost later than it failed: of a step in flight no more seconds count, for the request and
-  for the worker, than a sound worker might have needed, which is for the caller to say.
-- So is what counts as a loss, which must be the same for both sides: sessions that break, time out or bring nonsense
-  count; those that a worker or another scheduler ended in good order do not.
+A loss counts as solitary if no other request was in flight. The chance is computed after each solitary loss, from the
+third solitary loss of a row on. Two solitary losses are never enough in practice. The k-th chance that is computed in a
+request's life must be less than a millionth / (k (k + 1)). With this limit, all chances that are computed for a request
+err together in less than one of a million requests. The limit of one in a million holds for each request, not for all
+requests together. If a million requests live through storms of kills, one of them may be ended.
 
-A request that kills every worker in its first step is found after four losses, or after five if it was in company in
-the first two. Everything is a sum: a loss costs O(1) for each request in flight, and O(m) for one that was
-alone.
+Without serving time of other requests there is no evidence. After two solitary losses, a suspect waits until workers
+have served without it for CONTROL times the suspect's own time. A suspect waits at most MAX_CONTROL_SECONDS for each
+loss. After the wait, the third solitary loss is enough if no other worker is lost meanwhile. If the request's own time
+is long, a later solitary loss is enough.
+
+If a worker is gone just before a step is sent, the loss is noticed in that step. So the NOTICE_SECONDS before the step
+count as well. If a worker does not answer, the failure happens earlier than the worker counts as lost. So a step in
+flight counts only the seconds that a sound worker might have needed, for the request and for the worker. The caller
+determines the seconds of a step in flight.
+
+The caller also decides which events count as a loss. The same events must count with and without the request. Sessions
+that break, time out or send nonsense count. Sessions that a worker or another scheduler ended in good order do not
+count.
+
+A request that kills every worker in its first step is found after four losses. If other requests were in flight in the
+first two losses, the request is found after five losses. All evidence is stored as sums. The computation after a loss
+costs O(1) for each request in flight, and O(m) for a request that was alone in flight.
 """
 
 import math
@@ -47,13 +56,15 @@ from scheduler_service.core.placement.background import Background
 CHANCE = 1e-6
 FEWEST_ALONE = 3
 CONTROL = 130
-"""The third loss alone, if nothing else is lost, needs x^3 < CHANCE / 2, so x < 1/126."""
+"""Seconds of serving without the request that are required for each second with it. If no other worker is lost, the
+third solitary loss requires x^3 < CHANCE / 2, so x < 1/126."""
 MAX_CONTROL_SECONDS = 30.0
 NOTICE_SECONDS = 0.01
 
 
 def chance(num_losses: int, seconds: float, num_others: int, seconds_of_others: float) -> float:
-    """P(Binomial(n + m, t / (t + s)) >= n): see above. What is no less than CHANCE is not added up to its end."""
+    """The chance that the module's docstring explains: P(Binomial(n + m, t / (t + s)) >= n). The computation stops when
+    the sum reaches CHANCE."""
     if num_losses == 0 or seconds_of_others <= 0.0:
         return 1.0
     share = seconds / (seconds + seconds_of_others)
@@ -68,9 +79,9 @@ def chance(num_losses: int, seconds: float, num_others: int, seconds_of_others: 
 
 
 def lose(suspicion: Suspicion, background: Background, *, worker: str, seconds: float, now: float, alone: bool) -> bool:
-    """A worker was lost with the request in flight, for so many seconds since the last answer.
+    """Record that a worker was lost with the request in flight, `seconds` after the last answer.
 
-    The background has that loss already. Returns whether coincidence is as good as excluded.
+    The background must contain this loss already. Returns whether coincidence is practically excluded.
     """
     suspicion.num_losses += 1
     suspicion.num_clean_tokens = 0
@@ -95,7 +106,7 @@ def lose(suspicion: Suspicion, background: Background, *, worker: str, seconds: 
 
 
 def missing_control(suspicion: Suspicion, background: Background, now: float) -> float:
-    """For how many more seconds workers must serve without the request before it is tried alone again."""
+    """Seconds that workers must still serve without the request before the request is tried alone again."""
     if suspicion.num_alone < FEWEST_ALONE - 1:
         return 0.0
     after_another = suspicion.seconds_alone * (suspicion.num_alone + 1) / suspicion.num_alone

@@ -1,10 +1,10 @@
-"""Gives a suspect a step of its own, and decides when it gets one.
+"""Gives a suspect separate steps, and decides when these steps are planned.
 
-A request that brings workers down must not take all other streams with it. A request that was in flight twice in a row
-when a worker was lost is a suspect. It is scheduled alone, with nothing else in flight, until it has gained a token, or
-more tokens the more workers were lost. When these losses cannot be coincidence it is ended: rule.py has the rule.
-But the worker may be to blame: a suspect goes to another worker than it was lost on, if there is any, and is not ended
-before that.
+If a request causes the loss of workers, the streams of other requests must go on. A request that was in flight in two
+consecutive worker losses is a suspect. A suspect is scheduled alone, with no other request in flight, until it has
+gained a token. After further losses, a suspect must gain more tokens. A suspect is ended if its losses cannot be
+coincidence: see rule.py. The cause of the losses may also be the worker. If there is a worker that was not lost with
+the suspect, the suspect runs there before it is ended.
 """
 
 from scheduler_service.core.blocks.manager import AllocStatus
@@ -19,7 +19,7 @@ from scheduler_service.core.suspects import rule
 
 
 class SuspectTurns:
-    """Which suspect has its turn, and what is planned for it."""
+    """Decides which suspect is next, and plans its step."""
 
     def __init__(self, session: Session, running: RunningPlanner, admission: WaitingPlanner) -> None:
         self._worker = session.worker
@@ -32,7 +32,7 @@ class SuspectTurns:
         self._admission = admission
 
     def next(self, step: Step) -> SequenceGroup | None:
-        """The suspect that runs here, or else the first of those next in the queue that is not for another worker."""
+        """The suspect that runs here. If no suspect runs, the first waiting suspect that is not for another worker."""
         if self._groups.accused and (running := self._groups.suspect) is not None:
             return running
         if not (self._admission.admits and self._waiting and self._waiting.head.is_suspect):
@@ -45,7 +45,7 @@ class SuspectTurns:
         return None
 
     def schedule(self, suspect: SequenceGroup, step: Step) -> bool:
-        """Give the step to a suspect alone, if it has room; returns whether that was done."""
+        """Plan a step for a suspect alone. Returns whether the step has room for the suspect."""
         if suspect in self._groups.running:
             step.prompts.append(suspect)
             self._running.schedule_one(suspect, step)
@@ -54,7 +54,7 @@ class SuspectTurns:
         return bool(step.chunks)
 
     def _hold(self, suspect: SequenceGroup, step: Step) -> bool:
-        """Let a suspect wait, while what may come of it would prove nothing."""
+        """Hold a suspect if a further loss would prove nothing. Returns whether the suspect is held."""
         if (suspicion := suspect.suspicion) is None:
             return False
         background = self._balancer.background
@@ -64,7 +64,8 @@ class SuspectTurns:
         return missing > 0.0
 
     def _leave(self, suspect: SequenceGroup, step: Step) -> bool:
-        """Leave a suspect to another worker, if a step there says more; returns whether that was done."""
+        """Leave a suspect to a worker that is better, or on which a loss would prove more. Returns whether the suspect
+        is left."""
         if (placement := self._untried(suspect)) is not None:
             # No time limit: after losses on one worker only, request and worker are equally suspect.
             self._balancer.num_left[placement.reason] += 1
@@ -79,10 +80,10 @@ class SuspectTurns:
         return placement is not None and self._admission.leave(placement, step)
 
     def _untried(self, suspect: SequenceGroup) -> Placement | None:
-        """The worker that a suspect is left to, because it says more there; None when it may as well run here.
+        """The placement of a suspect on a worker where a loss would prove more; None if there is no such worker.
 
-        That is one that was not lost with it or, where all were, one that was not the last: so that no single worker is
-        all there is to blame.
+        The best worker was never lost with the suspect. If all workers were lost with the suspect, the best worker is
+        one that was not lost last. After losses of several workers, no single worker can be the only cause.
         """
         suspicion = suspect.suspicion
         if suspicion is None or not (most := suspicion.reluctance(self._worker)):
@@ -96,7 +97,8 @@ class SuspectTurns:
         return Placement(suspect, PlacementReason.SUSPECT, to=to, num_overtaken=suspect.placement.num_overtaken)
 
     def _can_start(self, suspect: SequenceGroup, step: Step) -> bool:
-        """Whether a waiting suspect would start in a step of its own; else no other group need wait for it."""
+        """Whether a waiting suspect would start in a separate step. A suspect that would not start delays no other
+        group."""
         left = step.budget
         budget = SchedulingBudget(left.num_tokens, left.num_seqs, left.num_bytes, left.num_encoder_tokens)
         budget.take(num_seqs=self._groups.num_running_seqs)
