@@ -1,1 +1,2 @@
-"""From logits to tokens in eager torch, the oracle of faster kernels; `ops` chooses among them."""
+"""Sampling of tokens from logits, in eager torch. Tests compare faster kernels with these functions; `ops` chooses the
+kernels."""

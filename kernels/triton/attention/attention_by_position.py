@@ -17,9 +17,8 @@ Two assumptions are made. A tensor core instruction sums up a row the same way w
 compiler turns `merge_part`, whose roundings are explicit, into the same operations in both kernels. The kernel has not
 run on a GPU yet, so neither its tiles nor the size of a part are measured choices; CPUs use 512, too.
 
-Oracle: `kernels.reference.paged_attention`, and its own bits in other batches. Sizes that hurt: those of
-`paged_attention`; contexts of 511 to 513 tokens; windows whose first key is inside a part; shared prefixes one key
-shorter than a context.
+Oracle: `kernels.reference.paged_attention`, and its own bits in other batches. Edge cases: those of `paged_attention`;
+contexts of 511 to 513 tokens; windows whose first key is inside a part; shared prefixes one key shorter than a context.
 """
 
 import torch

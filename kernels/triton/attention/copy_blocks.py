@@ -6,8 +6,8 @@
 
 Columns are independent, so programs do not wait for each other; a barrier in each program separates the last load from
 the first store. Eager torch gathers into a temporary pool instead, and so moves every byte twice. Oracle:
-`kernels.reference.copy_blocks`, which also serves more pairs than a program holds. Sizes that hurt: three pairs,
-chains, 123 elements a block.
+`kernels.reference.copy_blocks`, which also serves more pairs than a program holds. Edge cases: three pairs, chains, 123
+elements a block.
 """
 
 import torch

@@ -8,7 +8,7 @@
 
 A part without keys changes no bit. Programs that take all parts of a row also use `merge_part`, and get the same bits.
 Its roundings are explicit, because a compiler may or may not fuse a product with a sum. A row without parts becomes
-zero. Sizes that hurt: heads of 80, rows with more parts than others.
+zero. Edge cases: heads of 80, rows with more parts than others.
 """
 
 import triton

@@ -5,8 +5,8 @@
     output     [num_tokens, num_heads, head_dim]
     program    one head of one token
 
-A row whose parts are all empty becomes zero. This is the second half of flash-decoding (Dao et al., 2023). Sizes that
-hurt: heads of 80, all parts but the first empty.
+A row whose parts are all empty becomes zero. This is the second half of flash-decoding (Dao et al., 2023). Edge cases:
+heads of 80, all parts but the first empty.
 """
 
 import triton

@@ -15,9 +15,9 @@ CUDA graph. A captured grid serves any contexts up to the captured maximum. A pa
 token and context 0; its result is zero. Decodes with shared parts use the batch-invariant kernel
 (`kernels.triton.attention.attention_by_position`).
 
-Oracle: `kernels.reference.paged_attention`. Sizes that hurt: one token; one past a block; 7 query heads a key head;
-heads of 10 or 80; a block size of 3; a window that ends within a tile; NaN in every unused slot; a bias of one
-distance; more query tokens than keys, where attention is not causal.
+Oracle: `kernels.reference.paged_attention`. Edge cases: one token; one past a block; 7 query heads a key head; heads of
+10 or 80; a block size of 3; a window that ends within a tile; NaN in every unused slot; a bias of one distance; more
+query tokens than keys, where attention is not causal.
 """
 
 from typing import NamedTuple

@@ -7,8 +7,8 @@
 
 Query and key heads are normalised, if the network has norms, and rotated. Queries are stored in place, keys and values
 in their slots. A decode of 32 layers thus launches 32 kernels instead of 96, and reads no intermediate result back. A
-negative slot stores nothing. Oracle: `kernels.composed.qkv_attention` of `kernels.reference`. Sizes that hurt: half =
-5, three heads, a rest of 2, NaN and infinity in a value.
+negative slot stores nothing. Oracle: `kernels.composed.qkv_attention` of `kernels.reference`. Edge cases: half = 5,
+three heads, a rest of 2, NaN and infinity in a value.
 """
 
 from collections.abc import Callable

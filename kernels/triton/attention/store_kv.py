@@ -5,8 +5,8 @@
     program        one token, whose heads are contiguous in source and cache
 
 A negative slot stores nothing. Padding rows of a captured graph have negative slots, and eager torch would have to read
-the slots on the host to skip them. Oracle: `kernels.reference.store_kv` of the other rows. Sizes that hurt: three heads
-of 10 elements, a block size of 3, no token.
+the slots on the host to skip them. Oracle: `kernels.reference.store_kv` of the other rows. Edge cases: three heads of
+10 elements, a block size of 3, no token.
 """
 
 import triton

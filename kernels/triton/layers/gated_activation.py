@@ -7,7 +7,7 @@
     gelu       g / 2 * (1 + erf(g / sqrt(2)))
     gelu_tanh  g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 g³)), equal to the usual tanh form
 
-Oracle: `kernels.reference.gated_activation`. Sizes that hurt: n = 123, n = 1,025, one row, gates of ±1,000.
+Oracle: `kernels.reference.gated_activation`. Edge cases: n = 123, n = 1,025, one row, gates of ±1,000.
 """
 
 import torch

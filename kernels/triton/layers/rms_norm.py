@@ -3,8 +3,8 @@
     x       [..., width], contiguous rows, otherwise any strides: heads of a fused projection are read in place
     tile    [rows, width padded to a power of two]: one program holds whole rows in registers and reads them once
 
-The residual and all computations are float32. Oracle: `kernels.reference.rms_norm` and `add_rms_norm`. Sizes that hurt:
-123 columns, one row, heads of 10.
+The residual and all computations are float32. Oracle: `kernels.reference.rms_norm` and `add_rms_norm`. Edge cases: 123
+columns, one row, heads of 10.
 """
 
 import torch

@@ -4,7 +4,7 @@
     cos, sin   [num_tokens, half] float32, contiguous; 2 * half may be less than head_dim; the rest is unchanged
     tile       [heads, half padded to a power of two] of one token, both halves loaded before either is stored
 
-Oracle: `kernels.reference.rotary_embedding`. Sizes that hurt: half = 5, three heads, one token.
+Oracle: `kernels.reference.rotary_embedding`. Edge cases: half = 5, three heads, one token.
 """
 
 import triton

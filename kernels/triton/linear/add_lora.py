@@ -10,7 +10,7 @@ Both kernels loop over a row's own numbers in their order, so no sum depends on 
 replayed with other adapters in the slots. Each row reads its adapter's weights again, from the GPU's cache: a prompt's
 many rows save nothing yet.
 
-Oracle: `kernels.reference.add_lora`. Sizes that hurt: rank 1 and 3, no adapter in a slot, parts that end within a tile.
+Oracle: `kernels.reference.add_lora`. Edge cases: rank 1 and 3, no adapter in a slot, parts that end within a tile.
 """
 
 import torch

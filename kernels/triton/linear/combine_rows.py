@@ -6,7 +6,7 @@
     result    [tokens, size] float32
     program   one token and 1,024 columns of the result
 
-Oracle: `kernels.linear.experts.combine_rows`. Sizes that hurt: 123 and 1,025 columns, one expert, no token.
+Oracle: `kernels.linear.experts.combine_rows`. Edge cases: 123 and 1,025 columns, one expert, no token.
 """
 
 import torch

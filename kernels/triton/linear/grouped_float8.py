@@ -13,8 +13,8 @@ multiplied as float16, which represents e4m3 exactly: products of e4m3 itself ar
 The sums of a group are scaled and added to the earlier groups' sums. The tiles are no measured choice. The kernel needs
 compute capability 8.9, whose instruction converts e4m3 to float16.
 
-Oracle: `kernels.linear.experts.grouped_float8`. Sizes that hurt: experts without rows, one row, 129 rows with one,
-groups of 16 and of 48 inputs, 123 inputs in one group, one output.
+Oracle: `kernels.linear.experts.grouped_float8`. Edge cases: experts without rows, one row, 129 rows with one, groups of
+16 and of 48 inputs, 123 inputs in one group, one output.
 """
 
 from typing import NamedTuple

@@ -11,8 +11,8 @@ waits for the device. Programs after the last block of rows return at once; ther
 have one size for any number of rows: larger tiles use other instructions, which may sum up a row in another order. The
 tiles are no measured choice.
 
-Oracle: `kernels.linear.experts.grouped_linear`. Sizes that hurt: experts without rows, one row, all rows with one
-expert, 17 rows with one, 123 inputs, one output, a number of experts that is not a power of two.
+Oracle: `kernels.linear.experts.grouped_linear`. Edge cases: experts without rows, one row, all rows with one expert, 17
+rows with one, 123 inputs, one output, a number of experts that is not a power of two.
 """
 
 from functools import partial

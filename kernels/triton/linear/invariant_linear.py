@@ -13,7 +13,7 @@ same kind of instruction, which takes the inputs in the same steps of 16. That i
 the instructions of every tile. An instruction is assumed to sum up a row the same way for any other rows and outputs.
 The tiles are no measured choice.
 
-Oracle: torch's product, and its own bits with other rows. Sizes that hurt: 123 inputs, one output, no row, 65 rows.
+Oracle: torch's product, and its own bits with other rows. Edge cases: 123 inputs, one output, no row, 65 rows.
 """
 
 from functools import partial

@@ -6,7 +6,7 @@
     program   one row
 
 Eager torch launches seven kernels instead, before each of the four products of a layer. This kernel needs compute
-capability 8.9. Oracle: `kernels.float8.round_rows`. Sizes that hurt: 123 columns, a row of zeros, no row.
+capability 8.9. Oracle: `kernels.float8.round_rows`. Edge cases: 123 columns, a row of zeros, no row.
 """
 
 import torch

@@ -6,7 +6,7 @@
 
 If a filter is used, `filter_thresholds` computes the thresholds in earlier passes. Oracle:
 `kernels.sampling.eager.draw`; the noise has the same bits, while logarithms may differ from torch's in the last bit.
-Sizes that hurt: one draw, vocabularies of 1, 123 and 4,097 tokens, a temperature of 1e-38.
+Edge cases: one draw, vocabularies of 1, 123 and 4,097 tokens, a temperature of 1e-38.
 """
 
 import torch

@@ -12,8 +12,8 @@ top_p takes none. One program computes one row. Each pass reads the row's logits
 first find them in cache.
 
 Oracle: `kernels.sampling.filters.filter_thresholds`. Sums are rounded in another order than after a sort. A token whose
-predecessors reach top_p to the last bit may therefore be kept or dropped. Sizes that hurt: vocabularies of 1, 123 and
-4,097 tokens, equal logits, fewer finite logits than top_k.
+predecessors reach top_p to the last bit may therefore be kept or dropped. Edge cases: vocabularies of 1, 123 and 4,097
+tokens, equal logits, fewer finite logits than top_k.
 """
 
 import torch

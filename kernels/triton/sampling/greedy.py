@@ -4,8 +4,8 @@
     program   one row and 8,192 columns of it: a single row occupies several multiprocessors
     partial   largest and its column, [rows, parts] float32 and int32, from which `pick` takes the largest
 
-Oracle: `kernels.sampling.eager.greedy`. The largest logit is not finite if the row has NaN or +inf, or only -inf. Sizes
-that hurt: one row, vocabularies of 1, 8,193 and 123 tokens, all logits equal.
+Oracle: `kernels.sampling.eager.greedy`. The largest logit is not finite if the row has NaN or +inf, or only -inf. Edge
+cases: one row, vocabularies of 1, 8,193 and 123 tokens, all logits equal.
 """
 
 import torch

@@ -8,7 +8,7 @@ A second kernel joins the parts of a row (Milakov and Gimelshein, 2018). No resu
 torch writes two such float32 matrices. torch's own topk of the logits finds the likeliest tokens.
 
 Oracle: `kernels.sampling.log_probabilities`. The oracle ranks by log-probabilities, which rounding may make equal for
-different logits. Sizes that hurt: vocabularies of 1, 123 and 4,097 tokens, one row, logits of ±1e4 and -inf.
+different logits. Edge cases: vocabularies of 1, 123 and 4,097 tokens, one row, logits of ±1e4 and -inf.
 """
 
 import torch
