@@ -1,4 +1,4 @@
-"""`activation(gate) * up` of a fused projection, in one pass that rounds once.
+"""The gated activation `activation(gate) * up` of a fused projection, in one pass with one rounding.
 
     x         [..., 2 * n], gate then up
     program   one row and 1,024 columns of the result

@@ -1,4 +1,4 @@
-"""The weighted sum of each token's expert outputs, in the order in which the experts were chosen.
+"""The weighted sum of each token's expert outputs, added in the order in which the experts were chosen.
 
     rows      [tokens * chosen, size]       of any type
     places    [tokens, chosen] int64        the row of each expert
