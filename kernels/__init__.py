@@ -1,6 +1,6 @@
-"""Operations of a forward pass and a sampler. They import no code of the services and depend on torch only. The
-subpackage `triton` also depends on the library triton.
+"""Operations of a forward pass and a sampler. The operations import no code of the services and depend on torch only.
+The subpackage `triton` also depends on the library triton.
 
-`reference`, `sampling.eager` and their helpers are eager torch. They run on every device, and tests compare the faster
-kernels with them. `backends` and `sampling.ops` choose the kernels for a device.
+`reference`, `sampling.eager` and their helpers are eager torch. The eager functions run on every device, and are the
+oracle with which tests compare the faster kernels. `backends` and `sampling.ops` choose the kernels for a device.
 """

@@ -55,10 +55,10 @@ class GroupedWeight(NamedTuple):
     numbers: [outputs, inputs] uint8, below 2 to the power of `bits`. scales: [outputs, groups] float16. A group has 32
     or 16 inputs; the last group may have fewer inputs. minimums: [outputs, groups] float16, or None. None means that
     the minimum is scale times the middle number, 2 to the power of (`bits` - 1). units: None, or [outputs, inputs /
-    256, 2] float16 with a unit for scales and a unit for minimums ([..., 1] without minimums). If there are units,
-    scales and minimums are uint8 (int8 without minimums), and are multiplied by the unit of their 256 inputs. order:
-    [inputs] int64, the input of each column of numbers, if the inputs of groups are not neighbours. Products reorder x
-    by `order`.
+    256, 2] float16 with a unit for scales and a unit for minimums. Without minimums, units are [outputs, inputs / 256,
+    1]. If a weight has units, scales and minimums are uint8, and are multiplied by the unit of their 256 inputs. With
+    units and without minimums, scales are int8. order: [inputs] int64, the input of each column of numbers, if the
+    inputs of groups are not neighbours. Products reorder x by `order`.
 
     Without units, there are products for 4, 5 and 8 bits with groups of 32, and for 8 bits with minimums and groups of
     16. With units, there are products for 4 and 5 bits with minimums and groups of 32, and for 6 bits without minimums
@@ -80,8 +80,8 @@ class Ops(Protocol):
     """The operations of a backend.
 
     Operations take effect in the order of their calls. `qkv_attention` stores keys and values of all rows before any
-    row attends. So a row may attend to a block that another row of the same step fills. This happens if sequences share
-    a prefix.
+    row attends. If sequences share a prefix, a row may therefore attend to a block that another row of the same step
+    fills.
     """
 
     WIDE_PRODUCTS: bool

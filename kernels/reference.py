@@ -1,5 +1,5 @@
-"""The operations of a decoder layer in eager torch. They run on every device, and tests compare the faster kernels with
-them.
+"""The operations of a decoder layer in eager torch. The functions run on every device, and are the oracle with which
+tests compare the faster kernels.
 
 The KV cache is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`. The keys (0) and values
 (1) of all layers of one block are contiguous, so moving a block is one copy. A `layer_cache` is the strided view
@@ -117,8 +117,8 @@ def paged_attention(
     distances.
 
     If not causal, each query token sees all `context_lens` tokens in its sequence's blocks; there must be at least one
-    token. A decoder's attention to an encoder's tokens is an example. There may be more query tokens than context
-    tokens. `check_attention_options` checks the combination of options.
+    token. A decoder's attention to an encoder's tokens is an example. If not causal, there may be more query tokens
+    than context tokens. `check_attention_options` checks the combination of options.
     """
     check_attention_options(query, window, soft_cap, bias, causal)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -196,9 +196,9 @@ def pack(weight: Tensor, wide: bool = False) -> Product | None:
 
     weight: [outputs, inputs]. wide: whether the product returns float32 sums instead of the dtype of x.
 
-    This version uses oneDNN's packed bf16 layout. Products of 1 to 32 rows take 33 to 75 % of the time of `linear`,
-    with equal bits. oneDNN cannot return float32 for this layout. For wide products, the CPU therefore holds the weight
-    in float32.
+    This version of `pack` uses oneDNN's packed bf16 layout. Products of 1 to 32 rows take 33 to 75 % of the time of
+    `linear`, with equal bits. oneDNN cannot return float32 for this layout. For wide products, the CPU therefore holds
+    the weight in float32.
     """
     if wide and weight.device.type == "cpu" and weight.dtype is not torch.float32:
         widened = weight.float()

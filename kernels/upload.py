@@ -12,8 +12,8 @@ def upload(
 ) -> Tensor:
     """Copy numbers to a device. numbers: lists, a tensor on the host, or a numpy array. Returns a tensor on the device.
 
-    For a GPU, numbers are copied from pinned memory. Otherwise the host would wait until the GPU has done its current
-    work.
+    For a GPU, numbers are copied from pinned memory. Without pinned memory, the host would wait until the GPU has done
+    its current work.
     """
     tensor = torch.as_tensor(numbers, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -40,8 +40,8 @@ def narrowed(heads: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
     wide = heads.float()
     largest, most = wide.abs().amax(dim=-1, keepdim=True), _LARGEST[dtype]
     is_finite = largest.isfinite()
-    # Both operands of a division are tensors. If one operand is a Python number, torch may multiply by a reciprocal
-    # instead, and round twice.
+    # Both operands of the division are tensors. If an operand of a division is a Python number, torch may multiply by a
+    # reciprocal instead, and round twice.
     most_of_all = torch.full_like(largest, most)
     steps = (most_of_all / largest).clamp_(max=torch.finfo(torch.float32).max)
     steps = torch.where(is_finite & (largest > 1e-36), steps, 0)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 FLAGS = ("-DTORCH_EXTENSION_NAME=pagewire_cpu", "-std=c++20", "-fPIC", "-O3", "-fno-math-errno", "-fvisibility=hidden")
-"""Compiler flags of every library. Symbols are hidden. Otherwise two libraries in one process would share their static
-variables."""
+"""Compiler flags of every library. Symbols are hidden, because otherwise two libraries in one process would share their
+static variables."""
 
 
 class InstructionSet(NamedTuple):

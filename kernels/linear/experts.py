@@ -93,8 +93,8 @@ def combine_rows(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 
 def pack_batch_invariant(weight: Tensor, wide: bool = False) -> Product:
-    """The batch-invariant version of `kernels.reference.pack`. Each product has 16 rows, padded with zeros. So many
-    rows require many products, which is slower."""
+    """The batch-invariant version of `kernels.reference.pack`. Each product has 16 rows, padded with zeros. If x has
+    many rows, many products are needed, which is slower than one large product."""
     factor = weight.float() if wide else weight
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:

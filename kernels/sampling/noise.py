@@ -1,7 +1,7 @@
 """Counter-based random numbers for sampling: pure functions of (seed, index, position, token), without state.
 
-So a sequence draws the same numbers alone, in a batch, after recomputation and on another worker. Wrapping integer
-arithmetic produces the same bits on every device and in every language:
+A sequence thus draws equal random numbers alone, in a batch, after recomputation and on another worker. Wrapping
+integer arithmetic produces the same bits on every device and in every language:
 
     mix64(x):   x ^= x >> 30;  x *= 0xBF58476D1CE4E5B9;  x ^= x >> 27;  x *= 0x94D049BB133111EB;  x ^= x >> 31
     key         = mix64(mix64(mix64(seed + G) + index * G) + position * G),  G = 0x9E3779B97F4A7C15        (64 bits)
@@ -67,6 +67,6 @@ def _shift_right(x: Tensor, count: int, width: int) -> Tensor:
 
 
 def _signed(constant: int, width: int) -> int:
-    """The signed integer with the bits of an unsigned constant. It is needed because torch has no unsigned
-    arithmetic."""
+    """The signed integer with the bits of an unsigned constant. torch has no unsigned arithmetic, so unsigned constants
+    are converted."""
     return constant - (1 << width) if constant >> (width - 1) else constant

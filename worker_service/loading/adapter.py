@@ -48,8 +48,8 @@ _WITHOUT_EFFECT = frozenset({
     "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
     "revision", "target_modules", "task_type", "unsloth_fixed", "unsloth_version",
 })  # fmt: skip
-"""Ignored keys. Some describe initialisation and training. The tensors already show the projections and ranks that the
-other keys repeat."""
+"""Ignored keys. Some keys describe initialisation and training. Other keys repeat projections and ranks, which the
+tensors show."""
 _READ = frozenset({"alpha_pattern", "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "use_rslora"})
 
 
@@ -92,7 +92,7 @@ class Adapter:
 def read_adapter(
     config: bytes, folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype
 ) -> Adapter:
-    """Read an adapter. Its weights are the file `WEIGHTS` in `folder`. Raises AdapterError.
+    """Read an adapter. The file `WEIGHTS` in `folder` contains the adapter's weights. Raises AdapterError.
 
     shapes: outputs and inputs of each projection that can have an adapter, by the projection's name in a checkpoint.
     """

@@ -44,7 +44,8 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     partial = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         build(partial)
-        # Make the files readable for other users, such as a container's user. Some files are created private.
+        # Make the files readable for other users, such as a container's user. Some files are created with permissions
+        # for their owner only.
         for file in partial.rglob("*"):
             file.chmod(0o755 if file.is_dir() else 0o644)
         partial.chmod(0o755)

@@ -5,8 +5,8 @@
 
 Each part is computed separately, one key tile after the other from the part's beginning. `merge_part` merges the
 results of parts in order: largest score, sum of weights and weighted sum. If there are few tiles, several programs
-share the parts of a tile, and `merge_parts` merges their results with the same arithmetic. Otherwise one program
-computes all parts of a tile. So the number of programs does not change a bit of the result.
+share the parts of a tile, and `merge_parts` merges their results with the same arithmetic. If there are many tiles, one
+program computes all parts of a tile. The number of programs does not change a bit of the result.
 
 Decodes and chunks have the same tile size, and every tile of keys is masked, so one compiled kernel computes both. A
 row's arithmetic does not depend on the other rows of its tile, so rows of several sequences may share a tile. If
@@ -97,7 +97,7 @@ def attention_by_position(
             metadata.context_lens,
             metadata.block_tables,
             torch.empty(0, device=query.device) if bias is None else bias,
-            # These arguments are not read if there are no shared parts.
+            # If there are no shared parts, the next three arguments are not read.
             *((metadata.query_start,) * 3 if shared is None else (shared.items, shared.rows, shared.num_parts)),
             num_sequences,
             room,
@@ -145,8 +145,8 @@ def _tile_rows(groups: int, head_dim: int, dtype: torch.dtype) -> int:
     """Number of rows of a tile.
 
     64 rows are the minimum of a Hopper GPU's warpgroup instruction. Two weighted sums are held in registers: the sum of
-    the current part, and the sum of all earlier parts. So tiles of large heads have fewer rows, and tiles of float32
-    even fewer.
+    the current part, and the sum of all earlier parts. Tiles of large heads and tiles of float32 therefore have fewer
+    rows.
     """
     most = 2**13 // columns_of(head_dim) // (16 if dtype is torch.float32 else 1)
     return max(16, min(64, most), int(triton.next_power_of_2(groups)))

@@ -45,8 +45,9 @@ def sequence_of_tile(tile, query_start, num_sequences, tile_tokens: tl.constexpr
     """The sequence to which a tile belongs. The first tile of sequence i is tile number `query_start[i] // tile_tokens
     + i`.
 
-    Rounding down loses at most one tile for each sequence, and the summand i adds one tile for each sequence. So the
-    ranges of tiles never overlap. Tiles in a gap between ranges lie after the end of a sequence and are unused.
+    Rounding down loses at most one tile for each sequence, and the summand i adds one tile for each sequence. The
+    sequences' ranges of tiles therefore never overlap. Tiles in a gap between ranges lie after the end of a sequence
+    and are unused.
     """
     low = tl.full([], 0, tl.int32)
     high = num_sequences - 1

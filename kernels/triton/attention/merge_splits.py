@@ -5,8 +5,8 @@
     output     [num_tokens, num_heads, head_dim]
     program    one head of one token
 
-If all splits of a row are empty, the result is zero. This is the second half of flash-decoding (Dao et al., 2023). Edge
-cases: heads of 80, all parts but the first empty.
+If all splits of a row are empty, the result is zero. Merging splits is the second half of flash-decoding (Dao et al.,
+2023). Edge cases: heads of 80, all parts but the first empty.
 """
 
 import triton

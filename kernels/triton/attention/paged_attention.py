@@ -11,10 +11,10 @@ the maximum grows (Milakov and Gimelshein, 2018; Dao et al., 2022). If there are
 several programs share the keys of a tile, and `merge_splits` merges their results (Dao et al., 2023).
 
 There are at most two launches: one for decodes, with tiles of one token, and one for chunks, with tiles of many tokens.
-Grid sizes depend only on shapes and on the maxima in the metadata, so the host reads nothing from the device. So a
-batch of decodes can be captured in a CUDA graph. A captured grid is valid for all contexts up to the captured maximum.
-A padding row is a sequence with one query token and context 0; its result is zero. Decodes with shared parts use the
-batch-invariant kernel (`kernels.triton.attention.attention_by_position`).
+Grid sizes depend only on shapes and on the maxima in the metadata, so the host reads nothing from the device. A batch
+of decodes can therefore be captured in a CUDA graph. A captured grid is valid for all contexts up to the captured
+maximum. A padding row is a sequence with one query token and context 0; its result is zero. Decodes with shared parts
+use the batch-invariant kernel (`kernels.triton.attention.attention_by_position`).
 
 Oracle: `kernels.reference.paged_attention`. Edge cases: one token; one token more than a block; 7 query heads per key
 head; heads of 10 or 80; a block size of 3; a window that ends inside a tile; NaN in every unused slot; a bias with one
@@ -137,15 +137,15 @@ class _Tile(NamedTuple):
 
 
 def _decode_tile(groups: int, head_columns: int) -> _Tile:
-    """The tile for decodes. It has few warps, so that several programs fit on a multiprocessor. While one program waits
-    for its first keys, another program computes."""
+    """The shape of a decode's tile. The tile for decodes has few warps, so that several programs fit on a
+    multiprocessor. While one program waits for its first keys, another program computes."""
     rows = max(16, triton.next_power_of_2(groups))
     num_warps = 2 if rows == 16 else 4 if rows * head_columns < 2**13 else 8
     return _Tile(rows, num_warps, 5)
 
 
 def _chunk_tile(max_query_len: int, groups: int, head_columns: int, dtype: torch.dtype, device: torch.device) -> _Tile:
-    """The tile for chunks. There are few sizes, because the kernel is compiled for each size.
+    """The tile for chunks. Few tile sizes are used, because the kernel is compiled for each size.
 
     On an H200 with 128 columns, 256 rows reach 56% of the rate of large products, and 128 rows reach 51%. With more
     rows, ptxas spills the accumulator. float32 requires the most registers, because no tensor core multiplies float32

@@ -178,7 +178,8 @@ def _prepare_qkv_kernel(
         kept_first, kept_second, kept_rest = first, second, remainder
         if scale_bytes > 0:
             dtype: tl.constexpr = layer_cache.dtype.element_ty
-            # Elements outside a head were loaded as 0. They stay 0, because the norm's weights were also loaded as 0.
+            # Elements outside a head were loaded as 0. The elements stay 0, because the norm's weights outside a head
+            # were also loaded as 0.
             largest = tl.maximum(tl.max(magnitudes(first), axis=1), tl.max(magnitudes(second), axis=1))
             if rest > 0:
                 largest = tl.maximum(largest, tl.max(magnitudes(remainder), axis=1))

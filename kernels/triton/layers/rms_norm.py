@@ -15,7 +15,8 @@ from torch import Tensor
 from kernels.triton.launch import OPTIONS, num_warps
 
 _TILE = 2048
-"""Minimum number of elements of a program. Otherwise the norm of heads of 64 would launch a program for each head."""
+"""Minimum number of elements of a program. Without a minimum, the norm of heads of 64 would launch a program for each
+head."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,4 +1,5 @@
-"""The operation `grouped_linear` for e4m3: each row is multiplied by its expert's weight. Both have 8 bits and scales.
+"""The operation `grouped_linear` for e4m3: each row is multiplied by its expert's weight. Rows and weights have 8 bits
+and scales.
 
     numbers     [rows, inputs] e4m3, contiguous, and row_scales, [rows, groups] float32
     weights     [experts, outputs, inputs] e4m3, contiguous, and scales, [experts, outputs, groups] float32

@@ -5,13 +5,14 @@
     weight   [outputs, inputs], contiguous
     program  some rows and some outputs, over the inputs, 64 at a time
 
-For different numbers of rows, libraries choose different kernels. These kernels have different tiles, or split the
-inputs into parts whose sums are added afterwards. Here one program sums up all inputs in float32, in order, 64 at a
-time. There are several tile sizes: few rows need many programs that read weights, and many rows need large tiles. Bits
-are equal only if all tiles use the same kind of instruction, with steps of 16 inputs. The instruction is `mma` for
-compute capability 8 and `wgmma` for 9.0. `wgmma` requires 64 rows, so all tiles of 16-bit types have at least 64 rows.
-`tests/kernels/compile_for_gpus.py` checks the instructions of every tile. The kernel assumes that an instruction sums
-up a row in the same way for any other rows and outputs. Tile sizes have not been tuned by measurement.
+For different numbers of rows, libraries choose different kernels. The libraries' kernels have different tiles, or split
+the inputs into parts and add up the parts' sums. In this kernel, one program sums up all inputs in float32, in order,
+64 at a time. The tile size depends on the number of rows: few rows need many programs that read weights, and many rows
+need large tiles. Bits are equal only if all tiles use the same kind of instruction, with steps of 16 inputs. The
+instruction is `mma` for compute capability 8 and `wgmma` for 9.0. `wgmma` requires 64 rows, so all tiles of 16-bit
+types have at least 64 rows. `tests/kernels/compile_for_gpus.py` checks the instructions of every tile. The kernel
+assumes that an instruction sums up a row in the same way for any other rows and outputs. Tile sizes have not been tuned
+by measurement.
 
 Oracle: torch's product, and the kernel's own bits with other rows. Edge cases: 123 inputs, one output, no row, 65 rows.
 """
@@ -41,14 +42,15 @@ class _Tile(NamedTuple):
 
 
 _FEW_ROWS = _Tile(64, 32, 4, 6)
-"""The tile for up to 64 rows. It has few outputs, so that there are many programs: 128 for a weight with 4,096 outputs.
-A stage has 12 KiB."""
+"""The tile for up to 64 rows. The tile has few outputs, so that there are many programs: 128 for a weight with 4,096
+outputs. A pipeline stage occupies 12 KiB."""
 _SOME_ROWS = _Tile(128, 128, 8, 3)
-"""The tile for up to 512 rows, such as the decodes of a large batch. If shared memory is small, it is also used for
-more rows."""
+"""The tile for up to 512 rows, such as the decodes of a large batch. If shared memory is small, this tile is also used
+for more rows."""
 _MANY_ROWS = _Tile(128, 256, 8, 3)
 _FLOAT32 = _Tile(32, 64, 4, 2)
-"""The only tile for float32. It is small, because no tensor core multiplies float32 exactly, and registers are few."""
+"""The only tile for float32. The tile is small, because no tensor core multiplies float32 exactly, and registers are
+few."""
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product:

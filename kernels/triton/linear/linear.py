@@ -1,4 +1,4 @@
-"""Computes `x @ weight.T + bias` for one row of x. It reads the weights once, at the rate of memory.
+"""Computes `x @ weight.T + bias` for one row of x. The kernel reads the weights once, at the rate of memory.
 
     x        [rows, inputs], contiguous; for more than one row, torch's product is used
     result   [rows, outputs], of x's type or float32

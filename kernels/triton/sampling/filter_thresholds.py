@@ -12,9 +12,9 @@ and top_p needs no pass. One program computes one row. Each pass reads the row's
 first pass, the logits are in the cache.
 
 Oracle: `kernels.sampling.filters.filter_thresholds`. Kernel and oracle add up probabilities in different orders, with
-different roundings. So if the likelier tokens reach top_p except for rounding, the kernel may keep a token that the
-oracle drops, or the reverse. Edge cases: vocabularies of 1, 123 and 4,097 tokens, equal logits, fewer finite logits
-than top_k.
+different roundings. If the likelier tokens reach top_p up to rounding, the kernel may keep a token that the oracle
+drops, or drop a token that the oracle keeps. Edge cases: vocabularies of 1, 123 and 4,097 tokens, equal logits, fewer
+finite logits than top_k.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 A file begins with the length of the JSON header: 8 bytes, little endian. The JSON header follows, and then the data.
 The JSON gives each tensor a type, a shape and a range of the data. Ranges follow each other without a gap. Every value
-of a header is checked against the file's size. So code that uses a checked header cannot read past the end of the file
-or allocate more memory than the file's size.
+of a header is checked against the file's size. Code that uses a checked header thus cannot read past the end of the
+file, and cannot allocate more memory than the file's size.
 """
 
 import json
@@ -28,7 +28,7 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bits of one element, for every type of the format. Some of these types cannot be loaded."""
+"""Bits of one element, for every type of the format. Some types of the format cannot be loaded."""
 
 
 @dataclass(frozen=True, slots=True)

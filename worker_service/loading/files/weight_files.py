@@ -208,7 +208,8 @@ def _held(tensor: StoredTensor, part: Cut) -> tuple[int, int]:
 
 
 def _fill(place: Tensor, name: str, tensor: StoredTensor, part: Cut, stream: FileIO, buffer: memoryview) -> None:
-    """Fill a place. Each read has as many rows as fit into the buffer. A place may be a view with any strides."""
+    """Fill a place. Each read operation reads as many rows as fit into the buffer. A place may be a view with any
+    strides."""
     skipped, width = _held(tensor, part)
     if not _num_bytes(tensor, part):
         return

@@ -19,8 +19,8 @@ from worker_service.loading.files.weight_files import read_tensor
 from worker_service.wording import named, shown
 
 FILE = "gguf_blocks.safetensors"
-"""Name of the file beside a converted model. It contains each quantised weight by name as bytes, [outputs, bytes of a
-row]; the metadata contains the weight's block type."""
+"""Name of the file beside a converted model. The file contains each quantised weight by name as bytes, [outputs, bytes
+of a row]. The metadata contains the weight's block type."""
 
 _Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Fields of a `GroupedWeight`, for each block: numbers [blocks, inputs], scales and minimums [blocks, groups], units

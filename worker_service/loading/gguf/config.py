@@ -1,7 +1,7 @@
 """Converts the keys of a GGUF file that describe the network to a config.json.
 
-Each key has the meaning and the default of llama.cpp's code (src/models/ there). No key describes biases: a layer has a
-bias if the file contains the bias's tensor.
+Each key has the meaning and the default of llama.cpp's code in src/models/. No key describes biases: a layer has a bias
+if the file contains the bias's tensor.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -94,8 +94,8 @@ def _join(metadata: dict[str, Value], of_part: Mapping[str, Value]) -> None:
 
 
 def _check_counts(metadata: Mapping[str, Value], tensors: Mapping[str, GgufTensor], said_tensors: Value) -> None:
-    """Raise an error if a stated size contradicts the tensors. Otherwise, a wrong size could make a reader allocate too
-    much memory."""
+    """Raise an error if a stated size contradicts the tensors. Without this check, a wrong size could make a reader
+    allocate too much memory."""
     if said_tensors is not None and not (type(said_tensors) is int and said_tensors == len(tensors)):
         raise UnsoundFileError(f"split.tensors.count is {shown(said_tensors)}, and the parts have {len(tensors)}")
     num_blocks = len({block[1] for name in tensors if (block := _BLOCK.match(name))})

@@ -1,8 +1,8 @@
 """Converts the rotary positions of a GGUF file to the `rope_parameters` of a config.json.
 
 llama.cpp turns pair i of a head at position p by `p * base**(-2i/n) / (divisor_i * factor)`. The type longrope of
-config.json has the same formula. So a file with divisors becomes longrope. (Su et al., 2021; Peng et al., 2023 for
-yarn.)
+config.json has the same formula. The positions of a file with divisors are thus converted to longrope. (Su et al.,
+2021; Peng et al., 2023 for yarn.)
 """
 
 import math

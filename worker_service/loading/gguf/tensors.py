@@ -1,8 +1,8 @@
 """The tensors of a GGUF file under their names in a Hugging Face checkpoint.
 
 A checkpoint's tensor is a whole tensor of the file, or one expert's part of a stacked tensor. llama.cpp's converter
-permutes the rows of Llama's queries and keys, and adds 1 to Gemma's norms. Both changes are reversed here. If a file
-has only some biases of a layer, the missing biases are zeros.
+permutes the rows of Llama's queries and keys, and adds 1 to Gemma's norms. This module reverses both changes of
+llama.cpp's converter. If a file has only some biases of a layer, the missing biases are zeros.
 """
 
 from collections.abc import Iterator, Mapping

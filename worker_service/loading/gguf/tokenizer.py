@@ -45,8 +45,8 @@ _FIM_ENDS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Texts of tokens that end an infilling, by key. These tokens end any answer. If a file lacks a key, the first listed
-text that is a control token is used."""
+"""Texts of tokens that end an infilling, by key. Tokens that end an infilling also end any other answer. If a file
+lacks a key, the first listed text that is a control token is used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """Registers this project's attention in transformers, under the name `NAME`.
 
 In each step, transformers calls `_describe_mask` once for each kind of layer. The result describes the layer's mask
-instead of filling a tensor. Every layer passes the mask, queries, keys and values to `_attend`. So the network's own
-code decides which layers have a window. The network runs inside a `within` block, whose argument computes the
+instead of filling a tensor. Every layer passes the mask, queries, keys and values to `_attend`. The network's own code
+thus decides which layers have a window. The network runs inside a `within` block, whose argument computes the
 attention.
 
-A network raises ValueError if it requires any other attention than a scaled softmax over a causal window. Otherwise its
-results would be wrong.
+If a network requires any other attention than a scaled softmax over a causal window, a ValueError is raised. The
+network's results would be wrong.
 """
 
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ _WITHOUT_EFFECT = frozenset(
     {"cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
      "position_ids", "return_dict", "sliding_window", "use_cache"}
 )  # fmt: skip
-"""Further arguments that layers pass to attention. They are ignored, because the mask already contains their meaning,
-or because inference does not use them."""
+"""Further arguments that layers pass to attention. The arguments are ignored, because the mask already contains their
+meaning, or because inference does not use them."""
 
 
 class Attention(Protocol):

@@ -2,8 +2,8 @@
 layers.
 
 The network computes all tokens of a step as one row. Only attention combines tokens, and the attention metadata
-separates the sequences. These networks are slower than the native decoder, because few operations are fused. Examples
-of families whose layers differ from the native decoder's layers:
+separates the sequences. Networks in transformers' code are slower than the native decoder, because few operations are
+fused. Examples of families whose layers differ from the native decoder's layers:
 
     OLMo 2    norms only after each half of a layer, and over all heads
     Cohere    attention and feed-forward side by side

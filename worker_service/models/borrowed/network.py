@@ -79,7 +79,7 @@ class _GivenBody(nn.Module):
 
 
 class _Output:
-    """The output of a body. It contains hidden states; all other fields that heads read are None."""
+    """The output of a body. The output contains hidden states. All other fields that heads read are None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state

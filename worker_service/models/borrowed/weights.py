@@ -2,7 +2,7 @@
 
 In some families, a parameter has another name than in the checkpoint, or contains several checkpoint tensors, such as
 experts. When transformers saves a model, it splits, renames and reshapes these parameters. This module applies the same
-steps to views of the parameters, without a copy. So checkpoint tensors are read directly into their places in the
+steps to views of the parameters, without a copy. Checkpoint tensors are thus read directly into their places in the
 parameters.
 """
 

@@ -30,8 +30,8 @@ _REPEATED_OF_ROPE = {
     "partial_rotary_factor": "partial_rotary_factor", "rope_pct": "partial_rotary_factor", "rope_theta": "rope_theta",
     "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor",
 }  # fmt: skip
-"""Keys at the top of a file, each with the equivalent key in `rope_parameters`. Both values must be equal, because
-transformers may prefer either key."""
+"""Keys at the top of a file, each with the equivalent key in `rope_parameters`. The values of both keys must be equal,
+because transformers may prefer either key."""
 _FULL_LAYERS = {"_sliding_window_pattern": 1, "global_attn_every_n_layers": 0, "layer_switch": 1,
                 "sliding_window_pattern": 1}  # fmt: skip
 """Keys whose value n means that every n-th layer has full attention. Value: the number that is added to layer numbers

@@ -205,11 +205,11 @@ class Decoder:
         return self._embedding
 
     def show_states(self, before: Sequence[int], show: Callable[[Sequence[Tensor], Tensor], None]) -> None:
-        """Register the function `show`. Each forward pass calls it with the states before the layers in `before`, and
-        with the tokens' slots.
+        """Register the function `show`. Each forward pass calls `show` with the states before the layers in `before`,
+        and with the tokens' slots.
 
-        Each states tensor is [num_tokens, hidden_size] in the dtype of the weights. In `before`, num_layers means the
-        states after the last layer, and num_layers + 1 means these states after the last norm.
+        The states before a layer are [num_tokens, hidden_size], in the dtype of the weights. In `before`, num_layers
+        means the states after the last layer, and num_layers + 1 means these states after the last norm.
         """
         self._shown, self._show = tuple(before), show
 

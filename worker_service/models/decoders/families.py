@@ -321,7 +321,7 @@ def _num_layers(json: ReadKeys) -> int:
 
 
 def _num_experts(json: ReadKeys, default: int) -> int:
-    """The number of experts. Its key has one of two names."""
+    """The number of experts. The key for this number has one of two names."""
     names = ("num_experts", "num_local_experts")
     numbers = {_size(json, name) for name in names if name in json}
     if len(numbers) > 1:

@@ -1,8 +1,8 @@
 """The layer of a drafting head, and the states that the head stores beside its keys and values.
 
 A head computes a token from the state of the previous token. If the previous token is a draft, the head computed its
-state; otherwise the target network did. The head's cache stores states like keys and values of additional layers. So a
-block that is moved, copied or shared includes its states.
+state; otherwise the target network did. The head's cache stores states like keys and values of additional layers. A
+block that is moved, copied or shared thus includes its states.
 """
 
 from collections.abc import Sequence

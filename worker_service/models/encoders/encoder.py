@@ -159,8 +159,8 @@ def _attend(
 
 
 def _attend_short(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None) -> Tensor:
-    """Attention with the arguments of torch's function, [texts, heads, tokens, head_dim]. It is faster than torch's
-    function for short texts."""
+    """Attention with the arguments of torch's function, [texts, heads, tokens, head_dim]. For short texts, this
+    function is faster than torch's function."""
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(2, 3)
     if attn_mask is not None:
         scores.masked_fill_(~attn_mask, float("-inf"))

@@ -16,8 +16,8 @@ class ExpertLinear:
     """Computes `x[row] @ weights[expert].T`. The result is batch-invariant.
 
     If the kernels multiply all experts in one call, the weights are one tensor in floating point or in fp8, the stack.
-    Otherwise each expert's weight is packed separately, and a step reads only the weights of experts that have rows. At
-    any time, at most one expert's weight is in memory twice.
+    If the kernels multiply experts separately, each expert's weight is packed separately. A step then reads only the
+    weights of experts that have rows. At any time, at most one expert's weight is in memory twice.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class _Stack:
 
 
 class _Stacked(Linear):
-    """The linear layer of one expert. Its weight is packed into its place in the stack."""
+    """The linear layer of one expert. `pack` stores the expert's weight in its place in the stack."""
 
     def __init__(self, weight: Tensor, stack: _Stack, number: int, ops: Ops) -> None:
         super().__init__(weight, device=stack.device, ops=ops)

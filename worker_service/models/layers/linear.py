@@ -1,4 +1,4 @@
-"""A linear layer. Its weight is packed once, and all steps multiply by the packed weight."""
+"""A linear layer. The weight is packed once, and all steps multiply by the packed weight."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
