@@ -1,12 +1,12 @@
-"""Products of 8-bit floating-point numbers in the format e4m3 (Micikevicius et al., 2022), in eager torch. Tests
-compare kernels with these functions.
+"""Products of 8-bit floating-point numbers in the format e4m3 (Micikevicius et al., 2022), in eager torch. These
+functions are the oracle with which tests compare the kernels.
 
 A weight has a scale for each output. x has a scale for each row: the row's largest magnitude divided by 448. The
 product is `(x_numbers @ weight_numbers.T) * weight_scales * x_scale + bias`, summed and scaled in float32. If
 neighbouring inputs form several groups with a scale each (DeepSeek-AI, 2024), the product is the sum of the groups'
-products, in order. e4m3 numbers have 4 significant bits, so bfloat16 represents them exactly, and float32 represents
-their products exactly. A device without 8-bit products can therefore multiply in bfloat16 and sum in float32, with the
-same arithmetic.
+products, in order. e4m3 numbers have 4 significant bits. bfloat16 represents e4m3 numbers exactly, and float32
+represents their products exactly. A device without 8-bit products can therefore multiply in bfloat16 and sum in
+float32, with the same arithmetic.
 """
 
 from collections.abc import Callable, Sequence

@@ -37,8 +37,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: 
     """`x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension, computed in float32.
 
     x: [..., hidden_size], any strides, of the weight's dtype or float32; weight: [hidden_size]; dtype: of the result,
-    by default the weight's dtype. Returns the shape of x, contiguous. Gemma stores weights minus one, so its offset is
-    1. (Zhang and Sennrich, 2019.)
+    by default the weight's dtype. Returns the shape of x, contiguous. Gemma stores weights minus one, so Gemma's offset
+    is 1. (Zhang and Sennrich, 2019.)
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -255,8 +255,8 @@ def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
 
 
 def shared_tokens(groups: int, head_dim: int, dtype: torch.dtype) -> int:  # noqa: ARG001 (others use them)
-    """Maximum number of decodes that attend together to a part of `metadata.shared`. 0 means that the kernels ignore
-    `metadata.shared`, because they find shared keys themselves or compute each decode separately. groups: number of
+    """Maximum number of decodes that attend together to a part of `metadata.shared`. The limit is 0 if the kernels find
+    shared keys themselves, or compute each decode separately; `metadata.shared` is then not used. groups: number of
     query heads of a key head."""
     return 0
 

@@ -1,10 +1,11 @@
 """Compiles the CPU kernels: python -m kernels.cpu.build [--all]
 
-Builds the library for this machine's best instruction set. With --all, it builds libraries for all instruction sets of
-this kind of machine, so that a container image runs on all of them. Existing libraries are kept. If the compiler or
-Python's headers are missing, it builds nothing and prints a line; workers then use eager torch. The compiler must
-support C++20 and its standard library, for example GCC 11. If the compiler does not support an instruction set, it is
-skipped and a line is printed. Machines with a skipped instruction set use the next best library.
+Builds the library for this machine's best instruction set. With --all, the script builds a library for each instruction
+set of this kind of machine, so that a container image runs on all these machines. Existing libraries are kept. If the
+compiler or Python's headers are missing, the script prints a line and builds nothing. Workers without libraries use
+eager torch. The compiler must support C++20 and its standard library, for example GCC 11. If the compiler does not
+support an instruction set, the script prints a line and skips the instruction set. Machines with a skipped instruction
+set use the next best library.
 """
 
 import argparse

@@ -64,7 +64,8 @@ SOURCES = Path(__file__).parent / "csrc"
 def library_path(instruction_set: str) -> Path:
     """The path of a library. The file name contains the versions of Python and torch, and a hash of sources and flags.
 
-    A library works only with the versions for which it was built. Because of the name, no other library is loaded.
+    A library works only with the versions for which it was built. A library for other versions has another name, so it
+    is not loaded.
     """
     digest = hashlib.sha256(repr((FLAGS, INSTRUCTION_SETS[instruction_set].flags)).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
@@ -92,8 +93,8 @@ def supported() -> list[str]:
 def load_library(instruction_set: str) -> ModuleType:
     """Load the library for an instruction set. Raises ImportError if the library has not been built."""
     path = str(library_path(instruction_set))
-    # pybind11 caches modules by name. If two libraries had the same module name, loading the second would return the
-    # first.
+    # pybind11 caches modules by name. If two libraries had one module name, loading the second library would return the
+    # first library.
     name = f"{instruction_set}.pagewire_cpu"
     spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, path))
     assert spec is not None

@@ -28,7 +28,7 @@ class ExpertRows(NamedTuple):
     places: Tensor
     """[num_tokens, num_chosen] int64: the rows of each token, in the order in which the token's experts were chosen."""
     ends: Tensor
-    """[num_experts] int64: the end of each expert's rows. The next expert's rows begin there."""
+    """[num_experts] int64: the end of each expert's rows. The next expert's rows begin at this end."""
 
 
 def choose_experts(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,5 @@
-"""Chooses a token from each row of logits, in eager torch. The functions run on every device, and tests compare faster
-kernels with them."""
+"""Chooses a token from each row of logits, in eager torch. The functions run on every device, and are the oracle with
+which tests compare the faster kernels."""
 
 from dataclasses import dataclass
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 _CANDIDATES = 1024
-"""Number of largest logits that are searched first. Only if they do not suffice, all logits are sorted. Sorting 49,152
-logits takes milliseconds."""
+"""Number of largest logits that are searched first. All logits are sorted only if the largest logits do not suffice.
+Sorting 49,152 logits takes milliseconds."""
 
 
 def filter_thresholds(scaled: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The batch-invariant backend for GPUs: a row's results have the same bits in any batch.
 
-Products and attention have separate kernels here. All other operations are functions of `kernels.triton`, because they
-always sum up each row separately, in an order that depends only on the row's width.
+Products and attention have separate kernels here. All other operations are functions of `kernels.triton`, which are
+always batch-invariant: a row is summed up separately, in an order that depends only on its width.
 """
 
 from functools import partial

@@ -15,8 +15,8 @@ second launch, each row continues from the results of the shared parts.
 
 The kernel relies on two assumptions; tests on an H100 found equal bits. A tensor core instruction sums up a row in the
 same way at any place in a tile. The compiler translates `merge_part` to the same operations in both kernels, because
-its roundings are explicit. Sizes of tiles and parts have not been tuned by measurement. CPUs also use parts of 512
-keys.
+the function's roundings are explicit. Sizes of tiles and parts have not been tuned by measurement. CPUs also use parts
+of 512 keys.
 
 Oracle: `kernels.reference.paged_attention`, and the kernel's own bits in other batches. Edge cases: the edge cases of
 `paged_attention`; contexts of 511 to 513 tokens; windows with the first key inside a part; shared prefixes one key
@@ -46,8 +46,8 @@ _MAX_TILE_KEYS = 32
 """Maximum number of keys in a tile. According to ptxas for compute capability 9.0 and heads of 128, a thread spills 48
 bytes of registers with 32 keys, and 200 bytes with 64 keys."""
 _MAX_PARTIAL_BYTES = 2**28
-"""Maximum size of the results for `merge_parts`. If more memory were needed, one program computes all parts of a tile,
-with equal bits."""
+"""Maximum size of the results for `merge_parts`. If the results exceed this size, one program computes all parts of a
+tile, with equal bits."""
 
 
 def attention_by_position(
@@ -258,8 +258,8 @@ def _attention_by_position_kernel(
     largest = tl.full([tile_rows], float("-inf"), tl.float32)
     total = tl.zeros([tile_rows], tl.float32)
     weighted = tl.zeros([tile_rows, head_columns], tl.float32)
-    # Values that are needed once per part are computed inside the loop. If they were kept in registers during the loop
-    # over tiles, 190 more bytes would be spilled.
+    # Values that are needed once per part are computed inside the loop. If these values were kept in registers during
+    # the loop over tiles, 190 more bytes of registers would be spilled.
     for part in tl.range(first_part + tl.program_id(1), last_part, tl.num_programs(1), disable_licm=True):
         begin = tl.maximum(low, part * part_keys) // tile_keys
         end = tl.cdiv(tl.minimum(high, (part + 1) * part_keys), tile_keys)

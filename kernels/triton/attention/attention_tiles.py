@@ -137,7 +137,8 @@ def attend_tile(
             visible &= position[:, None] - key[None, :] < window
         scores = tl.where(visible, scores, float("-inf"))
 
-    # The factor is positive, so it can be applied after the maximum. Product and difference are one instruction.
+    # The factor is positive, so the maximum is multiplied by it afterwards. `scores * factor - base` is one
+    # instruction.
     new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
     base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # before any key is seen
     weights = tl.exp2(scores * factor - base[:, None])

@@ -6,9 +6,10 @@ decodes.
     program       one tile of query rows of one sequence, one key head, one part of the keys
 
 The rows of a tile are the query heads of one key head, for each of several tokens. All rows share the loaded keys and
-values. The softmax is online over tiles of keys: it holds a maximum, a sum, and a weighted sum, which is scaled down if
-the maximum grows (Milakov and Gimelshein, 2018; Dao et al., 2022). If there are too few tiles to occupy the device,
-several programs share the keys of a tile, and `merge_splits` merges their results (Dao et al., 2023).
+values. The softmax is online over tiles of keys (Milakov and Gimelshein, 2018; Dao et al., 2022). A row holds a
+maximum, a sum, and a weighted sum. If the maximum grows, both sums are scaled down. If there are too few tiles to
+occupy the device, several programs share the keys of a tile, and `merge_splits` merges their results (Dao et al.,
+2023).
 
 There are at most two launches: one for decodes, with tiles of one token, and one for chunks, with tiles of many tokens.
 Grid sizes depend only on shapes and on the maxima in the metadata, so the host reads nothing from the device. A batch

@@ -5,11 +5,11 @@
     layer_cache  [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits
     tile         [heads, half padded to a power of two] of one token, twice, and the rest of these heads
 
-The kernel rotates query and key heads. If the network has norms, it normalises these heads first. Queries are stored in
-place; keys and values are stored in their slots. A decode of 32 layers thus launches 32 kernels instead of 96 for this
-work, and no intermediate result is read from memory. A token with a negative slot is not stored. Oracle:
-`kernels.composed.qkv_attention` of `kernels.reference`. Edge cases: half = 5, three heads, two unrotated elements per
-head, NaN and infinity in a value.
+The kernel rotates query and key heads. If the network has norms, the kernel first normalises query and key heads.
+Queries are stored in place; keys and values are stored in their slots. A decode of 32 layers thus launches 32 kernels
+instead of 96 for this work, and no intermediate result is read from memory. A token with a negative slot is not stored.
+Oracle: `kernels.composed.qkv_attention` of `kernels.reference`. Edge cases: half = 5, three heads, two unrotated
+elements per head, NaN and infinity in a value.
 """
 
 from collections.abc import Callable
@@ -135,7 +135,7 @@ def _prepare_qkv_kernel(
     second = tl.load(source + half + column, mask=inside, other=0.0)
     rest_column = tl.arange(0, rest_columns)[None, :]
     inside_rest = exists & (rest_column < rest)
-    remainder = first  # defined even if there is no rest: the compiler needs its type
+    remainder = first  # the compiler needs a type even if there is no rest
     if rest > 0:
         remainder = tl.load(source + 2 * half + rest_column, mask=inside_rest, other=0.0)
 

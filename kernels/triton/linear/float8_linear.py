@@ -1,9 +1,9 @@
 """Products of e4m3 numbers on a GPU. The kernel `round_rows` rounds x. If the GPU supports e4m3, torch multiplies.
 
 `torch._scaled_mm` requires a multiple of 16 inputs, a multiple of 16 outputs, and compute capability 8.9 or later. With
-a scale for each row and each output, `torch._scaled_mm` returns bfloat16 only. For other result types, the scales are
-applied afterwards. use_fast_accum is off; even so, an H100 keeps only about 14 bits of a sum. If several groups of
-inputs have scales, the kernel `grouped_float8` multiplies, as for a mixture with one expert.
+a scale for each row and each output, `torch._scaled_mm` returns bfloat16 only. For all other result types, scales are
+applied in a second step. use_fast_accum is off, but even without it an H100 keeps only about 14 bits of a sum. If
+several groups of inputs have scales, the kernel `grouped_float8` multiplies, as for a mixture with one expert.
 
 On all other GPUs and for all other sizes, numbers are multiplied in bfloat16. bfloat16 represents e4m3 numbers exactly,
 but occupies 16 bits of memory. Oracle: `kernels.reference.pack_float8`.

@@ -7,9 +7,9 @@
     program   up to 16 rows of one expert and 64 outputs, over the inputs, 64 at a time
 
 The number of programs depends only on shapes. A captured graph may therefore be replayed for other choices of experts,
-and the host does not wait for the device. Programs after the last block of rows return immediately. Fewer blocks are
-unused than there are experts. The tile size is fixed for any number of rows, because larger tiles use other
-instructions, which may sum up a row in another order. Tile sizes have not been tuned by measurement.
+and the host does not wait for the device. Programs after the last block of rows return immediately. The number of
+unused programs is smaller than the number of experts. The tile size is fixed for any number of rows, because larger
+tiles use other instructions, which may sum up a row in another order. Tile sizes have not been tuned by measurement.
 
 Oracle: `kernels.linear.experts.grouped_linear`. Edge cases: experts without rows, one row, all rows with one expert, 17
 rows with one expert, 123 inputs, one output, a number of experts that is not a power of two.

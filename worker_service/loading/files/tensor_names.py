@@ -7,7 +7,7 @@ network requests the longer name (`EncoderConfig.prefix`).
 from collections.abc import Iterator
 
 ZERO_IF_MISSING = frozenset({"final_logits_bias"})
-"""Tensors that become zeros if they are missing in a checkpoint. BART's first checkpoints are older than this bias."""
+"""Tensors that become zeros if they are missing in a checkpoint. BART's first checkpoints have no final_logits_bias."""
 _OLD = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """Parts of names in BERT's first checkpoints, which came from TensorFlow."""
 

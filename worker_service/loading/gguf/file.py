@@ -1,4 +1,4 @@
-"""A model in the GGUF format: one file, or several files, the parts.
+"""A model in the GGUF format: one file, or several files that are called parts.
 
 Parts are named NAME-00001-of-00003.gguf and so on, and are in one folder. A user can name any part to load the whole
 model.

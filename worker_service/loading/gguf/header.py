@@ -1,8 +1,8 @@
 """Reads the header of a GGUF file, and checks it against the file.
 
-The file begins with a magic number, a version and two counts. Key-value pairs follow. After them, the file lists each
-tensor's name, sizes, type and offset. The data comes last. Every length, count and offset is checked against the size
-of the file before it is used.
+The file begins with a magic number, a version and two counts. Then follow key-value pairs, the name, sizes, type and
+offset of each tensor, and the data. Every length, count and offset is checked against the size of the file before it is
+used.
 """
 
 import math

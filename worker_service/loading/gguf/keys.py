@@ -57,8 +57,8 @@ _MAX_SHOWN = 8
 
 
 class GgufKeys:
-    """The values of a file by key. Methods raise a ValueError whose message completes a sentence that begins with the
-    file's name."""
+    """The values of a file by key. Methods raise a ValueError. Its message is the second half of a sentence; the
+    caller's first half names the file."""
 
     def __init__(self, metadata: Mapping[str, Value]) -> None:
         self._metadata = metadata
@@ -130,8 +130,8 @@ class GgufKeys:
         return [key.removeprefix(prefix) for key in self._metadata if key.startswith(prefix)]
 
     def leave(self, *keys: str) -> None:
-        """Mark keys as read if other keys make them meaningless. For example, merges have no meaning in a file with
-        scores."""
+        """Mark keys as read whose values have no meaning in this file. For example, merges have no meaning in a file
+        with scores."""
         self._taken.update(keys)
 
     def refuse_leftovers(self) -> None:

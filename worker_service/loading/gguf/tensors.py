@@ -84,8 +84,8 @@ def _norms(family: str) -> Iterator[tuple[str, str]]:
 
 
 def _projections(config: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, int], bool, int]]:
-    """The projections of a layer. For each: name in the checkpoint, name in the file, shape, whether it has a bias, and
-    the number of heads with permuted rows."""
+    """The projections of a layer. A projection has a name in the checkpoint, a name in the file, a shape, a flag for a
+    bias, and a number of heads with permuted rows."""
     family, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     query, key = heads * config["head_dim"], kv_heads * config["head_dim"]

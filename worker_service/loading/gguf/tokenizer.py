@@ -1,10 +1,10 @@
 """Converts the tokenizer of a GGUF file to tokenizer.json and tokenizer_config.json, and finds the tokens that end an
 answer.
 
-A text has the same tokens as in llama.cpp (src/llama-vocab.cpp there), with two intended differences. First, if a
-user's input contains the text of a control token, the text does not become the control token. Second, a token's text
-decides whether the token ends an answer only if the file marks the token as a control token. For example, </s> is also
-an HTML tag.
+A text has the same tokens as in llama.cpp's src/llama-vocab.cpp, with two intended differences. First, if a user's
+input contains the text of a control token, the text does not become the control token. Second, a token's text decides
+whether the token ends an answer only if the file marks the token as a control token. For example, </s> is also an HTML
+tag.
 """
 
 import json

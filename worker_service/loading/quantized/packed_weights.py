@@ -1,9 +1,9 @@
 """Reads checkpoints with quantised linear layers: GPTQ, AWQ, compressed-tensors and fp8.
 
-Most layouts store whole numbers of 4 or 8 bits. In these layouts, each group of neighbouring inputs of an output has a
-scale and a zero point. The orders of the packed bits differ, but every such layer becomes a `GroupedWeight`. The Python
-packages gptqmodel, autoawq (version "gemm") and compressed-tensors (formats "pack-quantized" and "int-quantized") write
-these layouts.
+Most layouts store whole numbers of 4 or 8 bits. In layouts of whole numbers, each group of neighbouring inputs of an
+output has a scale and a zero point. The orders of the packed bits differ, but every layer of whole numbers becomes a
+`GroupedWeight`. Layouts of whole numbers are written by the Python packages gptqmodel, autoawq (version "gemm") and
+compressed-tensors (formats "pack-quantized" and "int-quantized").
 
 Layers in 8-bit floats become a `Float8Weight`: compressed-tensors' "float-quantized", and the method "fp8".
 """

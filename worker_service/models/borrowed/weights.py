@@ -1,9 +1,9 @@
 """Views of a transformers network's weights, with the names and shapes of the network's checkpoints.
 
 In some families, a parameter has another name than in the checkpoint, or contains several checkpoint tensors, such as
-experts. When transformers saves a model, it splits, renames and reshapes these parameters. This module applies the same
-steps to views of the parameters, without a copy. Checkpoint tensors are thus read directly into their places in the
-parameters.
+experts. When transformers saves a model, it splits, renames and reshapes such parameters to checkpoint tensors. This
+module applies transformers' steps to views of the parameters, without a copy. Checkpoint tensors are thus read directly
+into their places in the parameters.
 """
 
 from typing import Any

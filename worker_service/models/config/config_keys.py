@@ -1,8 +1,8 @@
 """Keys of a config.json that have no effect on the network, grouped by reason. Unknown keys are refused.
 
 If a key of a config.json is neither read by the family's reader nor listed here, the model is refused. A key that
-changes the network of any family must not be listed here. If such a key were listed, nobody would notice a reader that
-forgets the key.
+changes the network of any family must not be listed here. If a key with an effect were listed, nobody would notice a
+reader that forgets the key.
 """
 
 import re
@@ -21,7 +21,7 @@ BOOKKEEPING = frozenset({
     "unsloth_fixed", "unsloth_training", "unsloth_version",
 })  # fmt: skip
 """Keys about the file's origin and the program that wrote it. `_sliding_window_pattern` has no effect, because files
-with it also have `layer_types`."""
+with this key also have `layer_types`."""
 
 EXECUTION = frozenset({
     "attn_implementation", "cache_implementation", "chunk_size_feed_forward", "dtype", "experts_implementation",

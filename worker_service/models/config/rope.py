@@ -41,7 +41,7 @@ class Rope:
     scale: float = 1.0
     """Factor on cosines and sines."""
     max_positions: int | None = None
-    """Maximum sequence length for these frequencies, in tokens. None: positions are not scaled, so config.json's length
+    """Maximum sequence length for the frequencies, in tokens. None: positions are not scaled, so config.json's length
     is the maximum."""
 
 
@@ -56,8 +56,8 @@ def read_rope(
     """Read `rope_parameters`, or the older pair `rope_theta` and `rope_scaling`.
 
     default_theta: the family's default. parts_of_heads: whether the family's code reads `partial_rotary_factor`.
-    original: the family's default for the original length. If a family has this default, its code reads another
-    original length only from the top of the file. Raises ValueError for an unsupported type.
+    original: the family's default for the original length. If a family has a default original length, its code reads
+    another original length only from the top of the file. Raises ValueError for an unsupported type.
     """
     newer, older = json.group("rope_parameters"), json.group("rope_scaling")
     if newer.plain and older.plain and newer.plain != older.plain:
@@ -214,8 +214,8 @@ def _scaled(kind: str, said: Mapping[str, Any], json: ReadKeys, head_dim: int) -
 def _agreed(
     parameters: ReadKeys, inner: str, json: ReadKeys, outer: str, read: Callable[[ReadKeys, str], N | None]
 ) -> N | None:
-    """The value of `inner` in the parameters, or of `outer` at the top of the file. Raises ValueError if they
-    disagree."""
+    """The value of `inner` in the parameters, or of `outer` at the top of the file. Raises ValueError if both are
+    present and differ."""
     found, other = read(parameters, inner), read(json, outer)
     if found is not None and other is not None and found != other:
         raise ValueError(f"{outer} is {shown(other)}, and {inner} {shown(found)} among the parameters of positions")

@@ -17,7 +17,7 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 _PROPERTIES = frozenset({"model_type", "num_labels", "rope_scaling"})
-"""Keys that every configuration class accepts, although it has no field for them."""
+"""Keys that every configuration class accepts, although the class has no field for the key."""
 
 
 def parse(json: Mapping[str, Any]) -> Any:

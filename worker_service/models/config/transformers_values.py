@@ -14,8 +14,8 @@ from worker_service.models.config.config_keys import HARMLESS
 from worker_service.wording import named, shown
 
 _COUNTED: Mapping[str, int] = {"layer": 512, "block": 512, "expert": 4_096, "head": 1_024, "label": 1 << 16}
-"""Maximum of a count, by a word in its key. transformers creates an object for each layer, expert or head before it
-reads any tensor. A layer takes 10 to 20 ms. The deepest published network has 126 layers."""
+"""Maximum of a count, by a word in its key. Before transformers reads any tensor, it creates an object for each layer,
+expert or head. A layer takes 10 to 20 ms. The deepest published network has 126 layers."""
 _MAX_HEADS = 1 << 15
 """Maximum number of heads in all layers together. StableLM's code creates two objects for each head. The maximum of
 published networks is 16,128."""

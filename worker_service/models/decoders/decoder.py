@@ -188,10 +188,10 @@ class Decoder:
         ]
         self._fill = fill
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        # In training, this factor had the dtype of the weights.
+        # In training, the embedding scale had the dtype of the weights.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        # `empty_like` is avoided. On the meta device it makes torch import sympy, which takes a fifth of a worker's
-        # start.
+        # `empty_like` is avoided. On the meta device, `empty_like` makes torch import sympy, which takes a fifth of a
+        # worker's start.
         head = self._embedding.weight if config.tied_embeddings else table()
         self._lm_head = Linear(head, wide=True, ops=self._ops)
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
@@ -209,7 +209,7 @@ class Decoder:
         and with the tokens' slots.
 
         The states before a layer are [num_tokens, hidden_size], in the dtype of the weights. In `before`, num_layers
-        means the states after the last layer, and num_layers + 1 means these states after the last norm.
+        means the states after the last layer. num_layers + 1 means the states after the last norm.
         """
         self._shown, self._show = tuple(before), show
 

@@ -43,7 +43,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The settings of one layer that other layers may have with other values."""
+    """The settings of one layer. Layers of a network may have different settings."""
 
     rope: Rope | None
     """Rotation of queries and keys; None for a layer without positions."""
@@ -75,7 +75,7 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether each head's queries and keys are normalised before they are rotated."""
+    """Whether each head's queries and keys are normalised before the rotation."""
     post_norms: bool = False
     """Whether the output of each half of a layer is normalised, in addition to its input."""
     norm_offset: float = 0.0

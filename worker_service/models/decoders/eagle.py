@@ -1,7 +1,7 @@
 """EAGLE-3's head: one layer that drafts the next token from the states of the target network. (Li et al., 2025.)
 
-The layer has two inputs. The first is the embedding of a token. The second is the state of the previous token. A
-product combines the target's states at three depths into this state.
+The layer's inputs are the embedding of a token, and a state of the previous token. A product computes this state from
+the target's states at three depths.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ class EagleHead:
     """EAGLE-3's implementation of `Head`."""
 
     def __init__(self, config: EagleConfig, dtype: torch.dtype, device: torch.device, *, has_embedding: bool) -> None:
-        """Allocate the weights without values. has_embedding: whether the head has its own embedding; otherwise it uses
-        the target's embedding."""
+        """Allocate the weights without values. has_embedding: whether the head has its own embedding; a head without an
+        embedding uses the target's embedding."""
         self.states_before = config.states_before
         self._config = config
         self._ops: Ops = ops_for(device)

@@ -18,7 +18,7 @@ _FAMILIES = ("llama", "qwen2", "qwen3")
 """Families with which the head's layer can be built."""
 _FEWEST_LAYERS = 3
 _MAX_STATE_LAYERS = 16
-"""Maximum number of cache layers for one state of a head. Published heads need one to four."""
+"""Maximum number of cache layers for one state of a head. Published heads need one to four cache layers."""
 _NEUTRAL: Mapping[str, object] = {
     "eagle_decoder_type": "llama", "has_lm_head": True, "next_layer_regularization": "none", "parallel_draft_step": 1,
     "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
@@ -44,8 +44,8 @@ class EagleConfig:
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any], target: DecoderConfig) -> "EagleConfig":
-        """Read the config.json of a head. Raises ValueError if the head is not supported, or if it does not fit the
-        target."""
+        """Read the config.json of a head. Raises ValueError if the head is not supported, or if the head does not fit
+        the target."""
         keys = ReadKeys(json)
         keys.choice("speculators_model_type", ("eagle3",), "eagle3")
         if keys.boolean("norm_before_fc", False, null=False):
@@ -87,7 +87,8 @@ def _layer(sizes: ReadKeys) -> DecoderConfig:
 def _states_before(keys: ReadKeys, num_layers: int) -> tuple[int, ...]:
     """Numbers of the target's layers whose inputs the head reads.
 
-    SGLang's SpecForge writes numbers of layers under `eagle_config`. The head reads the outputs of these layers.
+    SGLang's SpecForge writes layer numbers under `eagle_config`. In this form, the head reads the outputs of the
+    numbered layers.
     """
     own, name = keys.group("eagle_config"), "eagle_aux_hidden_state_layer_ids"
     if not all(part.boolean("use_aux_hidden_state", True, null=True) for part in (own, keys)):

@@ -1,8 +1,8 @@
 """The layer of a drafting head, and the states that the head stores beside its keys and values.
 
-A head computes a token from the state of the previous token. If the previous token is a draft, the head computed its
-state; otherwise the target network did. The head's cache stores states like keys and values of additional layers. A
-block that is moved, copied or shared thus includes its states.
+A head computes a token from the state of the previous token. If the previous token is a draft, the state was computed
+by the head; otherwise by the target network. The head's cache stores states like keys and values of additional layers.
+A block that is moved, copied or shared thus includes its states.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ class Head(Protocol):
         """Which states of the target the head reads. The numbers are the argument `before` of `Decoder.show_states`."""
 
     def read(self, states: Sequence[Tensor], slots: Tensor, cache: Tensor) -> None:
-        """Compute the head's input states from the target's states, and store them. states: [num_tokens, target's
-        hidden_size] for each entry of `states_before`."""
+        """Compute the head's input states from the target's states, and store the input states. states: [num_tokens,
+        target's hidden_size] for each entry of `states_before`."""
 
     def keep(self, states: Tensor, slots: Tensor, cache: Tensor) -> None:
         """Store states that the head computed, [num_tokens, hidden_size]."""

@@ -3,7 +3,8 @@
 Each half of a layer has input projections and an output projection. Input projections are split by outputs: by heads or
 by inner units. The output projection is split by inputs, so each half requires one sum over the ranks. Each expert of a
 mixture is split like a dense half. Every rank holds the whole router. The embedding and the logits' head are split by
-tokens, because they are the largest weights. The cost is one additional sum over the ranks, of one vector per token.
+tokens, because unsplit they would be a rank's largest weights. The cost is one additional sum over the ranks, of one
+vector per token.
 
 An adapter is split like the weight of its projection. If the projection's outputs are split, B is split. If its inputs
 are split, A is split; the ranks add the adapter's product before the sum over the ranks.

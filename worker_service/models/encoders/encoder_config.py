@@ -60,8 +60,8 @@ class EncoderConfig:
         keys = ReadKeys(json)
         keys.integer("num_labels", None, null=None, most=MAX_LABELS)
         names = architectures(json) or [""]
-        # The two keys are overwritten, because no value of them changes a result. A nonzero chunk size may fail for odd
-        # numbers of tokens. If return_dict were false, outputs would have no names.
+        # chunk_size_feed_forward and return_dict are overwritten, because their values do not change results. A nonzero
+        # chunk size may fail for odd numbers of tokens. If return_dict were false, outputs would have no names.
         network, name = parse({**json, "chunk_size_feed_forward": 0, "return_dict": True}), names[0]
         classifies = name.endswith("ForSequenceClassification")
         mapping = (AutoModelForSequenceClassification if classifies else AutoModel)._model_mapping

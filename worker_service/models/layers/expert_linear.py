@@ -15,9 +15,9 @@ from worker_service.models.layers.linear import Linear, Quantization, joined
 class ExpertLinear:
     """Computes `x[row] @ weights[expert].T`. The result is batch-invariant.
 
-    If the kernels multiply all experts in one call, the weights are one tensor in floating point or in fp8, the stack.
-    If the kernels multiply experts separately, each expert's weight is packed separately. A step then reads only the
-    weights of experts that have rows. At any time, at most one expert's weight is in memory twice.
+    If the kernels multiply all experts in one call, the weights are stored in one tensor in floating point or in fp8,
+    the stack. If the kernels multiply experts separately, each expert's weight is packed separately. A step then reads
+    only the weights of experts that have rows. At any time, at most one expert's weight is in memory twice.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class _Stack:
         or is not in fp8."""
         groups = weight.scales.shape[1]
         if self.narrow is None:
-            self._wide = None  # experts hold views of it until their weights are packed
+            self._wide = None  # experts hold views of the old tensor until `pack`
             numbers = torch.empty(self._shape, dtype=weight.numbers.dtype, device=self.device)
             scales = torch.empty((*self._shape[:2], groups), dtype=torch.float32, device=self.device)
             self.narrow = Float8Weight(numbers, scales)
