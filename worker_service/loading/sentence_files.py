@@ -56,8 +56,8 @@ _TEXT_METHODS = tuple({"method": "forward", "method_output_name": output} for ou
 class SentenceSettings:
     """Default pooling settings for requests.
 
-        pooling      name of a `PoolingType`
-        max_length   tokens; None if the folder sets no limit
+        `pooling`      name of a `PoolingType`.
+        `max_length`   tokens; None if the folder sets no limit.
 
     With `normalizes`, vectors are scaled to length 1.
     """

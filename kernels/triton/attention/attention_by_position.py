@@ -1,7 +1,7 @@
 """Batch-invariant paged attention: a token has the same bits in any batch, chunk or captured graph.
 
-    part      512 keys that begin at a multiple of 512
-    program   one tile of query rows, one key head, and some or all parts of their keys
+    `part`      512 keys that begin at a multiple of 512.
+    `program`   computes one tile of query rows for one key head, over some or all parts of the keys.
 
 Each part is computed separately, one key tile after the other from the part's beginning. `merge_part` merges the
 results of parts in order: largest score, sum of weights and weighted sum. If there are few tiles, several programs

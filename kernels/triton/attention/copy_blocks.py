@@ -1,8 +1,8 @@
 """Copies whole blocks within a pool, in one pass. A destination may also be the source of another pair.
 
-    cache                   [num_blocks, ...], contiguous
-    sources, destinations   [n] int64
-    program                 the same few columns of all n pairs: [n padded, columns]
+    `cache`                   [num_blocks, ...], contiguous.
+    `sources, destinations`   [n] int64.
+    `program`                 copies the same few columns of all n pairs: [n padded, columns].
 
 Columns are independent, so programs do not wait for each other. In each program, a barrier separates the last load from
 the first store. Eager torch copies the sources to temporary memory first, so it moves every byte twice. Oracle:

@@ -1,10 +1,10 @@
 """Merges a query row's results over parts of the keys, one part after the other: an online softmax over parts.
 
-    partial   [num_tokens, num_heads, room, head_dim] float32: sums of values, weighted by `2^(score - largest)`
-    sums      [num_tokens, num_heads, room, 2] float32: the largest score of a part, in powers of two, and the weights
-    counts    [num_tokens, num_heads] int32: number of parts of a row, which are the first of `room` entries
-    output    [num_tokens, num_heads, head_dim]
-    program   one head of one token
+    `partial`   [num_tokens, num_heads, room, head_dim] float32: sums of values, weighted by `2^(score - largest)`.
+    `sums`      [num_tokens, num_heads, room, 2] float32: a part's largest score (log2), and its sum of weights.
+    `counts`    [num_tokens, num_heads] int32: number of parts of a row, which are the first of `room` entries.
+    `output`    [num_tokens, num_heads, head_dim].
+    `program`   merges one head of one token.
 
 A part without keys does not change the result. Programs that compute all parts of a row also use `merge_part`, so their
 results have the same bits. The roundings in `merge_part` are explicit, because otherwise a compiler could fuse a

@@ -1,9 +1,9 @@
 """Merges the results of several programs over parts of the keys: `sum(2^(s - max s) * o) / sum(2^(s - max s))`.
 
-    partial    [num_tokens, num_heads, splits, head_dim] float32: for each split, the attention over its keys
-    log_sums   [num_tokens, num_heads, splits] float32: s, log2 of the sum of weights; -inf for a split without keys
-    output     [num_tokens, num_heads, head_dim]
-    program    one head of one token
+    `partial`    [num_tokens, num_heads, splits, head_dim] float32: for each split, the attention over its keys.
+    `log_sums`   [num_tokens, num_heads, splits] float32: s, log2 of the sum of weights; -inf for a split without keys.
+    `output`     [num_tokens, num_heads, head_dim].
+    `program`    merges one head of one token.
 
 If all splits of a row are empty, the result is zero. Merging splits is the second half of flash-decoding (Dao et al.,
 2023). Edge cases: heads of 80, all parts but the first empty.

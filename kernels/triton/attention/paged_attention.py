@@ -1,9 +1,9 @@
 """Paged attention: `softmax(q kᵀ * scale) v` over blocks that are read in place. One call computes prefill chunks and
 decodes.
 
-    query         [num_tokens, num_heads, head_dim], any stride between tokens
-    layer_cache   [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits
-    program       one tile of query rows of one sequence, one key head, one part of the keys
+    `query`         [num_tokens, num_heads, head_dim], any stride between tokens.
+    `layer_cache`   [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits.
+    `program`       computes one tile of a sequence's query rows for one key head, over one part of the keys.
 
 The rows of a tile are the query heads of one key head, for each of several tokens. All rows share the loaded keys and
 values. The softmax is online over tiles of keys (Milakov and Gimelshein, 2018; Dao et al., 2022). A row holds a

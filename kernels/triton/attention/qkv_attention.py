@@ -1,9 +1,9 @@
 """Attention from a fused projection. One kernel does all work before attention.
 
-    qkv          [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order
-    cos, sin     [num_tokens, half] float32, contiguous; 2 * half may be less than head_dim; the rest is not rotated
-    layer_cache  [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits
-    tile         [heads, half padded to a power of two] of one token, twice, and the rest of these heads
+    `qkv`          [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order.
+    `cos, sin`     [num_tokens, half] float32, contiguous; 2 * half may be less than head_dim; the rest is not rotated.
+    `layer_cache`  [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits.
+    `tile`         two tiles of [heads, half padded to a power of two] of one token, and the rest of these heads.
 
 The kernel rotates query and key heads. If the network has norms, the kernel first normalises query and key heads.
 Queries are stored in place; keys and values are stored in their slots. A decode of 32 layers thus launches 32 kernels

@@ -1,8 +1,8 @@
 """Stores keys and values in cache slots: `layer_cache[slot // block_size, :, slot % block_size] = key, value`.
 
-    keys, values   [num_tokens, num_kv_heads, head_dim], any stride between tokens
-    layer_cache    [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits
-    program        one token; its heads are contiguous in source and cache
+    `keys, values`   [num_tokens, num_kv_heads, head_dim], any stride between tokens.
+    `layer_cache`    [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits.
+    `program`        stores one token; the token's heads are contiguous in source and cache.
 
 A token with a negative slot is skipped. Padding rows of a captured graph have negative slots. To skip these rows, eager
 torch would have to read the slots on the host. Oracle: `kernels.reference.store_kv` for rows with slots. Edge cases:

@@ -1,7 +1,7 @@
 """RMS norm, alone or after an addition: `x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension.
 
-    x       [..., width], contiguous rows, any other strides, so that heads of a fused projection are read in place
-    tile    [rows, width padded to a power of two]: one program reads whole rows once and holds them in registers
+    `x`       [..., width], contiguous rows, any other strides, so that heads of a fused projection are read in place.
+    `tile`    [rows, width padded to a power of two]: one program reads whole rows once and holds them in registers.
 
 The residual and all computations are float32. Oracle: `kernels.reference.rms_norm` and `add_rms_norm`. Edge cases: 123
 columns, one row, heads of 10.

@@ -1,10 +1,10 @@
 """Adds the outputs of LoRA adapters to a product. Each row has its own adapter. The first kernel computes inner units,
 the second kernel adds outputs.
 
-    x      [rows, inputs]                         any row stride
-    a, b   [slots, parts, max_rank, inputs], [slots, max_rank, outputs]
-    inner  [rows, parts, max_rank] float32        between the two kernels
-    y      [rows, outputs]                        in place
+    `x`      [rows, inputs]                         any stride between rows.
+    `a, b`   [slots, parts, max_rank, inputs], [slots, max_rank, outputs].
+    `inner`  [rows, parts, max_rank] float32        result of the first kernel.
+    `y`      [rows, outputs]                        changed in place.
 
 Both kernels sum up a row's numbers in order, so results are batch-invariant. A captured graph may be replayed with
 other adapters in the slots. Each row reads its adapter's weights separately, often from the GPU's cache. Rows of one

@@ -1,12 +1,12 @@
 """The operation `grouped_linear` for e4m3: each row is multiplied by its expert's weight. Rows and weights have 8 bits
 and scales.
 
-    numbers     [rows, inputs] e4m3, contiguous, and row_scales, [rows, groups] float32
-    weights     [experts, outputs, inputs] e4m3, contiguous, and scales, [experts, outputs, groups] float32
-    ends        [experts] int64: where the rows of each expert end
-    result      [rows, outputs], of x's type or float32
-    program     16 rows of one expert and 64 outputs, over the inputs of one group after the other;
-                for a single expert up to 128 rows and outputs
+    `numbers`     [rows, inputs] e4m3, contiguous; row_scales: [rows, groups] float32.
+    `weights`     [experts, outputs, inputs] e4m3, contiguous; scales: [experts, outputs, groups] float32.
+    `ends`        [experts] int64: where the rows of each expert end.
+    `result`      [rows, outputs], of x's type or float32.
+    `program`     computes 16 rows of one expert by 64 outputs, over one group of inputs after the other;
+                  for a single expert, up to 128 rows by 128 outputs.
 
 With several experts, the tile size is fixed for any number of rows. Larger tiles use other instructions, which may sum
 up a row in another order. A step with few rows waits for weights; 8-bit weights have half the bytes of 16-bit weights.

@@ -1,10 +1,10 @@
 """Computes `x @ weight.T` for rows grouped by expert, in one launch. Each expert has its own weight.
 
-    x         [rows, inputs], contiguous, grouped by expert
-    weights   [experts, outputs, inputs], contiguous
-    ends      [experts] int64: end of each expert's rows; read on the device only
-    result    [rows, outputs], of x's type or float32
-    program   up to 16 rows of one expert and 64 outputs, over the inputs, 64 at a time
+    `x`         [rows, inputs], contiguous, grouped by expert.
+    `weights`   [experts, outputs, inputs], contiguous.
+    `ends`      [experts] int64: end of each expert's rows; read on the device only.
+    `result`    [rows, outputs], of x's type or float32.
+    `program`   computes up to 16 rows of one expert by 64 outputs, with 64 inputs at a time.
 
 The number of programs depends only on shapes. A captured graph may therefore be replayed for other choices of experts,
 and the host does not wait for the device. Programs after the last block of rows return immediately. The number of
@@ -63,9 +63,7 @@ def _linear(weights: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tens
 def place_of_block(block, ends, num_experts, experts: tl.constexpr, rows: tl.constexpr):
     """The expert of a block, the block's first row, and the end of the expert's rows.
 
-    Let the sum for an expert be its number of blocks plus the blocks of all earlier experts. The block belongs to the
-    first expert with a sum above the block's number. For numbers after the last block, the result is `num_experts` or
-    more.
+    Blocks are numbered expert after expert. After the last block, the returned expert is `num_experts` or more.
     """
     expert = tl.arange(0, experts)
     begin = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0).to(tl.int32)

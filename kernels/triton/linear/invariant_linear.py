@@ -1,9 +1,9 @@
 """Batch-invariant `x @ weight.T + bias`: a row is summed over the inputs in one order, for any number of rows.
 
-    x        [rows, inputs], contiguous
-    result   [rows, outputs], of x's type or float32
-    weight   [outputs, inputs], contiguous
-    program  some rows and some outputs, over the inputs, 64 at a time
+    `x`        [rows, inputs], contiguous.
+    `result`   [rows, outputs], of x's type or float32.
+    `weight`   [outputs, inputs], contiguous.
+    `program`  computes some rows by some outputs, with 64 inputs at a time.
 
 For different numbers of rows, libraries choose different kernels. The libraries' kernels have different tiles, or split
 the inputs into parts and add up the parts' sums. In this kernel, one program sums up all inputs in float32, in order,

@@ -1,9 +1,9 @@
 """Quantises rows to e4m3. Each row has its own scale: `scale = max |x| / 448`, `numbers = x / scale`.
 
-    x         [rows, n], contiguous
-    numbers   [rows, n] e4m3
-    scales    [rows, 1] float32
-    program   one row
+    `x`         [rows, n], contiguous.
+    `numbers`   [rows, n] e4m3.
+    `scales`    [rows, 1] float32.
+    `program`   quantises one row.
 
 Eager torch would launch seven kernels before each of the four products of a layer. This kernel requires compute
 capability 8.9. Oracle: `kernels.float8.round_rows`. Edge cases: 123 columns, a row of zeros, no row.

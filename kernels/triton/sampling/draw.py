@@ -1,9 +1,9 @@
 """Draws a token for each draw. One pass applies temperature, filters and Gumbel noise without storing intermediate
 results.
 
-    logits    [rows, vocabulary_size], any float type, any stride between rows
-    program   one draw and 4,096 columns of its row
-    partial   the largest `(logit - largest) / temperature + gumbel` above the threshold, its column; for `pick`
+    `logits`    [rows, vocabulary_size], any float type, any stride between rows.
+    `program`   computes 4,096 columns of one draw's row.
+    `partial`   the largest `(logit - largest) / temperature + gumbel` and its column; the input of `pick`.
 
 If a filter is used, `filter_thresholds` computes the thresholds in earlier passes. Oracle:
 `kernels.sampling.eager.draw`. Kernel and oracle have the same random bits, but logarithms may differ in the last bit.

@@ -1,11 +1,11 @@
 """Finds the smallest scaled logit that passes min_p, top_k and top_p, without sorting and without waiting for the host.
 
-    logits       [rows, vocabulary_size], any float type, any stride between rows
-    distance     (largest - logit) / temperature, never negative: so its bits, as an integer, rise with it
-    weight(K)    of the logits whose distance has bits below K and that earlier filters leave: their number for top_k,
-                 the sum of exp(-distance) for top_p
-    threshold    the largest K with weight(K) < k, or < p times the weight of all: every logit at least as likely as K
-                 passes, equals alike
+    `logits`       [rows, vocabulary_size], any float type, any stride between rows.
+    `distance`     (largest - logit) / temperature. A distance is not negative, so larger distances have larger bits.
+    `weight(K)`    sum over logits that pass earlier filters and whose distance has bits below K. top_k: each logit
+                   counts 1. top_p: a logit counts exp(-distance).
+    `threshold`    the largest K with weight(K) < k, or with weight(K) < p times the weight of all logits. Logits with a
+                   distance up to K pass, and so do equal logits.
 
 K is found between 0 and infinity in at most 16 passes; each pass reduces the interval to a quarter. A row without top_k
 and top_p needs no pass. One program computes one row. Each pass reads the row's logits in their stored type. After the

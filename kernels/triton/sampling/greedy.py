@@ -1,9 +1,9 @@
 """Finds the token with the largest logit of each row, in one pass. Among equal logits, the lowest id wins. NaN counts
 as +inf.
 
-    logits    [rows, vocabulary_size], any stride between rows
-    program   8,192 columns of one row, so that a single row occupies several multiprocessors
-    partial   the largest logit and its column, [rows, parts] float32 and int32; input of `pick`
+    `logits`    [rows, vocabulary_size], any stride between rows.
+    `program`   reads 8,192 columns of one row, so that a single row occupies several multiprocessors.
+    `partial`   the largest logit and its column, [rows, parts] float32 and int32; the input of `pick`.
 
 Oracle: `kernels.sampling.eager.greedy`. The largest logit is not finite if the row has NaN or +inf, or only -inf. Edge
 cases: one row, vocabularies of 1, 8,193 and 123 tokens, all logits equal.

@@ -1,8 +1,8 @@
 """Log-probabilities of a given token and of the likeliest tokens: `(logit - max) - log(sum(exp(logit - max)))`.
 
-    logits    [rows, vocabulary_size], any float type, any stride between rows
-    program   4,096 columns of one row
-    partial   [rows, parts, 3]: maximum, sum of `exp(logit - maximum)`, number of logits above the given token's logit
+    `logits`    [rows, vocabulary_size], any float type, any stride between rows.
+    `program`   reads 4,096 columns of one row.
+    `partial`   [rows, parts, 3]: maximum, sum of `exp(logit - maximum)`, number of logits above the token's logit.
 
 A second kernel merges the parts of a row (Milakov and Gimelshein, 2018). No intermediate result has the vocabulary's
 width. Eager torch would write two float32 matrices of this width. torch's topk on the logits finds the likeliest

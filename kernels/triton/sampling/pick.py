@@ -1,8 +1,8 @@
 """Picks the largest of a few candidates in each row: the last pass of `greedy` and `draw`. Among equal values, the
 first candidate wins.
 
-    values, ids   [rows, parts] float32 and int32, parts are in the order of their ids
-    program       one row
+    `values, ids`   [rows, parts] float32 and int32; parts are in the order of their ids.
+    `program`       reads one row.
 
 Returns [rows] int64 and [rows] float32. Values must not be NaN.
 """

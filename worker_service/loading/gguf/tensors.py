@@ -25,10 +25,10 @@ _EXPERTS = {
 class Target:
     """A tensor of a checkpoint.
 
-        source      name of the file's tensor, None for zeros
-        first_row   first row in the file's tensor; a tensor of several experts stacks their rows
-        heads       number of heads whose rows are permuted in the file, 0 for none
-        added       number that the file's converter added to all values
+        `source`      name of the file's tensor, None for zeros.
+        `first_row`   first row in the file's tensor; a tensor of several experts stacks their rows.
+        `heads`       number of heads whose rows are permuted in the file, 0 for none.
+        `added`       number that the file's converter added to all values.
 
     A bias or a norm counts as one row.
     """

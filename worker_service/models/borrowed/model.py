@@ -5,9 +5,9 @@ The network computes all tokens of a step as one row. Only attention combines to
 separates the sequences. Networks in transformers' code are slower than the native decoder, because few operations are
 fused. Examples of families whose layers differ from the native decoder's layers:
 
-    OLMo 2    norms only after each half of a layer, and over all heads
-    Cohere    attention and feed-forward side by side
-    Granite   multipliers
+    OLMo 2    Norms come only after each half of a layer; query and key norms cover all heads.
+    Cohere    Attention and feed-forward network are computed in parallel.
+    Granite   Embeddings, residuals and logits have multipliers.
 """
 
 from collections.abc import Callable

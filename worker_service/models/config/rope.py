@@ -174,10 +174,10 @@ def _original(kind: str, parameters: ReadKeys, json: ReadKeys, default: int | No
 def scaled_length(kind: str, parameters: Mapping[str, Any], length: int, *, is_scaled: bool = False) -> int:
     """The maximum sequence length for positions of this type. length: the file's max_position_embeddings.
 
-        yarn, linear   original length * factor; the frequencies are equal for all texts
-        dynamic        `length`; longer texts would need other frequencies, but cached keys cannot be rotated again
-        longrope       the original length; longer texts would need other frequencies
-        llama3         `length`, which is the scaled length
+        `yarn, linear`   original length * factor; the frequencies are equal for all texts.
+        `dynamic`        `length`; longer texts would need other frequencies, but cached keys cannot be rotated again.
+        `longrope`       the original length; longer texts would need other frequencies.
+        `llama3`         `length`, which is the scaled length.
 
     If `is_scaled`, `length` is already the scaled length for yarn and linear.
     """

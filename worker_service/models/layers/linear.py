@@ -56,12 +56,12 @@ def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Qu
 class Linear:
     """Computes `x @ weight.T + bias`. weight: [outputs, inputs]; bias: [outputs] or None.
 
-        wide         results are the float32 sums; otherwise they are rounded to the dtype of x
-        adds_bias    whether this rank adds the bias; if ranks' results are summed, only one rank adds it
-        batch_invariant  packed products are batch-invariant, even if the kernels are not
-        quantisable  whether `pack` may quantise the weight
-        device       final device of a weight that is still on the meta device
-        ops          the kernels; by default the device's fastest
+        `wide`         results are the float32 sums; by default they are rounded to the dtype of x.
+        `adds_bias`    whether this rank adds the bias; if ranks' results are summed, only one rank adds it.
+        `batch_invariant`  packed products are batch-invariant, even if the kernels are not.
+        `quantisable`  whether `pack` may quantise the weight.
+        `device`       final device of a weight that is still on the meta device.
+        `ops`          the kernels; by default the device's fastest.
 
     Until `pack` or `pack_parts` is called, products use the unpacked weight.
     """
