@@ -3,7 +3,7 @@ tests compare the faster kernels.
 
 The KV cache is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`. The keys (0) and values
 (1) of all layers of one block are contiguous, so moving a block is one copy. A `layer_cache` is the strided view
-`cache[:, layer]`. A slot is a token's place in the cache: `block * block_size + offset`.
+`cache[:, layer]`. A slot is a token's place in the cache, `block * block_size + offset`.
 """
 
 import sys
@@ -66,7 +66,7 @@ def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, scale: float) 
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the pair (x[i], x[i + rotary_dim/2]) of every head by its angle, in place, computed in float32.
+    """Rotate the pair (x[i], x[i + rotary_dim/2]) of every head by the pair's angle, in place, computed in float32.
 
     x: [num_tokens, num_heads, head_dim], any stride between tokens; cos, sin: from `rotary_tables`. If rotary_dim is
     less than head_dim, the rest of a head is unchanged. (Su et al., 2021; pairs as in GPT-NeoX.)
@@ -103,7 +103,8 @@ def paged_attention(
     bias: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """`softmax(q kᵀ * scale) v` of each query token over its sequence's tokens up to itself. (Kwon et al., 2023.)
+    """Attention, `softmax(q kᵀ * scale) v`, of each query token to its sequence's tokens up to itself. (Kwon et al.,
+    2023.)
 
     query: [num_tokens, num_heads, head_dim], any stride between tokens; layer_cache: see `store_kv`. The keys and
     values of the query tokens must already be stored. num_heads is a multiple of num_kv_heads; consecutive query heads

@@ -31,7 +31,7 @@ class Draws:
     top_k: Tensor
     """int64: maximum number of tokens, 0 for no limit."""
     top_p: Tensor
-    """float32: probability of the smallest set of likeliest tokens that passes."""
+    """float32: only the likeliest tokens pass, until their probabilities sum to this number; 1 for all tokens."""
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

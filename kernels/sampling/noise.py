@@ -23,7 +23,7 @@ _GOLDEN32 = 0x9E3779B1
 
 
 def row_keys(seeds: Tensor, indices: Tensor, positions: Tensor) -> Tensor:
-    """The key of each row's random numbers.
+    """Compute the key of each row's random numbers.
 
     seeds: [rows] int64, the bits of an unsigned seed; indices: [rows] int64, the output's number within its request;
     positions: [rows] int64, the new token's position in the sequence. Returns [rows] int64.

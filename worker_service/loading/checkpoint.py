@@ -1,4 +1,4 @@
-"""A model's folder in Hugging Face's layout: its config.json, and the source of its weights.
+"""Opens a model's folder in Hugging Face's layout: the config.json, and the source of the weights.
 
 A fault in a folder raises a StartError that names the file.
 """
@@ -78,7 +78,7 @@ class Checkpoint:
         return _DTYPES[name]
 
     def fingerprint(self, tokenizer_files: Iterable[Path], dtype: torch.dtype, quantization: str) -> str:
-        """SHA-256, in hexadecimal, over config, tokenizer, all weights, dtype and quantisation.
+        """The SHA-256 of config, tokenizer, all weights, dtype and quantisation, in hexadecimal.
 
         The fingerprint is the same for all ranks and all devices. Raises StartError.
         """

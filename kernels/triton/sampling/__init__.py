@@ -1,4 +1,4 @@
-"""The operations of a sampler as Triton kernels: one function for each of `kernels.sampling.ops.SamplingOps`.
+"""The operations of a sampler as Triton kernels: a function for each method of `kernels.sampling.ops.SamplingOps`.
 
 No operation waits for the device. Edits of logits are sparse, so eager torch applies them
 (`kernels.sampling.logit_edits`).

@@ -83,7 +83,8 @@ class WeightFiles:
         return found
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """Each tensor's name, type, shape and digest, independent of the split into files. Reads all data."""
+        """Each tensor's name, type, shape and digest. The result does not depend on the split into files. Reads all
+        data."""
         digests = tensor_digests(self._tensors, torch.get_num_threads())
         self._check_unchanged()
         for name, tensor in sorted(self._tensors.items()):

@@ -34,8 +34,8 @@ from worker_service.loading.gguf.tensors import Target, map_tensors
 from worker_service.wording import named, reason, shown
 
 VERSION = 5
-"""Version of the conversion. A change of the results increases the version, so that older converted folders are not
-used."""
+"""Version of the conversion. The version must be increased if the results change, so that older converted folders are
+not used."""
 _REFUSED = 2
 """Exit status of a conversion that refused the file and printed the reason."""
 _PIECE_ELEMENTS = 1 << 21

@@ -142,7 +142,8 @@ class _Finder:
         return name in self._tensors
 
     def target(self, name: str, shape: tuple[int, ...], heads: int = 0, added: float = 0.0) -> Target:
-        """The target for a tensor of the file. Raises ValueError if the tensor is missing or has another shape."""
+        """Find a tensor of the file, and return its target. Raises ValueError if the tensor is missing or has another
+        shape."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ValueError(f"it has no tensor {name}")

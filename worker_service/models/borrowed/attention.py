@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "pagewire"
-"""Value of a network's `attn_implementation`."""
+"""Name of this attention in transformers, the value of a network's `attn_implementation`."""
 
 _WITHOUT_EFFECT = frozenset(
     {"cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",

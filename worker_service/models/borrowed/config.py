@@ -17,7 +17,7 @@ from worker_service.models.config.transformers_keys import check_known, rope_par
 
 @dataclass(frozen=True)
 class TransformersConfig:
-    """A network, the class that computes it, and the sizes that its cache needs."""
+    """A network, the class that computes the network, and the sizes of the cache."""
 
     network: Any
     """The configuration object of transformers."""

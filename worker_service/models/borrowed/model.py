@@ -26,7 +26,7 @@ from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantiza
 
 
 class TransformersModel:
-    """The network from token ids to logits."""
+    """A network that computes logits from token ids with transformers' code."""
 
     def __init__(self, config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the weights without values. Tensors that the configuration determines, such as frequencies, are

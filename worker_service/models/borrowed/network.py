@@ -72,7 +72,7 @@ class PackedLinear(nn.Module):
 
 
 class _GivenBody(nn.Module):
-    """Replaces the body of a network. Returns its input, which are hidden states, unchanged."""
+    """Replaces the body of a network. The input contains hidden states, which are returned unchanged."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
         return _Output(inputs_embeds)

@@ -89,7 +89,7 @@ def rope_of(
     """
     if kinds := [name for name in parameters if name.endswith("_attention")]:
         raise ValueError(f"rope_parameters that differ between kinds of layers are not supported ({named(kinds[0])})")
-    # Phi-3's first files call longrope "su" or "yarn".
+    # In Phi-3's first files, "su" and "yarn" mean longrope.
     others = ("su", "yarn") if json.plain.get("model_type") == "phi3" else ()
     name = "rope_type" if "rope_type" in parameters else "type"  # the key's older name
     kind = parameters.choice(name, {*ROPE_KEYS, *others}, "default")
@@ -156,7 +156,7 @@ def _said(kind: str, parameters: ReadKeys, pairs: int) -> dict[str, Any]:
 
 
 def _original(kind: str, parameters: ReadKeys, json: ReadKeys, default: int | None) -> int | None:
-    """The maximum text length of the model before its positions were scaled."""
+    """The model's maximum text length before positions were scaled."""
     if kind == "default":
         # The original length has no effect without scaling.
         for keys in (parameters, json):

@@ -81,7 +81,8 @@ def rope_parameters_of(network: Any) -> list[Mapping[str, Any]]:
 
 
 def _is_known(name: str, network: Any, read: frozenset[str]) -> bool:
-    """Whether the configuration, its class or the network's code knows a key. read: keys that the code reads."""
+    """Whether the configuration, its class or the network's code uses a key. read: keys that the network's code
+    reads."""
     config_class = type(network)
     own = {field.name for field in fields(config_class)}
     if name in own.union(config_class.attribute_map, config_class.attribute_map.values()):
@@ -103,7 +104,7 @@ def _check_full_layers(keys: ReadKeys, network: Any) -> None:
     kinds, own = getattr(network, "layer_types", None), {field.name for field in fields(network)}
     for name, first in _FULL_LAYERS.items():
         every = keys.plain.get(name)
-        if kinds is None or every is None or name in own:  # a key with a default may contradict layer_types
+        if kinds is None or every is None or name in own:  # if layer_types is given, a default has no effect
             continue
         if type(every) is not int or every < 1:
             raise ValueError(f"{name} is {shown(every)}; it must be a whole number from 1 on")

@@ -61,7 +61,7 @@ def check_values(json: Mapping[str, Any], config_class: Any) -> None:
 
 
 def check_sizes(network: Any) -> None:
-    """Raise ValueError if a size that every network needs is missing or below 1."""
+    """Raise ValueError if a size that every network requires is missing or below 1."""
     for name in _FROM_ONE:
         size = getattr(network, name, None)
         if size is not None and not (type(size) is int and size >= 1):

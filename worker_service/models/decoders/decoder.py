@@ -157,7 +157,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """The network from token ids to logits."""
+    """A native decoder, which computes logits from token ids."""
 
     def __init__(
         self,

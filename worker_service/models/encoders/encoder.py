@@ -25,7 +25,7 @@ from worker_service.models.encoders.encoder_config import EncoderConfig
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized
 
 NAME = "pagewire-encoder"
-"""Value of a network's `attn_implementation`."""
+"""Name of this attention in transformers, the value of a network's `attn_implementation`."""
 
 SHORT = 32
 """Maximum tokens of a text for which attention on a CPU is computed as two matrix products.
@@ -41,7 +41,7 @@ _lengths: ContextVar[Sequence[int]] = ContextVar("lengths")
 
 
 class Encoder:
-    """The network from token ids to states."""
+    """A network that computes states from token ids."""
 
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the weights without values."""

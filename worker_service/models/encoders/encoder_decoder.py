@@ -29,7 +29,7 @@ from worker_service.models.encoders.encoder_decoder_config import EncoderDecoder
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized
 
 NAME = "pagewire-encoder-decoder"
-"""Value of a network's `attn_implementation`."""
+"""Name of this attention in transformers, the value of a network's `attn_implementation`."""
 
 _CROSS = ("EncDecAttention", "encoder_attn")
 """Names of a decoder layer's modules for cross attention."""
@@ -37,7 +37,7 @@ _SELF = ("SelfAttention", "self_attn")
 
 
 class EncoderDecoder:
-    """The network: from an encoder's input and a decoder's token ids to logits."""
+    """A network that computes logits from an encoder's input and a decoder's token ids."""
 
     def __init__(self, config: EncoderDecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the weights without values. Tensors that the configuration determines, such as sinusoids, are
