@@ -53,8 +53,8 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     largest = wide.abs().amax(dim=-1, keepdim=True)
-    # The scale's divisor is a tensor. If it were a Python number, torch would multiply by its reciprocal on a GPU, and
-    # round twice.
+    # The scale's divisor is a tensor. On a GPU, torch divides by a Python number as a product with the reciprocal,
+    # which is rounded twice.
     scales = (largest / torch.full_like(largest, LARGEST)).clamp_(min=MIN_SCALE)
     return narrowed(wide, scales), scales
 

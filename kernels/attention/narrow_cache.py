@@ -1,7 +1,7 @@
 """Keys and values in 8 bits. A head is stored as its numbers, followed by a float32 scale for all its numbers.
 
-The numbers are int8 or e4m3. A head of 64 numbers occupies 68 bytes; in 16 bits it would occupy 128 bytes. Blocks are
-moved like blocks of other types.
+The numbers are int8 or e4m3. A head of 64 numbers occupies 68 bytes, instead of 128 bytes in 16 bits. Blocks are moved
+like blocks of other types.
 """
 
 import torch

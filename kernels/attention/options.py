@@ -10,8 +10,8 @@ def check_attention_options(
 ) -> None:
     """Raise ValueError for a forbidden combination, or for an argument of a wrong shape or type.
 
-    The combination of a soft cap and a bias is forbidden. No network uses both options, so the order in which they
-    apply is undefined.
+    The combination of a soft cap and a bias is forbidden. No network uses both a soft cap and a bias, so the order of
+    the two options is undefined.
     """
     if not causal and (window is not None or bias is not None):
         raise ValueError("attention that is not causal knows no distances: it goes with neither a window nor a bias")

@@ -106,8 +106,8 @@ def num_compilers() -> int:
 
 
 def _free_bytes() -> float:
-    """Bytes of free memory: of the machine, or of the control group if its limit leaves less. Infinite if both are
-    unknown."""
+    """Bytes of free memory: the machine's, or the control group's if its limit leaves less. Returns infinity if neither
+    is known."""
     free = math.inf
     with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()

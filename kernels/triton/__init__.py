@@ -1,6 +1,6 @@
 """The operations of `kernels.ops.Ops` as Triton kernels, for GPUs. Each operation is one function in its own file.
 
-The kernels require only torch and triton. Tests compare their results with `kernels.reference`, the oracle. If
+The kernels require only torch and triton. Tests compare the kernels' results with `kernels.reference`, the oracle. If
 TRITON_INTERPRET=1 is set before triton is imported, the kernels run on a CPU, slowly. Tests without a GPU use this
 mode.
 

@@ -185,7 +185,7 @@ def _check_tensors(
 
 
 def _scaling(module: str, rank: int, fields: Mapping[str, Any]) -> float:
-    """PEFT's scaling factor: alpha / rank. With rsLoRA: alpha / sqrt(rank). (Kalajdzievski, 2023.)"""
+    """PEFT's scaling factor: alpha / rank, or alpha / sqrt(rank) if the adapter uses rsLoRA. (Kalajdzievski, 2023.)"""
     alpha = _of_module(module, fields.get("alpha_pattern") or {}, fields["lora_alpha"])
     if not _is_number(alpha):
         raise AdapterError(f"adapter_config.json: alpha_pattern has {shown(alpha)}, which is not a number")

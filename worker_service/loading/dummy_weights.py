@@ -25,7 +25,7 @@ class DummyWeights:
         self._device = device
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """Implements `Weights.identity`. The content names the type of device and the version of torch, because the
+        """Implements `Weights.identity`. The identity contains the type of device and the version of torch, because the
         drawn numbers depend on both."""
         yield f"dummy {_SEED} {_DEVIATION} {self._device.type} {torch.__version__}", b""
 

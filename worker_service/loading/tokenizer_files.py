@@ -29,9 +29,9 @@ _PIECE_BYTES = 1 << 20
 def find_tokenizer_files(path: Path, cache: Path, *, may_lack: bool = False) -> list[Path]:
     """The files of a Hugging Face directory from which a tokenizer is loaded: all existing files in NAMES.
 
-    If the directory has only an older kind of tokenizer, it is converted, and the result is stored in `cache`. Raises
-    StartError if there is no tokenizer and `may_lack` is false. Requests to a model without a tokenizer must contain
-    token ids.
+    If the directory has only an older kind of tokenizer, this tokenizer is converted, and the result is stored in
+    `cache`. Raises StartError if there is no tokenizer and `may_lack` is false. Requests to a model without a tokenizer
+    must contain token ids.
     """
     files = {name: path / name for name in NAMES if (path / name).is_file()}
     if "tokenizer.json" not in files:
@@ -43,7 +43,7 @@ def find_tokenizer_files(path: Path, cache: Path, *, may_lack: bool = False) -> 
 
 
 def vocabulary(files: list[Path]) -> dict[str, int]:
-    """The ids of all tokens, including added tokens. Empty if there is no tokenizer. Raises StartError.
+    """The ids of all tokens, including added tokens. The result is empty if there is no tokenizer. Raises StartError.
 
     Parses tokenizer.json as JSON, because the tokenizers library is slower: 1.9 s of CPU time instead of 0.8 s for
     262,000 tokens.

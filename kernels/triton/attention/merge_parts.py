@@ -31,7 +31,7 @@ def merge_parts(partial: Tensor, sums: Tensor, counts: Tensor, output: Tensor) -
 
 @triton.jit
 def merge_part(largest, total, weighted, part_largest, part_total, part_weighted):
-    """Merge a part with the parts before it. largest, total: [rows]; weighted: [rows, columns]. Returns the merged
+    """Merge a part with the earlier parts. largest, total: [rows]; weighted: [rows, columns]. Returns the merged
     largest, total and weighted."""
     new_largest = tl.maximum(largest, part_largest)
     base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # before any key is seen

@@ -14,8 +14,8 @@ _MAX_NAME = 65_535
 
 
 class BoundedReader:
-    """A position in a file. Methods raise UnsoundFileError; the argument `what` names the faulty part in the
-    message."""
+    """A reader with a position in a file. Methods raise UnsoundFileError; the argument `what` names the faulty part in
+    the message."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream

@@ -1,7 +1,7 @@
 """Kinds of values that a key of a GGUF file may have: a type, and for numbers a range.
 
-A whole number is valid for every kind of numbers with its range. True and false are not numbers. NaN and infinity are
-never valid.
+If a kind accepts floating-point numbers, it also accepts whole numbers. True and false are not numbers. NaN and
+infinity are never valid.
 """
 
 import math

@@ -27,7 +27,7 @@ from worker_service.wording import named, shown
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """The positions of eight neighbouring outputs in an AWQ word."""
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""A word in which every packed number is 1, by bits of a number."""
+"""Words in which each packed number is 1. Keys: bits of a number."""
 
 
 _INPUT_SCALES = ("input_scale", "activation_scale")
@@ -119,7 +119,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         bits = self.config.bits
         words, scales = self._matrix(layer, "qweight"), self._matrix(layer, "scales")
         if self.config.is_ordered:
-            self._tensor(layer, "g_idx")  # raises if g_idx is missing
+            self._tensor(layer, "g_idx")  # raises ValueError if g_idx is missing
         if self.config.layers_differ and self._has(layer, "g_idx"):
             bits = 8 if len(words) * 4 == len(self._tensor(layer, "g_idx")) else 4
         numbers = _unpacked(words, bits).permute(1, 0, 2).flatten(1)  # a word contains neighbouring inputs

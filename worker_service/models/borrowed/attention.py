@@ -56,8 +56,8 @@ def within(attention: Attention) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _CausalMask:
-    """A causal mask: each token attends to itself and to all earlier tokens. With a window, it attends to the last
-    `window` tokens."""
+    """A causal mask: each token attends to itself and to all earlier tokens. With a window, a token attends only to the
+    last `window` tokens."""
 
     window: int | None
 

@@ -41,8 +41,8 @@ class Rope:
     scale: float = 1.0
     """Factor on cosines and sines."""
     max_positions: int | None = None
-    """Maximum sequence length for the frequencies, in tokens. None: positions are not scaled, so config.json's length
-    is the maximum."""
+    """Maximum sequence length for the frequencies, in tokens. None means that positions are not scaled, and that
+    config.json's length is the maximum."""
 
 
 def read_rope(

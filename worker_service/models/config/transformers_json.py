@@ -35,8 +35,8 @@ def parse(json: Mapping[str, Any]) -> Any:
         if name not in BOOKKEEPING | CODE | EXECUTION
         # Keys that would overwrite a method or private state of transformers are left out.
         and (name in own or not (name.startswith("_") or hasattr(config_class, name)))
-        # Null values are left out for rope_scaling, which causes a warning, and for aliases. A null alias would set its
-        # key to null.
+        # A null rope_scaling is left out, because transformers would print a warning. A null alias is left out, because
+        # it would overwrite the aliased key with null.
         and not (value is None and (name == "rope_scaling" or name in config_class.attribute_map))
     }
     try:

@@ -311,8 +311,8 @@ def _pack_layer(
 def _materialised(
     projections: Sequence[Projection], quantization: Quantization, quantized: Quantized
 ) -> dict[str, Tensor]:
-    """Allocate the weights that are still on the meta device and are needed in floating point. Returns their places by
-    name."""
+    """Allocate the weights that are still on the meta device and are needed in floating point. Returns the allocated
+    places by name."""
     places: dict[str, Tensor] = {}
     for linear, parts in projections:
         needed = [f"{part}.weight" for part in parts if f"{part}.weight" not in quantized]

@@ -350,8 +350,8 @@ def _qwen_windows(json: ReadKeys) -> list[int | None]:
 
 
 def _windows(json: ReadKeys, window: int | None, slides: Sequence[bool]) -> list[int | None]:
-    """The window of each layer. `layer_types` determines which layers have a window. slides: for each layer, whether it
-    has a window if the file has no `layer_types`."""
+    """The window of each layer. `layer_types` determines which layers have a window. slides: for each layer, whether
+    the layer has a window if the file has no `layer_types`."""
     types = json.choices("layer_types", _KINDS, len(slides))
     if types is not None:
         slides = [kind == "sliding_attention" for kind in types]

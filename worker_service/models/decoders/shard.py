@@ -140,8 +140,8 @@ def _times(stretch: range, factor: int) -> range:
 
 
 def _joined(parts: Sequence[tuple[int, range]]) -> tuple[int, list[range]]:
-    """Concatenate tensors. parts: each tensor's length and a range in it. Returns the total length, and the ranges in
-    the concatenated tensor."""
+    """Concatenate tensors. parts: for each tensor, the length and a range in the tensor. Returns the total length, and
+    the ranges in the concatenated tensor."""
     total, stretches = 0, []
     for length, stretch in parts:
         stretches.append(range(total + stretch.start, total + stretch.stop))

@@ -116,8 +116,8 @@ class _GivenStates(nn.Module):
 
 @dataclass(frozen=True)
 class _Mask:
-    """An attention mask. Without a window, a token attends to the whole text. With a window, it attends to tokens at
-    most `window` away."""
+    """An attention mask. Without a window, a token attends to the whole text. With a window, a token attends to tokens
+    at most `window` away."""
 
     window: int | None
 
@@ -168,8 +168,8 @@ def _attend_short(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of a window, [length, length] bool: True if two tokens are at most `window` apart. None if all entries
-    would be True."""
+    """The mask of a window, [length, length] bool: True if two tokens are at most `window` apart. Returns None if all
+    entries would be True."""
     if window is None or window >= length - 1:
         return None
     places = torch.arange(length, device=device)
