@@ -1,8 +1,8 @@
 """Keys of a config.json that have no effect on the network, grouped by reason. Unknown keys are refused.
 
 If a key of a config.json is neither read by the family's reader nor listed here, the model is refused. A key that
-changes the network of any family must not be listed here. If a key with an effect were listed, nobody would notice a
-reader that forgets the key.
+changes the network of any family must not be listed here. If a key with an effect were listed, a reader that forgets
+the key would not be noticed.
 """
 
 import re
