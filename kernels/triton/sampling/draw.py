@@ -1,5 +1,5 @@
-"""Draws a token for each draw. One pass applies temperature, filters and Gumbel noise without storing intermediate
-results.
+"""Draws one token for each entry of `draws`. One pass applies temperature, filters and Gumbel noise without storing
+intermediate results.
 
     `logits`    [rows, vocabulary_size], any float type, any stride between rows.
     `program`   computes 4,096 columns of one draw's row.
