@@ -1,6 +1,6 @@
-"""Operations of a forward pass and a sampler. They know no service code and depend on torch alone; the package `triton`
-also depends on triton.
+"""Operations of a forward pass and a sampler. The operations import no code of the services and depend on torch only.
+The subpackage `triton` also depends on the library triton.
 
-`reference`, `sampling.eager` and their helpers are eager torch. They run on every device and are the oracle of the
-faster kernels, among which `backends` and `sampling.ops` choose.
+`reference`, `sampling.eager` and their helpers are eager torch. The eager functions run on every device, and are the
+oracle with which tests compare the faster kernels. `backends` and `sampling.ops` choose the kernels for a device.
 """

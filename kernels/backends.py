@@ -1,4 +1,4 @@
-"""Chooses the backend that computes the operations of a decoder layer, by device."""
+"""Chooses the backend for the operations of a decoder layer, by device."""
 
 from functools import cache
 from importlib import import_module
@@ -15,7 +15,7 @@ _INVARIANT = {"cpu": "kernels.cpu.ops", "cuda": "kernels.triton.invariant"}
 
 
 def backend_name(device: torch.device) -> str:
-    """The backend of a device, in words for a log."""
+    """The name of a device's backend, for logs."""
     backend = ops_for(device)
     if backend is reference:
         return EAGER
@@ -26,8 +26,8 @@ def backend_name(device: torch.device) -> str:
 def ops_for(device: torch.device, batch_invariant: bool = False) -> Ops:
     """The fastest backend that can run on a device.
 
-    batch_invariant: only backends whose row sums are bit-identical for any other rows. The compiled CPU kernels always
-    are. Eager torch, which runs where there is no other backend, does not promise it.
+    batch_invariant: whether to choose a batch-invariant backend, if one exists. The compiled CPU kernels are always
+    batch-invariant. Eager torch, the backend of all other devices, is not batch-invariant.
     """
     try:
         return cast(Ops, import_module((_INVARIANT if batch_invariant else _BACKENDS)[device.type]))

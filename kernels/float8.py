@@ -1,10 +1,12 @@
-"""Products of 8-bit floating-point numbers, e4m3 (Micikevicius et al., 2022), in eager torch: the oracle of kernels.
+"""Products of 8-bit floating-point numbers in the format e4m3 (Micikevicius et al., 2022), in eager torch. These
+functions are the oracle with which tests compare the kernels.
 
-A weight has a scale for each output. x has a scale for each row, its largest number divided by 448. The product is
-`(x_numbers @ weight_numbers.T) * weight_scales * x_scale + bias`, summed and scaled in float32. With a scale for each
-of several groups of neighbouring inputs (DeepSeek-AI, 2024), it is the sum of the groups' products, in their order.
-e4m3 numbers have 4 significant bits and are exact in bfloat16; their products are exact in float32. So a product of
-bfloat16 numbers with sums in float32 is the same arithmetic on a device without 8-bit products.
+A weight has a scale for each output. x has a scale for each row: the row's largest magnitude divided by 448. The
+product is `(x_numbers @ weight_numbers.T) * weight_scales * x_scale + bias`, summed and scaled in float32. If
+neighbouring inputs form several groups with a scale each (DeepSeek-AI, 2024), the product is the sum of the groups'
+products, in order. e4m3 numbers have 4 significant bits. bfloat16 represents e4m3 numbers exactly, and float32
+represents their products exactly. A device without 8-bit products can therefore multiply in bfloat16 and sum in
+float32, with the same arithmetic.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,19 +18,20 @@ from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
-"""The largest number of e4m3, which has no infinity."""
+"""The largest number of e4m3. e4m3 has no infinity."""
 FLOAT8_CAPABILITY = (8, 9)
-"""The first compute capability of GPUs with e4m3."""
+"""The lowest compute capability of GPUs that support e4m3."""
 _Product = Callable[[Tensor, Tensor | None], Tensor]
 MIN_SCALE = torch.finfo(torch.float32).tiny
-"""Scale of a row of zeros, which stays zeros."""
+"""Scale of a row of zeros. The quantised row is zeros, too."""
 
 
 class Float8Weight(NamedTuple):
-    """A weight as numbers times scales, for products with inputs in e4m3.
+    """A weight in e4m3, for products with inputs in e4m3.
 
-    numbers: [outputs, inputs] e4m3; scales: [outputs, groups] float32, each for `inputs / groups` neighbouring inputs;
-    input_scale: [] float32, the scale of all inputs (one group only), or None if each row has a scale for each group.
+    numbers: [outputs, inputs] e4m3. scales: [outputs, groups] float32; a group is `inputs / groups` neighbouring
+    inputs. input_scale: [] float32, the scale of all rows of x, for weights with one group; None if each row of x has
+    its own scale for each group.
     """
 
     numbers: Tensor
@@ -37,26 +40,29 @@ class Float8Weight(NamedTuple):
 
 
 def narrowed(wide: Tensor, scales: Tensor) -> Tensor:
-    """The e4m3 numbers nearest to `wide / scales`, both float32. Magnitudes beyond 448 become 448; NaN stays NaN."""
-    return (wide / scales).clamp_(-LARGEST, LARGEST).to(FLOAT8)  # older versions of torch make numbers beyond 464 NaN
+    """The e4m3 numbers nearest to `wide / scales`. Magnitudes above 448 become 448. NaN stays NaN. wide, scales:
+    float32."""
+    return (wide / scales).clamp_(-LARGEST, LARGEST).to(FLOAT8)  # for older torch: numbers above 464 would become NaN
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise each row to e4m3 with its own scale: [..., n] in floating point to [..., n] e4m3 and [..., 1] float32.
+    """Quantise each row to e4m3 with a scale. x: [..., n] in floating point. Returns numbers, [..., n] e4m3, and
+    scales, [..., 1] float32.
 
-    A row that is not finite gets a scale or numbers that are NaN or infinite: all its products are NaN.
+    If a row is not finite, its scale or its numbers are not finite, so all products of the row are NaN.
     """
     wide = x.float()
     largest = wide.abs().amax(dim=-1, keepdim=True)
-    # A GPU divides a tensor by a Python number as a product with its reciprocal, which is rounded twice.
+    # The scale's divisor is a tensor. On a GPU, torch divides by a Python number as a product with the reciprocal,
+    # which is rounded twice.
     scales = (largest / torch.full_like(largest, LARGEST)).clamp_(min=MIN_SCALE)
     return narrowed(wide, scales), scales
 
 
 def quantize_float8(weight: Tensor) -> Float8Weight:
-    """The nearest e4m3 numbers with a scale for each output. weight: [outputs, inputs]. Raises ValueError if it is not
-    finite."""
-    # A few rows at a time: a large weight in float32 would take more memory than its packed form.
+    """Quantise a weight to the nearest e4m3 numbers, with a scale for each output. weight: [outputs, inputs]. Raises
+    ValueError if the weight is not finite."""
+    # A few rows at a time, because a large weight in float32 would occupy more memory than its packed form.
     parts = [round_rows(rows) for rows in torch.split(weight, 4096)]
     numbers, scales = (torch.cat(found) for found in zip(*parts, strict=True))
     if not scales.isfinite().all():
@@ -65,7 +71,7 @@ def quantize_float8(weight: Tensor) -> Float8Weight:
 
 
 def widened(weight: Float8Weight) -> Tensor:
-    """The dequantised weight, [outputs, inputs] float32."""
+    """Dequantise a weight to [outputs, inputs] float32."""
     wide = weight.numbers.float()
     return wide.view(*weight.scales.shape, -1).mul_(weight.scales[..., None]).view(wide.shape)
 
@@ -73,7 +79,8 @@ def widened(weight: Float8Weight) -> Tensor:
 def round_inputs(
     x: Tensor, weight: Float8Weight, round_rows: Callable[[Tensor], tuple[Tensor, Tensor]] = round_rows
 ) -> tuple[Tensor, Tensor]:
-    """Quantise the inputs of a product with `weight`: [rows, inputs] e4m3, and scales [rows, groups] float32."""
+    """Quantise the inputs of a product with `weight`. Returns numbers, [rows, inputs] e4m3, and scales, [rows, groups]
+    float32."""
     if weight.input_scale is not None:
         return narrowed(x.float(), weight.input_scale), weight.input_scale.repeat(len(x), 1)
     groups = weight.scales.shape[1]
@@ -89,10 +96,10 @@ def float8_product(
 ) -> _Product:
     """A `kernels.ops.Product` that scales and adds the groups' products.
 
-    multiply: for each group, a function from [rows, inputs] e4m3 to [rows, outputs] float32 in memory of their own.
-    wide: whether the product returns float32 instead of the dtype of x.
+    multiply: for each group, a function from x's numbers, [rows, inputs] e4m3, to newly allocated sums, [rows, outputs]
+    float32. wide: whether the product returns float32 instead of the dtype of x.
     """
-    scaling = weight._replace(numbers=weight.numbers.new_empty(0))  # `multiply` holds the numbers, in its own form
+    scaling = weight._replace(numbers=weight.numbers.new_empty(0))  # the functions in `multiply` hold the numbers
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         numbers, row_scales = round_inputs(x, scaling, round_rows)
@@ -110,7 +117,8 @@ def float8_product(
 
 
 def product_in_16_bits(weight: Float8Weight, pack: Callable[[Tensor, bool], _Product], wide: bool) -> _Product:
-    """`float8_product` of a weight held in bfloat16. pack: makes a product, as in `kernels.ops.Ops`."""
+    """A `float8_product` with the weight stored in bfloat16. pack: function that packs a weight, see
+    `kernels.ops.Ops`."""
     groups = weight.numbers.bfloat16().chunk(weight.scales.shape[1], dim=1)
     products = [pack(numbers.contiguous(), True) for numbers in groups]
     return float8_product(weight, [partial(_multiply, product) for product in products], wide)

@@ -1,7 +1,8 @@
-"""The operations of a decoder layer that each backend has: a module with one function for each method of `Ops`.
+"""The interface of a backend: a module with one function for each method of `Ops`, the operations of a decoder layer.
 
-A backend that cannot beat eager torch takes an operation from `kernels.reference`. The docstrings there and in
-`kernels.composed` and `kernels.linear.experts` define each operation. `kernels.backends` chooses a backend.
+If a backend's kernel would not be faster than eager torch, the backend uses the function of `kernels.reference`. The
+docstrings of `kernels.reference`, `kernels.composed` and `kernels.linear.experts` define the operations.
+`kernels.backends` chooses a backend.
 """
 
 from collections.abc import Callable
@@ -15,49 +16,53 @@ from kernels.attention.metadata import AttentionMetadata
 from kernels.float8 import Float8Weight
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
-"""Computes `x @ weight.T + bias` of x, [rows, inputs], and bias, [outputs] or None."""
+"""A function that computes `x @ weight.T + bias` from x, [rows, inputs], and bias, [outputs] or None."""
 
 
 @runtime_checkable
 class Table(Protocol):
-    """A `Product` whose weight can be read again."""
+    """A `Product` that can also return rows of its packed weight."""
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Weights of the outputs `numbers`, [n] int64; returns [n, inputs] float32."""
+        """Read rows of the weight. numbers: [n] int64, the outputs. Returns [n, inputs] float32."""
 
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """The weights of several adapters, each in its slot, for one product.
+    """The weights of several adapters for one product. Each adapter has a slot.
 
-    The outputs belong to one projection or to several fused ones, the parts. Each part has inner units of its own.
+    The product's outputs belong to one projection or to several fused projections, the parts. Each part has separate
+    inner units.
     """
 
     a: Tensor
-    """[slots, parts, max_rank, inputs]: from inputs to inner units."""
+    """[slots, parts, max_rank, inputs]: weights from inputs to inner units."""
     b: Tensor
-    """[slots, max_rank, outputs]: from inner units to outputs, scaling included. A part's inner units lead to its
-    outputs alone."""
+    """[slots, max_rank, outputs]: weights from inner units to outputs, multiplied by the adapter's scaling factor.
+    Inner units of a part contribute only to the part's outputs."""
     ranks: Tensor
-    """[slots] int32: the number of inner units of each part; 0 if the adapter does not change this product."""
+    """[slots] int32: number of inner units of each part; 0 if the slot's adapter does not change this product."""
     starts: tuple[int, ...]
-    """The first output of each part, then the number of outputs."""
+    """The first output of each part, and at the end the number of all outputs."""
 
 
 class GroupedWeight(NamedTuple):
-    """A weight that is number * scale - minimum; neighbouring inputs of an output share scale and minimum.
+    """A quantised weight `number * scale - minimum`. A group of neighbouring inputs of an output shares scale and
+    minimum.
 
-    numbers: [outputs, inputs] uint8, below 2 to the power of `bits`. scales: [outputs, groups] float16, for 32 or 16
-    inputs each; the last group may have fewer. minimums: the same shape, or None, which means scale times the middle
-    number, 2 to the power of `bits` less one. units: None, or [outputs, inputs / 256, 2] float16 ([..., 1] without
-    minimums). With units, scales and minimums are uint8 (int8 without minimums), and count the units of their 256
-    inputs. order: [inputs] int64, the input of each column of numbers, if groups do not have neighbouring inputs;
-    products reorder their inputs by it.
+    numbers: [outputs, inputs] uint8, below 2 to the power of `bits`. scales: [outputs, groups] float16. A group has 32
+    or 16 inputs; the last group may have fewer inputs. minimums: [outputs, groups] float16, or None. None means that
+    the minimum is scale times the middle number, 2 to the power of (`bits` - 1). units: None, or [outputs, inputs /
+    256, 2] float16 with a unit for scales and a unit for minimums. Without minimums, units are [outputs, inputs / 256,
+    1]. If a weight has units, scales and minimums are uint8, and are multiplied by the unit of their 256 inputs. With
+    units and without minimums, scales are int8. order: [inputs] int64, the input of each column of numbers, if the
+    inputs of groups are not neighbours. Products reorder x by `order`.
 
-    There are products for 4, 5 and 8 bits with groups of 32, and for 8 bits with minimums and groups of 16. With units
-    there are products for 4 and 5 bits with minimums and groups of 32, and for 6 bits without minimums, groups of 16.
+    Without units, there are products for 4, 5 and 8 bits with groups of 32, and for 8 bits with minimums and groups of
+    16. With units, there are products for 4 and 5 bits with minimums and groups of 32, and for 6 bits without minimums
+    and groups of 16.
     """
 
     numbers: Tensor
@@ -75,12 +80,12 @@ class Ops(Protocol):
     """The operations of a backend.
 
     Operations take effect in the order of their calls. `qkv_attention` stores keys and values of all rows before any
-    row attends. So a row may attend to a block that another row of the same step fills, for sequences that share a
-    prefix.
+    row attends. If sequences share a prefix, a row may therefore attend to a block that another row of the same step
+    fills.
     """
 
     WIDE_PRODUCTS: bool
-    """Whether products return their float32 sums as fast as sums rounded to 16 bits."""
+    """Whether products return float32 sums as fast as sums rounded to 16 bits."""
 
     GROUPED_PRODUCTS: bool
     """Whether `grouped_linear` is faster than one packed product for each expert."""

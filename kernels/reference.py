@@ -1,8 +1,9 @@
-"""The operations of a decoder layer in eager torch: they run on every device, and are the oracle of faster kernels.
+"""The operations of a decoder layer in eager torch. The functions run on every device, and are the oracle with which
+tests compare the faster kernels.
 
 The KV cache is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`. The keys (0) and values
-(1) of all layers of one block lie together, so that moving a block is one contiguous copy. A `layer_cache` is the
-strided view `cache[:, layer]`. A slot is a token's place in the cache: `block * block_size + offset`.
+(1) of all layers of one block are contiguous, so moving a block is one copy. A `layer_cache` is the strided view
+`cache[:, layer]`. A slot is a token's place in the cache, `block * block_size + offset`.
 """
 
 import sys
@@ -35,9 +36,9 @@ GROUPED_PRODUCTS = False
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
     """`x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension, computed in float32.
 
-    x: [..., hidden_size], any strides, of the weight's dtype or float32; weight: [hidden_size]; returns the shape of x,
-    contiguous, in float32 if `dtype` says so, else in the weight's dtype. Gemma stores weights minus one: its offset is
-    1. (Zhang and Sennrich, 2019.)
+    x: [..., hidden_size], any strides, of the weight's dtype or float32; weight: [hidden_size]; dtype: of the result,
+    by default the weight's dtype. Returns the shape of x, contiguous. Gemma stores weights minus one, so Gemma's offset
+    is 1. (Zhang and Sennrich, 2019.)
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -47,8 +48,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Add x to `residual` in place, and return the `rms_norm` of the sum in the weight's dtype.
 
-    x: [num_tokens, hidden_size], of the weight's dtype or float32; residual: the same shape, float32, so that the sum
-    over many layers is never rounded.
+    x: [num_tokens, hidden_size], of the weight's dtype or float32; residual: [num_tokens, hidden_size] float32, so that
+    the sum over many layers is not rounded to 16 bits.
     """
     residual += x
     return rms_norm(residual, weight, eps, offset)
@@ -57,18 +58,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of `position * inverse_frequency` radians, times `scale`.
 
-    positions: [num_tokens] integers; inverse_frequencies: [rotary_dim / 2] float32; returns two float32 tensors
-    [num_tokens, rotary_dim / 2], used by every layer of a step.
+    positions: [num_tokens] integers; inverse_frequencies: [rotary_dim / 2] float32. Returns two float32 tensors
+    [num_tokens, rotary_dim / 2]. All layers of a step use the same tables.
     """
     angles = positions.float()[:, None] * inverse_frequencies
     return angles.cos() * scale, angles.sin() * scale
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the pair (x[i], x[i + rotary_dim/2]) of every head by its angle, in place, computed in float32.
+    """Rotate the pair (x[i], x[i + rotary_dim/2]) of every head by the pair's angle, in place, computed in float32.
 
     x: [num_tokens, num_heads, head_dim], any stride between tokens; cos, sin: from `rotary_tables`. If rotary_dim is
-    less than head_dim, the rest of a head is unchanged. (Su et al., 2021; halves as in GPT-NeoX.)
+    less than head_dim, the rest of a head is unchanged. (Su et al., 2021; pairs as in GPT-NeoX.)
     """
     rotated = x[..., : 2 * cos.shape[1]]
     first, second = rotated.float().chunk(2, dim=-1)
@@ -79,9 +80,9 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -> None:
     """Write new keys and values into the cache slots of their tokens, in place.
 
-    keys, values: [num_tokens, num_kv_heads, head_dim], any stride between tokens; layer_cache: [num_blocks, 2,
-    block_size, num_kv_heads, head_dim], or in 8 bits (see `kernels.attention.narrow_cache`; the compiled CPU kernels
-    support int8 only); slots: [num_tokens] int64, no slot twice.
+    keys, values: [num_tokens, num_kv_heads, head_dim], any stride between tokens. layer_cache: [num_blocks, 2,
+    block_size, num_kv_heads, head_dim], or in 8 bits (see `kernels.attention.narrow_cache`). The compiled CPU kernels
+    support int8 but not e4m3. slots: [num_tokens] int64, all distinct.
     """
     if is_narrow(layer_cache.dtype):
         keys, values = narrowed(keys, layer_cache.dtype), narrowed(values, layer_cache.dtype)
@@ -102,21 +103,23 @@ def paged_attention(
     bias: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """`softmax(q kᵀ * scale) v` of each query token over its sequence's tokens up to itself. (Kwon et al., 2023.)
+    """Attention, `softmax(q kᵀ * scale) v`, of each query token to its sequence's tokens up to itself. (Kwon et al.,
+    2023.)
 
-    query: [num_tokens, num_heads, head_dim], any stride between tokens; layer_cache: see `store_kv`; the step's own
-    keys and values are stored already; num_heads is a multiple of num_kv_heads, and each key head serves as many
-    consecutive query heads. With a window, a token sees that many tokens, itself included. With a soft cap, scores
-    become `cap * tanh(score / cap)` (Gemma Team, 2024). Returns the shape and dtype of query, contiguous. Slots that a
-    sequence does not own, NaN included, never affect its result; blocks behind the windows of all its query tokens are
-    not its own any more.
+    query: [num_tokens, num_heads, head_dim], any stride between tokens; layer_cache: see `store_kv`. The keys and
+    values of the query tokens must already be stored. num_heads is a multiple of num_kv_heads; consecutive query heads
+    share a key head. With a window, a token sees `window` tokens, including itself. With a soft cap, scores become `cap
+    * tanh(score / cap)` (Gemma Team, 2024). Returns the shape and dtype of query, contiguous. Slots outside a
+    sequence's blocks do not affect its result, even if they contain NaN. Blocks before the windows of all query tokens
+    may belong to other sequences.
 
-    bias: [num_heads, num_distances] float32, contiguous, added to the scaled scores: entry d for the key d tokens
-    before the query token, the last entry for all greater distances (a relative position bias; Raffel et al., 2020).
+    bias: [num_heads, num_distances] float32, contiguous, a relative position bias (Raffel et al., 2020) that is added
+    to the scaled scores. Entry d is for the key d tokens before the query token. The last entry is also for all larger
+    distances.
 
-    If not causal, each query token sees all `context_lens` tokens of its sequence's blocks, at least one (for example
-    an encoder's tokens, which a decoder attends to). There may be more query tokens than context tokens.
-    `check_attention_options` checks the combination of options.
+    If not causal, each query token sees all `context_lens` tokens in its sequence's blocks; there must be at least one
+    token. A decoder's attention to an encoder's tokens is an example. If not causal, there may be more query tokens
+    than context tokens. `check_attention_options` checks the combination of options.
     """
     check_attention_options(query, window, soft_cap, bias, causal)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -150,9 +153,9 @@ qkv_attention = partial(composed.qkv_attention, cast(Ops, sys.modules[__name__])
 
 
 def gated_activation(x: Tensor, activation: str) -> Tensor:
-    """`activation(gate) * up` of a fused projection, computed in float32. (Shazeer, 2020.)
+    """The gated activation `activation(gate) * up` of a fused projection, computed in float32. (Shazeer, 2020.)
 
-    x: [..., 2 * n], gate then up; activation: one of `ACTIVATIONS`; returns [..., n].
+    x: [..., 2 * n], gate, then up; activation: a key of `ACTIVATIONS`. Returns [..., n].
     """
     gate, up = x.float().chunk(2, dim=-1)
     if activation == "silu":
@@ -166,7 +169,7 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
     """Add the output of each row's adapter to a product, in place: `(x @ a.T) @ b`, summed in float32.
 
     y: [rows, outputs], of x's dtype or float32; x: [rows, inputs]; slots: [rows] int32, negative for rows without an
-    adapter. (Hu et al., 2021; adapters mixed in a batch as in Punica, Chen et al., 2023.)
+    adapter. (Hu et al., 2021. Rows of a batch may have different adapters, as in Punica; Chen et al., 2023.)
     """
     for slot in set(slots.tolist()):
         if slot < 0 or not (rank := int(weights.ranks[slot])):
@@ -189,13 +192,14 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product | None:
-    """A function that computes `x @ weight.T + bias` faster than `linear`, from a reordered copy of the weight.
+    """Pack a weight. Returns a `kernels.ops.Product` that is faster than torch's `linear`, or None if no faster product
+    exists.
 
-    weight: [outputs, inputs]; the function takes x: [rows, inputs], and a bias [outputs] or None. It returns the dtype
-    of x or, if `wide`, the unrounded float32 sums. Returns None if there is nothing to gain.
+    weight: [outputs, inputs]. wide: whether the product returns float32 sums instead of the dtype of x.
 
-    Here it uses oneDNN's packed bf16 layout: 1 to 32 rows take 33 to 75 % of the time, bit-identical. oneDNN's layout
-    has no float32 results: for these a CPU holds the weight in float32.
+    This version of `pack` uses oneDNN's packed bf16 layout. Products of 1 to 32 rows take 33 to 75 % of the time of
+    `linear`, with equal bits. oneDNN cannot return float32 for this layout. For wide products, the CPU therefore holds
+    the weight in float32.
     """
     if wide and weight.device.type == "cpu" and weight.dtype is not torch.float32:
         widened = weight.float()
@@ -212,27 +216,29 @@ def pack(weight: Tensor, wide: bool = False) -> Product | None:
 
 
 def wide_itemsize(dtype: torch.dtype) -> int:  # noqa: ARG001 (others use it)
-    """Bytes of a number of this dtype in the CPU's copy that `pack` makes for a wide product."""
+    """Bytes of a number in the weight copy that `pack` makes on a CPU for a wide product. dtype: the weight's dtype."""
     return torch.float32.itemsize
 
 
 def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)
-    """`pack` with the weight in int8, which halves its memory. None if that would not be faster."""
+    """Like `pack`, with the weight quantised to int8, which halves its memory. Returns None if the product would not be
+    faster."""
     return None
 
 
 def pack_int4(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)
-    """`pack` with the weight in 4 bits and x rounded to 8 bits. None if that would not be faster."""
+    """Like `pack`, with the weight quantised to 4 bits and x rounded to 8 bits. Returns None if the product would not
+    be faster."""
     return None
 
 
 def pack_w8a8(weight: Tensor, wide: bool = False) -> Table | None:  # noqa: ARG001 (others use it)
-    """`pack` with the weight and x in 8 bits. None if that would not be faster."""
+    """Like `pack`, with the weight and x rounded to 8 bits. Returns None if the product would not be faster."""
     return None
 
 
 def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:  # noqa: ARG001 (others use it)
-    """`pack_int4` of a weight that is already quantised. None if that would not be faster."""
+    """Like `pack_int4`, for a weight that is already quantised. Returns None if the product would not be faster."""
     return None
 
 
@@ -240,9 +246,9 @@ pack_float8 = partial(composed.pack_float8, cast(Ops, sys.modules[__name__]))
 
 
 def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """Copy whole blocks, all layers at once, in place. Every source is read before any destination is written.
+    """Copy whole blocks with all layers within the cache. Every source is read before any destination is written.
 
-    cache: [num_blocks, ...]; sources, destinations: [n] int64, no destination twice.
+    cache: [num_blocks, ...]; sources, destinations: [n] int64; destinations are distinct.
     """
     if cache.dtype is FLOAT8:
         cache = cache.view(torch.int8)  # torch cannot copy e4m3
@@ -250,8 +256,9 @@ def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
 
 
 def shared_tokens(groups: int, head_dim: int, dtype: torch.dtype) -> int:  # noqa: ARG001 (others use them)
-    """Limit of decodes that attend together to keys of `metadata.shared`. 0 if the kernels find shared keys themselves,
-    or attend for each decode separately. groups: query heads of a key head."""
+    """Maximum number of decodes that attend together to a part of `metadata.shared`. The limit is 0 if the kernels find
+    shared keys themselves, or compute each decode separately; `metadata.shared` is then not used. groups: number of
+    query heads of a key head."""
     return 0
 
 
@@ -264,9 +271,8 @@ def _attend(
     soft_cap: float | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """query: [heads, n, head_dim]; keys, values: [heads, context, head_dim]; visible: [n, context] bool; bias: [heads,
-    n, context] float32.
-    """
+    """Attention of one sequence. query: [heads, n, head_dim]; keys, values: [heads, context, head_dim]; visible: [n,
+    context] bool; bias: [heads, n, context] float32."""
     if soft_cap is None and bias is None:
         return functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
     scores = query.float() @ keys.float().transpose(1, 2) * scale

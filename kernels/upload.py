@@ -10,9 +10,10 @@ from torch import Tensor
 def upload(
     numbers: Sequence[float] | Sequence[Sequence[float]] | Any, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Returns a tensor on the device, from anything that can become a host tensor: lists, a tensor, a numpy array.
+    """Copy numbers to a device. numbers: lists, a tensor on the host, or a numpy array. Returns a tensor on the device.
 
-    Only a copy from pinned memory lets the host continue while a GPU still computes.
+    For a GPU, numbers are copied from pinned memory. Without pinned memory, the host would wait until the GPU has done
+    its current work.
     """
     tensor = torch.as_tensor(numbers, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

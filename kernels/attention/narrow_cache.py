@@ -1,6 +1,7 @@
-"""Keys and values in 8 bits: a head is its numbers, followed by four bytes with their common scale.
+"""Keys and values in 8 bits. A head is stored as its numbers, followed by a float32 scale for all its numbers.
 
-The numbers are int8 or e4m3. A head of 64 numbers takes 68 bytes instead of 128. Blocks are moved like any others.
+The numbers are int8 or e4m3. A head of 64 numbers occupies 68 bytes, instead of 128 bytes in 16 bits. Blocks are moved
+like blocks of other types.
 """
 
 import torch
@@ -10,36 +11,37 @@ from kernels.float8 import FLOAT8, LARGEST
 
 SCALE_BYTES = 4
 _LARGEST = {torch.int8: 127.0, FLOAT8: LARGEST}
-"""Types of an 8-bit cache, and the number that a head's largest magnitude is scaled to."""
+"""Types of an 8-bit cache. Value: the number to which a head's largest magnitude is scaled."""
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether heads of a cache of this type have scales."""
+    """Whether a cache of this type stores a scale for each head."""
     return dtype in _LARGEST
 
 
 def stored_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements that a head of a cache of this type takes."""
+    """Number of elements that a head occupies in a cache of this type."""
     return head_dim + SCALE_BYTES if is_narrow(dtype) else head_dim
 
 
 def head_dim_of(layer_cache: Tensor) -> int:
-    """Numbers in a head of the cache, [..., elements of a head]."""
+    """The head_dim of a cache. layer_cache: [..., elements of a head]."""
     size = layer_cache.shape[-1]
     return size - SCALE_BYTES if is_narrow(layer_cache.dtype) else size
 
 
 def narrowed(heads: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
-    """Quantise [..., head_dim] in floating point to this type, with a scale for each head.
+    """Quantise heads, [..., head_dim] in floating point, with a scale for each head. Returns [..., elements of a head]
+    of type `dtype`.
 
-    Numbers are rounded to nearest, with the largest magnitude at the type's largest number. A head that is not finite
-    is NaN when read again. A head whose numbers are all below 1e-36 becomes 0.
+    The scale maps a head's largest magnitude to the type's largest number. Numbers are then rounded to nearest. If a
+    number of a head is not finite, the dequantised head is NaN. A head with all magnitudes at most 1e-36 becomes 0.
     """
     wide = heads.float()
     largest, most = wide.abs().amax(dim=-1, keepdim=True), _LARGEST[dtype]
     is_finite = largest.isfinite()
-    # torch divides a Python number by a tensor, and a GPU a tensor by a number, as products with a reciprocal, which
-    # are rounded twice.
+    # Both operands of the division are tensors. If an operand of a division is a Python number, torch may multiply by a
+    # reciprocal instead, and round twice.
     most_of_all = torch.full_like(largest, most)
     steps = (most_of_all / largest).clamp_(max=torch.finfo(torch.float32).max)
     steps = torch.where(is_finite & (largest > 1e-36), steps, 0)
@@ -50,7 +52,7 @@ def narrowed(heads: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
 
 
 def widened(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise the result of `narrowed` to [..., head_dim] of this type."""
+    """Dequantise the result of `narrowed` to [..., head_dim] of type `dtype`."""
     numbers, scales = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:]
-    whole = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned bytes
+    whole = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)  # a view requires aligned bytes
     return (numbers.float() * whole).to(dtype)

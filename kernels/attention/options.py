@@ -1,5 +1,5 @@
-"""Checks which options of `Ops.paged_attention` may be combined. Every backend calls this first; kernels need no
-check."""
+"""Checks which options of `Ops.paged_attention` may be combined. Every backend calls this function first, so kernels
+contain no checks."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,10 @@ from torch import Tensor
 def check_attention_options(
     query: Tensor, window: int | None, soft_cap: float | None, bias: Tensor | None, causal: bool
 ) -> None:
-    """Raises ValueError, also for an argument of a wrong shape or type.
+    """Raise ValueError for a forbidden combination, or for an argument of a wrong shape or type.
 
-    A soft cap and a bias are refused together: no network has both, so their order is undefined.
+    The combination of a soft cap and a bias is forbidden. No network uses both a soft cap and a bias, so the order of
+    the two options is undefined.
     """
     if not causal and (window is not None or bias is not None):
         raise ValueError("attention that is not causal knows no distances: it goes with neither a window nor a bias")

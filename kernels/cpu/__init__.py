@@ -1,5 +1,5 @@
 """The operations in compiled C++, for tensors of float32, float16 and bfloat16 in host memory.
 
-`build` compiles csrc/ for every instruction set; `library` finds the libraries that this machine can run.
-`kernels.backends` and `kernels.sampling.ops` choose `ops` and `sampling` for a CPU.
+The module `build` compiles csrc/ for every instruction set. The module `library` finds the libraries that this machine
+can run. For a CPU, `kernels.backends` chooses `ops`, and `kernels.sampling.ops` chooses `sampling`.
 """

@@ -1,10 +1,11 @@
 """Compiles the CPU kernels: python -m kernels.cpu.build [--all]
 
-Builds the library of this machine's best instruction set. With --all it builds a library for each instruction set of
-this kind of machine, so that an image built anywhere runs everywhere. Existing libraries are kept. Without a compiler
-or Python's headers nothing is built, and one line says so: the kernels are then eager torch. The compiler must support
-C++20 with its library, as GCC does from 11 on. An instruction set that it does not know is skipped, and one line says
-so: machines of that set run the next best library.
+Builds the library for this machine's best instruction set. With --all, the script builds a library for each instruction
+set of this kind of machine, so that a container image runs on all these machines. Existing libraries are kept. If the
+compiler or Python's headers are missing, the script prints a line and builds nothing. Workers without libraries use
+eager torch. The compiler must support C++20 and its standard library, for example GCC 11. If the compiler does not
+support an instruction set, the script prints a line and skips the instruction set. Machines with a skipped instruction
+set use the next best library.
 """
 
 import argparse
@@ -25,13 +26,14 @@ from pathlib import Path
 from kernels.cpu.library import FLAGS, FOLDER, INSTRUCTION_SETS, SOURCES, library_path, supported
 
 _COMPILER_BYTES = 1.25 * 2**30
-"""Peak memory of GCC 12 for one file: 1.1 GiB for bindings.cpp, 0.75 for packing.cpp."""
+"""Memory to reserve for each compiler process. Peak memory of GCC 12: 1.1 GiB for bindings.cpp, 0.75 GiB for
+packing.cpp."""
 _PARTIAL = "partial-"
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 class BuildError(Exception):
-    """A library cannot be built; the message has the compiler's output."""
+    """A library cannot be built. The message contains the compiler's output."""
 
 
 def main() -> None:
@@ -51,15 +53,16 @@ def main() -> None:
 
 
 def build(names: Sequence[str]) -> None:
-    """Build the missing libraries of these instruction sets; several processes build each only once.
+    """Build the missing libraries for these instruction sets. If several processes call this function, each library is
+    built once.
 
-    Libraries of other sources are removed afterwards. Raises BuildError.
+    Libraries of other versions of the sources are removed afterwards. Raises BuildError.
     """
     FOLDER.mkdir(exist_ok=True)
     with _alone():
-        places = {name: library_path(name) for name in INSTRUCTION_SETS}  # hashed before the sources are read
+        places = {name: library_path(name) for name in INSTRUCTION_SETS}  # hashed before the compiler reads the sources
         absent = {name: places[name] for name in names if not places[name].exists()}
-        for dead in FOLDER.glob(f"{_PARTIAL}*"):  # left by a killed process; the lock excludes others
+        for dead in FOLDER.glob(f"{_PARTIAL}*"):  # left by a killed process, since only the lock's holder builds
             shutil.rmtree(dead, ignore_errors=True)
         if absent:
             with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=FOLDER) as folder:
@@ -69,8 +72,8 @@ def build(names: Sequence[str]) -> None:
 
 
 def known_instruction_sets(names: Sequence[str]) -> list[str]:
-    """The instruction sets whose flags the compiler accepts; one line for each other says that it is skipped. If the
-    compiler accepts none, returns all: then something else is wrong, and building shows it."""
+    """The instruction sets whose flags the compiler accepts. For each skipped instruction set, a line is printed. If
+    the compiler accepts no flags, all names are returned: the cause is another fault, which the build will report."""
     compiler = _compiler()
     compile_nothing = [compiler, "-E", "-x", "c++", os.devnull]
     codes = {
@@ -88,7 +91,7 @@ def known_instruction_sets(names: Sequence[str]) -> list[str]:
 
 
 def what_is_missing() -> str:
-    """The missing requirement for building; empty if there is none."""
+    """The requirement for building that is missing; empty if nothing is missing."""
     compiler = _compiler()
     if shutil.which(compiler) is None:
         return f"C++ compiler ({compiler})"
@@ -97,13 +100,14 @@ def what_is_missing() -> str:
 
 
 def num_compilers() -> int:
-    """Number of compilers to run at once: limited by cores and by memory."""
+    """Number of compiler processes to run at once, limited by cores and by free memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cores, _free_bytes() // _COMPILER_BYTES)))
 
 
 def _free_bytes() -> float:
-    """The machine's available bytes, or the rest of the control group's limit; infinite if both are unknown."""
+    """Bytes of free memory: the machine's, or the control group's if its limit leaves less. Returns infinity if neither
+    is known."""
     free = math.inf
     with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -116,7 +120,8 @@ def _free_bytes() -> float:
 
 
 def _compile(places: dict[str, Path], folder: Path) -> None:
-    """Compile every source for every instruction set, the slowest sources first, and link each library."""
+    """Compile every source for every instruction set, and link the libraries. The largest sources are compiled
+    first."""
     begun = time.monotonic()
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)
     jobs = [(name, source) for source in sources for name in places]
@@ -173,7 +178,7 @@ def _compiler() -> str:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """A lock: other builds in this folder wait until this process is done."""
+    """Hold a lock, so that other builds in this folder wait until this process is done."""
     with (FOLDER / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""The place of the compiled CPU kernels, and the libraries that this machine can run."""
+"""Locates the compiled libraries of CPU kernels, and finds the libraries that this machine can run."""
 
 import hashlib
 import platform
@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 
 FLAGS = ("-DTORCH_EXTENSION_NAME=pagewire_cpu", "-std=c++20", "-fPIC", "-O3", "-fno-math-errno", "-fvisibility=hidden")
-"""Compiler flags of every library. Symbols are hidden; otherwise libraries of several instruction sets in one process
-would share their static variables."""
+"""Compiler flags of every library. Symbols are hidden, because otherwise two libraries in one process would share their
+static variables."""
 
 
 class InstructionSet(NamedTuple):
-    """The target of a library."""
+    """An instruction set for which a library can be compiled."""
 
-    flags: tuple[str, ...]  # compiler flags, besides FLAGS
-    features: tuple[str, ...] = ()  # required features of the machine, by torch's names
+    flags: tuple[str, ...]  # compiler flags in addition to FLAGS
+    features: tuple[str, ...] = ()  # required CPU features, by torch's names
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2")
@@ -29,12 +29,13 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf1
 _AVX512_FEATURES = (*_AVX2_FEATURES, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
 _TORCH_AVX512 = ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")
 _TORCH_DEFAULT = ("-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT")
-# Without the last flag, torch's vectors compute exponentials and logarithms one at a time; x86 has no such switch.
+# Without the SLEEF flag, torch's NEON vectors compute exponentials and logarithms one element at a time. x86 needs no
+# such flag.
 _TORCH_NEON = (*_TORCH_DEFAULT, "-DAT_BUILD_ARM_VEC256_WITH_SLEEF")
 
 
 def instruction_sets_of(machine: str) -> dict[str, InstructionSet]:
-    """The instruction sets of this kind of machine, the best first. machine: as `platform.machine` names it."""
+    """The instruction sets of a kind of machine, the best first. machine: a name from `platform.machine`."""
     match machine:
         case "x86_64" | "AMD64":
             return {
@@ -61,9 +62,10 @@ SOURCES = Path(__file__).parent / "csrc"
 
 
 def library_path(instruction_set: str) -> Path:
-    """The path of a library. Its name identifies the Python, the torch and the sources that it was built from.
+    """The path of a library. The file name contains the versions of Python and torch, and a hash of sources and flags.
 
-    A library works only with these, so no other library is ever loaded.
+    A library works only with the versions for which it was built. A library for other versions has another name, so it
+    is not loaded.
     """
     digest = hashlib.sha256(repr((FLAGS, INSTRUCTION_SETS[instruction_set].flags)).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
@@ -73,7 +75,7 @@ def library_path(instruction_set: str) -> Path:
 
 
 def what_is_missing() -> str:
-    """The missing requirement, in words for a log, if this machine can run no built library."""
+    """The reason why this machine cannot run a compiled library, in words for a log."""
     if not supported():
         return f"a processor with the instructions of {' or of '.join(INSTRUCTION_SETS)}"
     if any(FOLDER.glob("*.so")):
@@ -89,9 +91,10 @@ def supported() -> list[str]:
 
 
 def load_library(instruction_set: str) -> ModuleType:
-    """Raises ImportError if the library has not been built."""
+    """Load the library for an instruction set. Raises ImportError if the library has not been built."""
     path = str(library_path(instruction_set))
-    # torch's pybind11 keeps one module for each name: a second library with the same name would return the first.
+    # pybind11 caches modules by name. If two libraries had one module name, loading the second library would return the
+    # first library.
     name = f"{instruction_set}.pagewire_cpu"
     spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, path))
     assert spec is not None

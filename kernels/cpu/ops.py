@@ -1,4 +1,5 @@
-"""The CPU's `kernels.ops.Ops`. The import raises ImportError if no library for this machine has been built."""
+"""The CPU's implementation of `kernels.ops.Ops`. Importing this module raises ImportError if no library for this
+machine has been built."""
 
 import sys
 from functools import partial
@@ -18,7 +19,7 @@ _built = [name for name in supported() if library_path(name).exists()]
 if not _built:
     raise ImportError(f"missing: {what_is_missing()}")
 INSTRUCTION_SET = _built[0]
-"""Name of the loaded library in `library.INSTRUCTION_SETS`."""
+"""Name of the loaded library's instruction set in `library.INSTRUCTION_SETS`."""
 
 _library = load_library(INSTRUCTION_SET)
 
@@ -107,7 +108,7 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product:
-    # Products of packed weights are batch-invariant.
+    # All products of packed weights are batch-invariant.
     outputs, inputs = weight.shape
     if not _library.can_pack(inputs):
         return reference.pack_batch_invariant(weight, wide)
@@ -147,7 +148,8 @@ def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:
         return None
     numbers, scales, minimums, bits, units, _ = weight
     first, second = scales[:, ::2], scales[:, 1::2]
-    # One scale for each output, as in compressed-tensors' W8A8, or groups of more than 32 inputs.
+    # W8A8 products require one scale for each 64 inputs. Weights with a scale for each output (compressed-tensors'
+    # W8A8) or with larger groups qualify.
     is_w8a8 = bits == 8 and minimums is None and scales.shape[1] * WEIGHT_GROUP == inputs
     if is_w8a8 and inputs % W8A8_GROUP == 0 and first.equal(second):
         packed = _library.pack_w8a8((numbers ^ 128).view(torch.int8), first.float().contiguous())
@@ -160,7 +162,7 @@ pack_float8 = partial(composed.pack_float8, cast(Ops, sys.modules[__name__]))
 
 
 class _Packed:
-    """A packed weight as a `Table`."""
+    """The product of a packed weight. Implements `Table`."""
 
     def __init__(self, packed: Tensor, outputs: int, inputs: int, wide: bool) -> None:
         self._packed, self._outputs, self._inputs, self._wide = packed, outputs, inputs, wide

@@ -1,4 +1,5 @@
-"""The operations of a sampler on a CPU. Operations of every step are compiled, the others are eager torch."""
+"""The operations of a sampler on a CPU. Operations that every step uses are compiled. Rarer operations are eager
+torch."""
 
 from torch import Tensor
 

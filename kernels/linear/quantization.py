@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits: the nearest numbers, and the scales that dequantise them."""
+"""Quantises weights to 8 and 4 bits: the nearest numbers, and the scales that dequantise the numbers."""
 
 import torch
 from torch import Tensor
@@ -7,17 +7,17 @@ from torch.nn import functional
 from kernels.ops import GroupedWeight
 
 WEIGHT_GROUP = 32
-"""Neighbouring inputs of an output whose quantised weights share a scale."""
+"""Number of neighbouring weights of an output that share a scale."""
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest int8 numbers, and a scale for each group of an output.
+    """Quantise a weight to int8, with a scale for each group of 32 inputs of an output.
 
-    weight: [outputs, inputs]; returns [outputs, inputs] int8 within ±127 and [outputs, groups] bf16; the last group may
-    have fewer inputs.
+    weight: [outputs, inputs]. Returns numbers, [outputs, inputs] int8 within ±127, and scales, [outputs, groups] bf16.
+    The last group may have fewer inputs.
     """
     numbers, scales = [], []
-    # A few rows at a time: a large vocabulary in float32 would take more memory than anything else at start.
+    # A few rows at a time. The head of a large vocabulary in float32 would be the peak of a worker's memory at start.
     for rows in torch.split(weight, 4096):
         groups = _groups(rows)
         largest = groups.abs().amax(dim=2).clamp_(min=127 * torch.finfo(torch.bfloat16).tiny)
@@ -28,17 +28,17 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 W8A8_GROUP = 64
-"""Neighbouring inputs that share a scale if weight and x both have 8 bits."""
+"""Number of neighbouring inputs that share a scale, if weight and x are both in 8 bits."""
 
 
 def quantize_w8a8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest int8 numbers, and the scales that dequantise them.
+    """Quantise a weight to int8, with a scale for each group of 64 inputs of an output.
 
-    weight: [outputs, inputs]; returns [outputs, inputs] int8 within ±127 and [outputs, groups] float32; the last group
-    may have fewer inputs. Raises ValueError for weights that are not finite.
+    weight: [outputs, inputs]. Returns numbers, [outputs, inputs] int8 within ±127, and scales, [outputs, groups]
+    float32. The last group may have fewer inputs. Raises ValueError if the weight is not finite.
     """
     numbers, scales = [], []
-    for rows in torch.split(weight, 4096):  # as in `quantize_int8`
+    for rows in torch.split(weight, 4096):  # limits memory, see `quantize_int8`
         groups = _groups(rows, W8A8_GROUP)
         largest = groups.abs().amax(dim=2)
         if not largest.isfinite().all():
@@ -50,15 +50,16 @@ def quantize_w8a8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor) -> GroupedWeight:
-    """The nearest 4-bit numbers, with a scale and a minimum for every 32, as in GGUF's Q4_1.
+    """Quantise a weight to 4 bits, with a scale and a minimum for each group of 32 inputs of an output, as in GGUF's
+    Q4_1.
 
-    For each group several ranges are tried, and the numbers with the smallest sum of squared errors win: a range up to
-    the largest weights would make the steps of all others larger than needed.
+    Several ranges are tried for each group, and the range with the smallest sum of squared errors is used. A range
+    narrower than the group's weights clips the largest weights, but has smaller steps.
 
-    weight: [outputs, inputs]. Raises ValueError for weights whose scale is beyond float16.
+    weight: [outputs, inputs]. Raises ValueError if a scale exceeds the range of float16.
     """
     numbers, scales, minimums = [], [], []
-    # So few rows that they stay in a core's cache: a thousand took twelve times as long.
+    # The rows must stay in a core's cache. With 1,000 rows at a time, the function took twelve times as long.
     for rows in torch.split(weight, max(1, 2**18 // weight.shape[1])):
         groups = _groups(rows)
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
@@ -84,11 +85,11 @@ def quantize_int4(weight: Tensor) -> GroupedWeight:
 
 
 _INT4_SHARES = (1.0, 0.94, 0.88, 0.82)
-"""Ranges to try, as shares of the range of a group's weights."""
+"""Ranges to try, as fractions of the range of a group's weights."""
 
 
 def _fit(numbers: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and minimum, rounded to float16, that minimise the squared error of these numbers."""
+    """The scale and the minimum that minimise the squared error for these numbers, rounded to float16."""
     mean, mean_of_weights = numbers.mean(2, keepdim=True), groups.mean(2, keepdim=True)
     deviation = numbers - mean
     spread = deviation.square().sum(2, keepdim=True)
@@ -97,6 +98,7 @@ def _fit(numbers: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _groups(rows: Tensor, size: int = WEIGHT_GROUP) -> Tensor:
-    """[rows, groups, inputs of a group] in float32; the last group is padded with its last input."""
+    """Split rows into groups, [rows, groups, inputs of a group] float32. The last group is padded with its last
+    input."""
     padding = (0, -rows.shape[1] % size)
     return functional.pad(rows.float(), padding, mode="replicate").view(len(rows), -1, size)

@@ -1,1 +1,2 @@
-"""From logits to tokens in eager torch, the oracle of faster kernels; `ops` chooses among them."""
+"""Sampling of tokens from logits, in eager torch. These functions are the oracle with which tests compare the faster
+kernels. The module `ops` chooses the kernels."""

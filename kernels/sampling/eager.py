@@ -1,5 +1,5 @@
-"""Choice of a token from each row of logits, in eager torch: it runs on every device, and is the oracle of faster
-kernels."""
+"""Chooses a token from each row of logits, in eager torch. The functions run on every device, and are the oracle with
+which tests compare the faster kernels."""
 
 from dataclasses import dataclass
 
@@ -15,40 +15,42 @@ __all__ = ["Draws", "draw", "greedy", "keep", "log_probabilities"]
 
 @dataclass(frozen=True)
 class Draws:
-    """The rows of a matrix of logits that draw their token, and their parameters. All tensors are [draws], on the
-    logits' device.
+    """Parameters of random draws from rows of logits. All tensors are [draws], on the logits' device.
 
     `filters.filter_thresholds` defines the filters.
     """
 
     rows: Tensor
-    """int64."""
+    """int64: the row of logits of each draw."""
     keys: Tensor
-    """int64, from `noise.row_keys`."""
+    """int64: the key of each draw's random numbers, from `noise.row_keys`."""
     temperature: Tensor
-    """float32, above 0."""
+    """float32, above 0: divides the logits."""
     min_p: Tensor
-    """float32."""
+    """float32: minimum probability, as a fraction of the largest probability."""
     top_k: Tensor
-    """int64, 0 for any number."""
+    """int64: maximum number of tokens, 0 for no limit."""
     top_p: Tensor
-    """float32."""
+    """float32: only the likeliest tokens pass, until their probabilities sum to this number; 1 for all tokens."""
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The token with the largest logit of each row (the lowest id among equals), and that logit.
+    """The token with the largest logit of each row, and the logit. Among tokens with equal logits, the lowest id is
+    returned.
 
-    logits: [rows, vocabulary_size], any float type. Returns [rows] int64 and [rows], any float type. If a logit of the
-    row is NaN or +inf, or all are -inf, the returned logit is not finite, and the token may be any number.
+    logits: [rows, vocabulary_size], any float type. Returns tokens, [rows] int64, and logits, [rows], any float type.
+    If a row contains NaN or +inf, or if all its logits are -inf, the returned logit is not finite, and the token may be
+    any number.
     """
-    largest = logits.max(dim=-1)  # NaN counts as largest; the first of equals wins
+    largest = logits.max(dim=-1)  # NaN counts as the largest; among equal logits, the first is returned
     return largest.indices, largest.values
 
 
 def keep(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Ban all tokens of these rows except those whose bit is 1, the lowest bit of a byte first. In place.
+    """Apply masks to rows of logits, in place. A token is banned if its bit is 0. The lowest bit of a byte belongs to
+    the lowest token id.
 
-    logits: [rows of all, vocabulary_size] float32, contiguous; rows: [masks] int64, each once; bits: [masks, at least
+    logits: [all rows, vocabulary_size] float32, contiguous; rows: [masks] int64, distinct; bits: [masks, at least
     vocabulary_size / 8] uint8, contiguous.
     """
     each = bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
@@ -57,19 +59,19 @@ def keep(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
 
 def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    """Draw from the softmax of `logit / temperature` over the tokens that pass the filters, as `argmax(logit / t +
-    gumbel)`.
+    """Draw tokens that pass the filters from the softmax of `logit / temperature`, computed as `argmax(logit /
+    temperature + gumbel)`.
 
-    logits: [rows, vocabulary_size], any float type; largest: [rows], their maxima; returns [draws] int64. A draw from a
-    row whose maximum is not finite may be any number. (Gumbel, 1954.)
+    logits: [rows, vocabulary_size], any float type; largest: [rows], the maximum of each row. Returns [draws] int64. If
+    the maximum of a row is not finite, the returned token may be any number. (Gumbel, 1954.)
     """
     parts = zip(*(in_small_parts(part, logits) for part in vars(draws).values()), strict=True)
     return torch.cat([_draw(logits, largest, Draws(*part)) for part in parts])
 
 
 def _draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    # The largest logit is shifted to 0 first. With a tiny temperature all others then overflow to -inf, and none to
-    # +inf or NaN.
+    # The largest logit is shifted to 0 first. With a tiny temperature, all smaller logits then overflow to -inf, so no
+    # result is +inf or NaN.
     scaled = logits[draws.rows].float()
     scaled -= largest[draws.rows].float()[:, None]
     scaled /= draws.temperature[:, None]

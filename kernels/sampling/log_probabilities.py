@@ -1,18 +1,20 @@
-"""Log-probabilities of tokens under the model itself: the log-softmax of raw logits, before any sampling parameter."""
+"""Log-probabilities of tokens: the log-softmax of the raw logits, before sampling parameters apply."""
 
 import torch
 from torch import Tensor
 
 _PART = 2**17
-"""Numbers in one chunk of eager torch on a CPU: a dozen passes over half a megabyte stay in its cache."""
+"""Number of logits in a chunk on a CPU. Eager torch passes over a chunk a dozen times, so a chunk should stay in the
+cache."""
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of one token in each row, and of the likeliest tokens.
+    """Log-probabilities of one given token in each row, and of the likeliest tokens.
 
-    logits: [rows, vocabulary_size], any float type; token_ids: [rows] int64. Returns the token and the num_top
-    likeliest, [rows, 1 + num_top] int64, equally likely tokens in the order of their ids; their log-probabilities,
-    float32; and the rank of the token, [rows] int64: 1 plus the number of likelier tokens.
+    logits: [rows, vocabulary_size], any float type; token_ids: [rows] int64. Returns three tensors. Token ids, [rows, 1
+    + num_top] int64: the given token, then the likeliest tokens; equally likely tokens are in the order of their ids.
+    Log-probabilities, [rows, 1 + num_top] float32. Rank of the given token, [rows] int64: 1 plus the number of likelier
+    tokens.
     """
     parts = zip(in_small_parts(logits, logits), in_small_parts(token_ids, logits), strict=True)
     columns = zip(*(_log_probabilities(*part, num_top) for part in parts), strict=True)
@@ -21,7 +23,8 @@ def log_probabilities(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[
 
 
 def in_small_parts(tensor: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-    """Split a tensor whose first dimension is rows of logits into chunks that suit the device; at least one."""
+    """Split a tensor by its first dimension, which is the rows of `logits`, into chunks of a good size for the device.
+    Returns at least one chunk."""
     if logits.device.type != "cpu":
         return (tensor,)
     return torch.split(tensor, max(1, _PART // logits.shape[1]))
@@ -36,7 +39,8 @@ def _log_probabilities(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple
 
 
 def largest_in_order(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest values of each row, equal ones in the order of their columns, and their columns: [rows, count]."""
+    """The largest values of each row, and their columns, [rows, count] each. Equal values are in the order of their
+    columns."""
     columns = values.topk(count).indices.sort(dim=-1).values
     ordered = values.gather(1, columns).sort(dim=-1, descending=True, stable=True)
     return ordered.values, columns.gather(1, ordered.indices)

@@ -1,7 +1,7 @@
-"""Bans, biases and penalties, applied to the logits of many rows at once before a token is chosen.
+"""Applies bans, biases and penalties to the logits of many rows, before tokens are chosen.
 
-Except for masks the edits are sparse: a few places of a few rows. Their cost is negligible against one pass over the
-vocabulary, so eager torch is fast enough on every device.
+Except masks, all edits are sparse: they change a few places of a few rows. Sparse edits cost much less than one pass
+over the vocabulary, so eager torch is fast enough on every device.
 """
 
 from dataclasses import dataclass
@@ -14,35 +14,39 @@ from kernels.sampling.ops import sampling_ops_for
 
 @dataclass(frozen=True)
 class LogitEdits:
-    """The edits of a matrix of logits, on its device. A place is `row * vocabulary_size + token_id`, int64.
+    """The edits of a matrix of logits. A place is `row * vocabulary_size + token_id`, int64. All tensors are on the
+    logits' device.
 
-    A place may occur twice in `allowed` and `banned`, in no other field.
+    `allowed` and `banned` may contain a place twice. In other fields, places are distinct.
     """
 
     masked: Tensor
-    """Rows that `mask` restricts."""
+    """int64: the rows to which the rows of `mask` apply."""
     mask: Tensor
-    """[masked rows, bytes] uint8, a bit for each token; see `kernels.sampling.eager.keep`."""
+    """[masked rows, bytes] uint8: a bit for each token, see `kernels.sampling.eager.keep`."""
     restricted: Tensor
-    """Rows restricted to their places in `allowed`."""
+    """int64: rows in which only the tokens in `allowed` may be chosen."""
     allowed: Tensor
-    """Places."""
+    """Places of the tokens that may be chosen in the rows of `restricted`."""
     banned: Tensor
-    """Places."""
+    """Places of tokens that may not be chosen."""
     biased: Tensor
-    """Places, to which `biases` are added."""
+    """Places to which `biases` are added."""
     biases: Tensor
-    """float32, one for each of `biased`."""
+    """float32: for each place in `biased`, the number that is added."""
     seen: Tensor
     """Places of tokens in the prompt or the output."""
     repetition: Tensor
-    """float32, one for each of `seen`: divides a positive logit and multiplies a negative one (Keskar et al., 2019)."""
+    """float32: for each place in `seen`, the factor that divides a positive logit and multiplies a negative logit
+    (Keskar et al., 2019)."""
     subtracted: Tensor
-    """float32, one for each of `seen`: presence and frequency penalties, applied after repetition."""
+    """float32: for each place in `seen`, the sum of presence and frequency penalties, which is subtracted after
+    `repetition` applies."""
 
 
 def edit_logits(logits: Tensor, edits: LogitEdits) -> None:
-    """Edit in place, in the order of the fields. logits: [rows, vocabulary_size] float32, contiguous."""
+    """Apply the edits to logits in place, in the order of the fields. logits: [rows, vocabulary_size] float32,
+    contiguous."""
     places = logits.view(-1)
     if len(edits.masked):
         sampling_ops_for(logits.device).keep(logits, edits.masked, edits.mask)

@@ -1,7 +1,7 @@
-"""Counter-based random numbers for sampling: pure functions of (seed, index, position, token), without any state.
+"""Counter-based random numbers for sampling: pure functions of (seed, index, position, token), without state.
 
-A sequence therefore draws the same numbers alone, in a batch, after recomputation and on another worker. They are
-computed in wrapping integer arithmetic, so that every device and language gets the same bits:
+A sequence thus draws equal random numbers alone, in a batch, after recomputation and on another worker. Wrapping
+integer arithmetic produces the same bits on every device and in every language:
 
     mix64(x):   x ^= x >> 30;  x *= 0xBF58476D1CE4E5B9;  x ^= x >> 27;  x *= 0x94D049BB133111EB;  x ^= x >> 31
     key         = mix64(mix64(mix64(seed + G) + index * G) + position * G),  G = 0x9E3779B97F4A7C15        (64 bits)
@@ -10,9 +10,9 @@ computed in wrapping integer arithmetic, so that every device and language gets 
     uniform     = ((bits >> 9) + 1/2) * 2**-23            exact in float32, never 0 and never 1
     gumbel      = -log(-log(uniform))                     in (-2.82, 16.64)
 
-All shifts are logical. mix64 is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014); the 32-bit steps are a
-multiply-xorshift hash with constants from C. Wellons' hash prospector. Each token's hash is 32-bit because a step
-computes rows x vocabulary hashes.
+All shifts are logical. mix64 is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). The 32-bit steps are a
+multiply-xorshift hash with constants from C. Wellons' hash prospector. The hash of a token has only 32 bits, because a
+step computes a hash for each row and each token of the vocabulary.
 """
 
 import torch
@@ -23,18 +23,19 @@ _GOLDEN32 = 0x9E3779B1
 
 
 def row_keys(seeds: Tensor, indices: Tensor, positions: Tensor) -> Tensor:
-    """The key of each row's random numbers.
+    """Compute the key of each row's random numbers.
 
-    seeds: [rows] int64, the bits of an unsigned seed; indices: [rows] int64, the number of the request's output;
-    positions: [rows] int64, the new token's place in the sequence. Returns [rows] int64.
+    seeds: [rows] int64, the bits of an unsigned seed; indices: [rows] int64, the output's number within its request;
+    positions: [rows] int64, the new token's position in the sequence. Returns [rows] int64.
     """
     golden = _signed(_GOLDEN64, 64)
     return _mix64(_mix64(_mix64(seeds + golden) + indices * golden) + positions * golden)
 
 
 def random_bits(keys: Tensor, num_tokens: int) -> Tensor:
-    """32 random bits for every row and token id below `num_tokens`. keys: [rows] int64; returns [rows, num_tokens]."""
-    low = keys.to(torch.int32)[:, None]  # narrowing keeps the low 32 bits
+    """Compute 32 random bits for each row and each token id below `num_tokens`. keys: [rows] int64. Returns [rows,
+    num_tokens]."""
+    low = keys.to(torch.int32)[:, None]  # the conversion keeps the low 32 bits
     high = _shift_right(keys, 32, 64).to(torch.int32)[:, None]
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=keys.device)
     bits = tokens * _signed(_GOLDEN32, 32) + low
@@ -44,12 +45,13 @@ def random_bits(keys: Tensor, num_tokens: int) -> Tensor:
 
 
 def uniform_noise(keys: Tensor, num_tokens: int) -> Tensor:
-    """Uniform numbers in (0, 1). keys: [rows] int64; returns [rows, num_tokens] float32."""
+    """Uniform random numbers in (0, 1). keys: [rows] int64. Returns [rows, num_tokens] float32."""
     return (_shift_right(random_bits(keys, num_tokens), 9, 32).float() + 0.5) * 2.0**-23
 
 
 def gumbel_noise(keys: Tensor, num_tokens: int) -> Tensor:
-    """Standard Gumbel numbers: `argmax(log p + gumbel)` is a draw from p. Returns [rows, num_tokens] float32."""
+    """Random numbers of the standard Gumbel distribution. `argmax(log p + gumbel)` is a draw from p. Returns [rows,
+    num_tokens] float32."""
     return uniform_noise(keys, num_tokens).log_().neg_().log_().neg_()
 
 
@@ -60,10 +62,11 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, count: int, width: int) -> Tensor:
-    """A logical shift: torch's own repeats the sign bit, which the mask clears."""
+    """A logical right shift. torch's shift fills with the sign bit; the mask clears these bits."""
     return (x >> count) & ((1 << (width - count)) - 1)
 
 
 def _signed(constant: int, width: int) -> int:
-    """The signed integer with the bits of an unsigned constant; torch has no unsigned arithmetic."""
+    """The signed integer with the bits of an unsigned constant. torch has no unsigned arithmetic, so unsigned constants
+    are converted."""
     return constant - (1 << width) if constant >> (width - 1) else constant

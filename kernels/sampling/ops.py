@@ -1,4 +1,4 @@
-"""Chooses a sampler's backend by device, as `kernels.backends` does for a decoder layer."""
+"""Chooses a sampler's backend by device. (`kernels.backends` chooses the backend for a decoder layer.)"""
 
 from functools import cache
 from importlib import import_module

@@ -1,11 +1,12 @@
-"""The operations as Triton kernels, for GPUs: one function for each of `kernels.ops.Ops`, one file for each operation.
+"""The operations of `kernels.ops.Ops` as Triton kernels, for GPUs. Each operation is one function in its own file.
 
-They need torch and triton, nothing else. `kernels.reference` is their oracle. With TRITON_INTERPRET=1 in the
-environment before triton is first imported, they run slowly on a CPU; tests without a GPU use it.
+The kernels require only torch and triton. Tests compare the kernels' results with `kernels.reference`, the oracle. If
+TRITON_INTERPRET=1 is set before triton is imported, the kernels run on a CPU, slowly. Tests without a GPU use this
+mode.
 
-This package does not move blocks between device and host memory. A block is contiguous in both, so a plain `copy_` is
-one transfer by the copy engine, in parallel to the kernels. A kernel that read host memory would take multiprocessors
-from them.
+This package does not move blocks between device memory and host memory. A block is contiguous in both memories, so
+torch's `copy_` is one transfer by the copy engine, in parallel to kernels. If a kernel read host memory instead, it
+would occupy multiprocessors that other kernels need.
 """
 
 from kernels.reference import pack_grouped, pack_int4, pack_int8, pack_w8a8, wide_itemsize
@@ -25,7 +26,8 @@ from kernels.triton.linear.grouped_linear import grouped_linear, pack_batch_inva
 from kernels.triton.linear.linear import pack
 
 WIDE_PRODUCTS = False
-"""False is not measured: a library's product of bf16 into float32, against the product into bf16."""
+"""The value False is not based on a measurement. A library's bf16 products with float32 results and with bf16 results
+have not been compared."""
 
 GROUPED_PRODUCTS = True
 

@@ -1,7 +1,7 @@
-"""The batch-invariant operations of `kernels.triton`: a row's sums are bit-identical whatever else a step computes.
+"""The batch-invariant backend for GPUs: a row's results have the same bits in any batch.
 
-Products and attention have their own kernels. All other operations sum up each row separately anyway, in an order that
-its width decides.
+Products and attention have separate kernels here. All other operations are functions of `kernels.triton`, which are
+always batch-invariant: a row is summed up separately, in an order that depends only on its width.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""Loads a model by name or folder: checkpoints, GGUF files and tokenizer files, all checked before use.
+"""Loads a model by name or folder. Checkpoints, GGUF files and tokenizer files are checked before use.
 
-`models` knows the meaning of the tensors.
+The package `models` defines the meaning of the tensors.
 """

@@ -1,7 +1,7 @@
 """Reads and checks a low-rank adapter in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-An adapter adds `scaling * B @ A` to the weights of some projections. A maps inputs to `rank` inner units; B maps these
-units to outputs. (Hu et al., 2021.) An adapter that changes more than this is refused.
+An adapter adds `scaling * B @ A` to the weights of some projections. A maps inputs to `rank` inner units; B maps inner
+units to outputs. (Hu et al., 2021.) An adapter with any other change to the model is refused.
 """
 
 import json
@@ -22,11 +22,11 @@ from worker_service.parallel.cut import Cut
 from worker_service.wording import shown
 
 WEIGHTS = "model.safetensors"
-"""Name of an adapter's weights in a folder of their own."""
+"""File name of an adapter's weights."""
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-"""Initialisations of adapters (init_lora_weights) for which loading does not change the base's weights."""
+"""Values of init_lora_weights that leave the base model's weights unchanged."""
 _LARGEST = 1e6
-"""Maximum of alpha: with larger values, rounding errors dominate the scaled weights."""
+"""Maximum of alpha. With a larger alpha, rounding errors dominate the scaled weights."""
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _REFUSED = {
     "use_dora": "DoRA, which scales the whole weights",
@@ -41,37 +41,40 @@ _REFUSED = {
     "arrow_config": "a choice between adapters for each token (Arrow)",
     "velora_config": "compressed inputs (VeLoRA)",
 }
-"""Keys of unsupported features, with the meaning of each."""
+"""Keys of unsupported features, each with the feature's name for the error message."""
 _WITHOUT_EFFECT = frozenset({
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
     "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
     "revision", "target_modules", "task_type", "unsloth_fixed", "unsloth_version",
 })  # fmt: skip
-"""Keys about initialisation and training, and keys that repeat what the tensors show: projections and ranks."""
+"""Ignored keys. Some keys describe initialisation and training. Other keys repeat projections and ranks, which the
+tensors show."""
 _READ = frozenset({"alpha_pattern", "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "use_rslora"})
 
 
 class AdapterError(Exception):
-    """The adapter cannot be used with this model; the message says why."""
+    """The adapter cannot be used with this model. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in host memory. halves: A [rank, inputs] and scaled B [outputs, rank] of each projection, by name."""
+    """An adapter in host memory. halves: for each projection by name, A [rank, inputs] and scaled B [outputs, rank]."""
 
     halves: Mapping[str, tuple[Tensor, Tensor]]
 
     def part(self, cuts: Mapping[str, Cut]) -> "Adapter":
-        """The part of the adapter for these parts of the weights.
+        """The adapter of a rank that holds a part of the weights.
 
-        cuts: by the weights' names in a checkpoint; projections without an entry keep both halves whole.
+        cuts: the rank's part of each weight, by the weight's name in a checkpoint. A projection without an entry keeps
+        A and B whole.
         """
         found = {name: (cuts.get(f"{name}.weight"), pair) for name, pair in self.halves.items()}
         return Adapter({name: pair if cut is None else cut.of_halves(*pair) for name, (cut, pair) in found.items()})
 
     def pieces(self, num_bytes: int) -> Iterator["Adapter"]:
-        """The adapter in pieces of at most `num_bytes`; a projection that alone has more is a piece of its own."""
+        """The adapter in pieces of at most `num_bytes`. A single projection larger than `num_bytes` is a piece by
+        itself."""
         piece, size = dict[str, tuple[Tensor, Tensor]](), 0
         for name, (a, b) in self.halves.items():
             if piece and size + a.nbytes + b.nbytes > num_bytes:
@@ -89,9 +92,9 @@ class Adapter:
 def read_adapter(
     config: bytes, folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype
 ) -> Adapter:
-    """Read an adapter whose weights lie in `folder` as `WEIGHTS`. Raises AdapterError.
+    """Read an adapter. The file `WEIGHTS` in `folder` contains the adapter's weights. Raises AdapterError.
 
-    shapes: outputs and inputs of each projection that can have an adapter, by its name in a checkpoint.
+    shapes: outputs and inputs of each projection that can have an adapter, by the projection's name in a checkpoint.
     """
     fields = _read_config(config)
     try:
@@ -152,7 +155,7 @@ def _check_tensors(
     shapes: Mapping[str, tuple[int, int]],
     max_rank: int,
 ) -> dict[str, tuple[str, str]]:
-    """Names of A and B for each projection."""
+    """The tensor names of A and B for each projection."""
     halves: dict[str, dict[str, str]] = {}
     for name in tensors:
         found = _NAME.fullmatch(name)
@@ -182,7 +185,7 @@ def _check_tensors(
 
 
 def _scaling(module: str, rank: int, fields: Mapping[str, Any]) -> float:
-    """PEFT's factor: alpha over the rank, or over the root of the rank with rsLoRA. (Kalajdzievski, 2023.)"""
+    """PEFT's scaling factor: alpha / rank, or alpha / sqrt(rank) if the adapter uses rsLoRA. (Kalajdzievski, 2023.)"""
     alpha = _of_module(module, fields.get("alpha_pattern") or {}, fields["lora_alpha"])
     if not _is_number(alpha):
         raise AdapterError(f"adapter_config.json: alpha_pattern has {shown(alpha)}, which is not a number")
@@ -190,7 +193,8 @@ def _scaling(module: str, rank: int, fields: Mapping[str, Any]) -> float:
 
 
 def _of_module(module: str, pattern: Mapping[str, Any], default: Any) -> Any:
-    """The first entry of `pattern` whose name ends the module's name. Regular expressions are refused."""
+    """The value of the first key of `pattern` with which the module's name ends, or `default`. Regular expressions are
+    refused."""
     for name, value in pattern.items():
         if re.search(r"[^\w.]", name):
             raise AdapterError(f"adapter_config.json: {shown(name)} is a pattern, and only names are supported")

@@ -1,7 +1,7 @@
-"""Folders that are built once and then only read, even if several processes need them at the same time.
+"""Folders that one process builds and many processes then read, even if all processes start at the same time.
 
-A complete folder is renamed to its final name, so a process that finds it may use it without a lock. A half-built
-folder of a killed process has another name; the next builder removes it.
+A complete folder is renamed to its final name, so any process can use a folder with a final name without a lock. If a
+builder is killed, its half-built folder still has a temporary name. The next builder removes this folder.
 """
 
 import fcntl
@@ -15,18 +15,19 @@ from pagewire_common.start_error import StartError
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return `folder`; if it does not exist, `build` fills it first. Waits while another process builds it.
+    """Return `folder`. If the folder does not exist, `build` fills it first. Waits while another process builds the
+    folder.
 
-    Raises any error of `build`, and StartError if the folder cannot be written.
+    Raises any error of `build`. Raises StartError if the folder cannot be written.
     """
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Opened for reading: the file may belong to another user.
+        # The lock file is opened for reading, because it may belong to another user.
         lock = os.open(folder.with_name(folder.name + ".lock"), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock if this process dies
             if not folder.is_dir():
                 _build(folder, build)
         finally:
@@ -43,7 +44,8 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     partial = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         build(partial)
-        # Readable for other users, such as a container's own user; some files are created private.
+        # Make the files readable for other users, such as a container's user. Some files are created with permissions
+        # for their owner only.
         for file in partial.rglob("*"):
             file.chmod(0o755 if file.is_dir() else 0o644)
         partial.chmod(0o755)

@@ -1,6 +1,6 @@
-"""A model's folder in Hugging Face's layout: its config.json, and the source of its weights.
+"""Opens a model's folder in Hugging Face's layout: the config.json, and the source of the weights.
 
-Every fault of a folder raises a StartError that names the file.
+A fault in a folder raises a StartError that names the file.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ class Weights(Protocol):
     """Source of the values of a model's tensors."""
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """Names and contents for a fingerprint of the weights. Raises StartError if reading fails."""
+        """Names and contents that are hashed for a fingerprint of the weights. Raises StartError if reading fails."""
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Raise StartError unless tensors of these names and shapes can be loaded. Allocates no memory."""
+        """Raise StartError if a tensor of `expected` is missing or has another shape. Allocates no memory."""
 
     def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
         """Raise StartError if there is an unused tensor that may change the result of the network.
@@ -38,28 +38,28 @@ class Weights(Protocol):
         """
 
     def own(self, tied: Mapping[str, str]) -> frozenset[str]:
-        """Names of the tied tensors that have values of their own. Raises StartError if reading fails.
+        """Names of the tied tensors for which the checkpoint has separate values. Raises StartError if reading fails.
 
-        tied: names of tensors, each with the name of the tensor to which config.json ties it.
+        tied: names of tied tensors, each with the name of the tensor that config.json uses in its place.
         """
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Fill each named place. Raises StartError like `check`, and if reading fails."""
+        """Fill each named place. Raises StartError if a tensor is missing or has another shape, or if reading fails."""
 
 
 class Checkpoint:
-    """An opened folder; `load_into` reads the weights."""
+    """An opened model folder. `load_into` reads the weights."""
 
     def __init__(self, path: Path, weights: Weights | None = None) -> None:
-        """Read config.json and find the weights, unless they are given. Raises StartError."""
+        """Read config.json. Find the weights in the folder if `weights` is None. Raises StartError."""
         self.path = path
         self.config = read_json(path / "config.json")
         self.generation = read_json(path / FILE) if (path / FILE).exists() else None
-        """Content of generation_config.json; None without the file."""
+        """Content of generation_config.json; None if the folder has no such file."""
         self.quantization = quantization = self.config.pop("quantization_config", None)
         """The quantization_config of config.json; None for unquantised weights."""
         self.packed: PackedWeights | None = None
-        """The weights that are stored quantised; None if there are none."""
+        """The weights that are stored quantised; None if all weights are unquantised."""
         if weights is None:
             files = weights = WeightFiles(path)
             if quantization is not None:
@@ -78,9 +78,9 @@ class Checkpoint:
         return _DTYPES[name]
 
     def fingerprint(self, tokenizer_files: Iterable[Path], dtype: torch.dtype, quantization: str) -> str:
-        """SHA-256, in hexadecimal, over config, tokenizer, all weights, dtype and quantisation.
+        """The SHA-256 of config, tokenizer, all weights, dtype and quantisation, in hexadecimal.
 
-        It does not depend on this rank's part of the weights, nor on the device. Raises StartError.
+        The fingerprint is the same for all ranks and all devices. Raises StartError.
         """
         digest = hashlib.sha256(f"{dtype} {quantization}\n".encode())
         for file in sorted({self.path / "config.json", *tokenizer_files}, key=lambda file: file.name):
@@ -90,9 +90,9 @@ class Checkpoint:
         return digest.hexdigest()
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Raise StartError unless the weights have tensors of these names and shapes. Devices are not compared.
+        """Raise StartError if a tensor of `expected` is missing or has another shape. Devices are not compared.
 
-        cuts: this rank's part of each tensor that is cut, by name.
+        cuts: this rank's part of each tensor that is split over ranks, by name.
         """
         self._weights.check(expected, cuts)
 
@@ -105,8 +105,8 @@ class Checkpoint:
         return self._weights.own(tied)
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Copy each named tensor, or its part in `cuts`, to its place, and convert it to the place's dtype. Raises
-        StartError."""
+        """Copy each named tensor, or this rank's part of the tensor, to its place. Values are converted to the place's
+        dtype. Raises StartError."""
         self._weights.load_into(places, cuts)
 
 

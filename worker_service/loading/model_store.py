@@ -1,7 +1,7 @@
-"""Finds the directory for a model's name: the default model, a folder, a GGUF file, or a name on the hub.
+"""Finds the directory for a model's name. The name is `default`, a folder, a GGUF file, or a name on the hub.
 
-The result is always a Hugging Face directory with config.json and, if weights are wanted, safetensors. No code in it is
-ever run.
+The result is always a Hugging Face directory with config.json and, if requested, weights as safetensors. No code from
+the directory is run.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from worker_service.loading.gguf.file import find_parts, model_name
 log = structlog.get_logger()
 
 _HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
-"""Data only: no pickles, no code."""
+"""Patterns of files to download: only data, without pickles and code."""
 _HUB_WEIGHTS = ["*.safetensors"]
 
 
@@ -35,7 +35,8 @@ class ModelSource:
 
 
 def find_model(model: str, cache: Path, *, with_weights: bool = True) -> ModelSource:
-    """Find `model`; download and convert into `cache` if needed. Raises StartError if there is no such model.
+    """Find `model`. If needed, download and convert the model into `cache`. Raises StartError if the model is not
+    found.
 
     with_weights: whether to download weights from a hub.
     """
@@ -60,7 +61,7 @@ def _convert(file: Path, cache: Path) -> Path:
         log.info("converting from GGUF, once", file=str(file))
         convert_gguf(file, folder)
         for part, version in zip(parts, versions, strict=True):
-            check_unchanged(part, version)  # a changed file would leave another model under this digest
+            check_unchanged(part, version)  # if the file changed, the converted model does not match the digest
 
     versions = [version_of(part) for part in parts]
     digest = hashlib.sha256()

@@ -1,7 +1,8 @@
-"""Pooling settings in a folder of sentence-transformers: modules.json, and the files that it names.
+"""Reads the pooling settings of a folder of sentence-transformers, from modules.json and the files named in
+modules.json.
 
-Each key is obeyed, must have a value without effect, or is ignored for the reason beside it. Any other key raises a
-StartError that names the file: vectors would not be pooled as in training.
+A known key is used, must have a value without effect, or is ignored for the reason given in its comment. Any other key
+raises a StartError that names the file, because an ignored setting could change the vectors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from worker_service.loading.files.json_file import read_any_json, read_json
 from worker_service.wording import shown
 
 _MODES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
-"""Names of `PoolingType`, by sentence-transformers' names."""
+"""Names of pooling types in sentence-transformers, each with the name in `PoolingType`."""
 _FLAGS = {
     "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_lasttoken": "lasttoken",
@@ -23,7 +24,7 @@ _FLAGS = {
 }  # fmt: skip
 _MAX_BYTES = 1 << 20
 _MAX_MODULES = 8
-"""Entries of modules.json."""
+"""Maximum entries of modules.json."""
 _PACKAGE = "sentence_transformers."
 _PLAIN = ("Transformer", "Pooling")
 _NORMALIZED = (*_PLAIN, "Normalize")
@@ -32,7 +33,8 @@ _OF_THE_NETWORK = tuple(
     f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta",
     "xlnet")
 )  # fmt: skip
-"""Names of one file; old releases put the network's family into the name. The first existing file counts."""
+"""Possible names of the settings file of the network. Old releases wrote the network's family into the file name. The
+first existing file is used."""
 _ARGUMENTS = ("config_args", "config_kwargs", "model_args", "model_kwargs", "processor_kwargs", "tokenizer_args")
 _SAY_NOTHING: Mapping[str, tuple[object, ...]] = {
     "document_length": (None,),
@@ -43,7 +45,7 @@ _SAY_NOTHING: Mapping[str, tuple[object, ...]] = {
     "tokenizer_name_or_path": (None, ""),
     "transformer_task": (None, "feature-extraction"),
     "module_output_name": (None, "token_embeddings"),
-    "unpad_inputs": (None, True, False),  # layout of a batch
+    "unpad_inputs": (None, True, False),  # only changes the layout of a batch
     **dict.fromkeys(_ARGUMENTS, (None, {}, {"trust_remote_code": True}, {"trust_remote_code": False})),
 }
 _OF_A_CLASSIFIER = {"transformer_task": (None, "sequence-classification"), "module_output_name": (None, "scores")}
@@ -52,10 +54,10 @@ _TEXT_METHODS = tuple({"method": "forward", "method_output_name": output} for ou
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """Defaults for requests that leave these settings out.
+    """Default pooling settings for requests.
 
-        pooling      name of a `PoolingType`
-        max_length   tokens; None if the folder sets no limit
+        `pooling`      name of a `PoolingType`.
+        `max_length`   tokens; None if the folder sets no limit.
 
     With `normalizes`, vectors are scaled to length 1.
     """
@@ -68,13 +70,13 @@ class SentenceSettings:
     def read(
         cls, folder: Path, otherwise: str, config: Mapping[str, Any] | None = None, num_labels: int = 0
     ) -> "SentenceSettings":
-        """Settings of a folder. Without modules.json: the pooling `otherwise`, with vectors of length 1. Raises
-        StartError.
+        """Read the settings of a folder. If the folder has no modules.json, the pooling is `otherwise` and vectors have
+        length 1. Raises StartError.
 
-        config: content of config.json; num_labels: classes of its network, 0 if it is not a classifier.
+        config: content of config.json; num_labels: classes of a classifier, 0 for other networks.
         """
         sentences = read_json(folder / FILE) if (folder / FILE).is_file() else {}
-        SentenceConfig.read(config or {}, sentences, num_labels)  # raises for bad values; the scheduler uses them
+        SentenceConfig.read(config or {}, sentences, num_labels)  # raises for bad values, which the scheduler reads
         file = folder / "modules.json"
         if not file.is_file():
             return cls(otherwise)
@@ -112,15 +114,15 @@ def _modules(file: Path) -> list[dict[str, Any]]:
 
 
 def _name(module: Mapping[str, Any]) -> str:
-    """A class name of sentence-transformers without its module, which differs between releases. Other code is never
-    run."""
+    """The class name of an entry in modules.json, without the Python module, which differs between releases. Classes of
+    other packages are refused, because their code is never run."""
     kind = module.get("type")
     return kind.rpartition(".")[2] if isinstance(kind, str) and kind.startswith(_PACKAGE) else str(kind)
 
 
 def _pooling_type(file: Path) -> str:
     config = read_json(file)
-    sizes = ("word_embedding_dimension", "embedding_dimension")  # the network's own size, without effect here
+    sizes = ("word_embedding_dimension", "embedding_dimension")  # repeat the network's size
     _refuse_unknown(file, config, (*sizes, "pooling_mode", *_FLAGS), {"include_prompt": (None, True)})
     modes = set()
     for flag, mode in _FLAGS.items():
@@ -163,7 +165,7 @@ def _max_length(folder: Path, *, is_classifier: bool) -> int | None:
 def _refuse_unknown(
     file: Path, found: Mapping[str, Any], known: Sequence[str], say_nothing: Mapping[str, tuple[object, ...]]
 ) -> None:
-    """Raise StartError for a key that is neither known nor has a value without effect."""
+    """Raise StartError for an unknown key whose value may have an effect."""
     for key, value in found.items():
         if key in known:
             continue

@@ -1,5 +1,5 @@
-"""Chooses the network for a checkpoint: the native decoder for the families that it knows, transformers' code for
-others."""
+"""Chooses the network for a checkpoint: the native decoder for families that it supports, otherwise transformers'
+code."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,7 +14,7 @@ from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.wording import shown
 
 if TYPE_CHECKING:
-    # Imported only where needed: transformers takes two seconds to import.
+    # Imported only where needed, because the import of transformers takes two seconds.
     from worker_service.models.borrowed.config import TransformersConfig
     from worker_service.models.encoders.encoder import Encoder
     from worker_service.models.encoders.encoder_config import EncoderConfig
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 AnyConfig: TypeAlias = "DecoderConfig | EncoderConfig | EncoderDecoderConfig | TransformersConfig"
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
-"""Families whose tokens attend to later ones, too. Other encoders' code needs inputs besides tokens and positions."""
+"""Families of encoders: every token attends to earlier and later tokens. Code of other encoders needs further inputs
+besides tokens and positions."""
 
 ENCODER_DECODERS = ("t5", "bart", "whisper")
-"""Families whose decoders attend to an encoder's output."""
+"""Families of networks with an encoder and a decoder that attends to the encoder's output."""
 
 
 def read_config(json: Mapping[str, Any]) -> AnyConfig:
-    """Read a config.json. Raises ValueError if it describes no supported network."""
+    """Read a config.json. Raises ValueError if the network is not supported."""
     family = json.get("model_type")
     if family is not None and not isinstance(family, str):
         raise ValueError(f"model_type is {shown(family)}; it must be the name of a family")
@@ -59,10 +60,9 @@ def build_model(
     batch_invariant: bool = False,
     fill: Fill | None = None,
 ) -> CausalModel:
-    """A network whose weights are allocated, without values.
+    """Build a decoder with weights that are allocated but not filled.
 
-    Native networks alone run on several ranks, can be `batch_invariant` (see `ops_for`), and with `fill` allocate some
-    weights only when they are packed.
+    ranks, batch_invariant and fill apply to native networks only. batch_invariant: see `ops_for`. fill: see `Decoder`.
     """
     if isinstance(config, DecoderConfig):
         return Decoder(config, dtype, device, ranks, batch_invariant=batch_invariant, fill=fill)
@@ -72,14 +72,14 @@ def build_model(
 
 
 def build_encoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> "Encoder":
-    """An encoder whose weights are allocated, without values."""
+    """Build an encoder with weights that are allocated but not filled."""
     from worker_service.models.encoders.encoder import Encoder
 
     return Encoder(config, dtype, device)  # type: ignore[arg-type]
 
 
 def build_encoder_decoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> "EncoderDecoder":
-    """A network of an encoder and a decoder whose weights are allocated, without values."""
+    """Build an encoder-decoder with weights that are allocated but not filled."""
     from worker_service.models.encoders.encoder_decoder import EncoderDecoder
 
     return EncoderDecoder(config, dtype, device)  # type: ignore[arg-type]

@@ -1,23 +1,24 @@
-// Paged attention that reads the blocks in place: no key or value is gathered first.
+// Paged attention that reads keys and values in their blocks, without a copy.
 //
-// The work is cut into items. An item is a few consecutive query tokens of a sequence and the keys that they see. Its
-// rows are the tokens' query heads of one key head. An item walks its keys 64 at a time. For each row it keeps the
-// largest score, the sum of exponentials and the weighted values so far (the online softmax of Milakov and Gimelshein,
-// 2018, as FlashAttention tiles it; Dao et al., 2022). A single query token with a long context is split over its keys,
-// and the parts are merged afterwards (flash-decoding; Dao et al., 2023). A few query tokens (verified drafts) are
-// split too if the threads have little other work. On two threads, 1 sequence takes 20% less time; 8 sequences would
-// take up to an eighth more.
+// The work is split into items. An item contains a few consecutive query tokens of a sequence, and the keys that these
+// tokens see. The rows of an item are the tokens' query heads of one key head. An item processes 64 keys at a time. An
+// item holds three results for each row: the largest score, the sum of exponentials and the weighted sum of values
+// (online softmax, Milakov and Gimelshein, 2018; tiles as in FlashAttention, Dao et al., 2022). If a single query token
+// has a long context, its keys are split into parts, and the results are merged afterwards (flash-decoding; Dao et al.,
+// 2023). The keys of a few query tokens (verified drafts) are also split if the threads have little other work. On two
+// threads, splitting reduces the time of 1 sequence by 20%. Splitting would increase the time of 8 sequences by up to
+// an eighth.
 //
-// Sequences with a common prompt begin with the same blocks, and compute their shared parts together. An item then has
-// one query token of each of several sequences. It finds and transposes every tile once for all (cascade attention, Ye
-// et al., 2024, and Hydragen; Juravsky et al., 2024).
+// Block tables of sequences with a common prompt begin with the same blocks. The parts of these blocks are computed
+// together. An item then contains one query token of each of several sequences, and reads and transposes every tile
+// once for all tokens (cascade attention, Ye et al., 2024, and Hydragen; Juravsky et al., 2024).
 //
-// Attention is batch-invariant: a row depends on its query and its keys alone, not on the batch, the number of threads,
-// or the tokens computed with it. So a token has the same bits in a prompt, in a decode and after a draft token. Tiles
-// and parts therefore begin at multiples of their sizes, wherever items begin. All rows are summed part by part, even
-// if the parts are not split. A key that a row does not see adds zero, which changes nothing.
+// Attention is batch-invariant: the bits of a row depend only on its query and its keys, not on other tokens or the
+// number of threads. A token thus has the same bits in a prompt, in a decode and after a draft token. For this reason,
+// tiles and parts begin at multiples of their sizes, wherever items begin. The keys of every row are summed part by
+// part, even if one item computes all parts. A key that a row does not see adds zero.
 //
-// attention_items.h cuts the work. An engine multiplies the tiles: see attention_tiles.h.
+// attention_items.h splits the work into items. The engines in attention_tiles.h multiply the tiles.
 #pragma once
 
 #include <algorithm>
@@ -37,11 +38,11 @@ namespace pagewire {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Merges a part of a row with the parts before it: largest score, sum of exponentials, weighted values. A part without
-// keys adds nothing, and the first part is copied.
+// Merges the results of a row's part with the results of the earlier parts: largest score, sum of exponentials,
+// weighted values. A part without keys changes nothing. The first part is copied.
 inline void merge_part(float* merged, float maximum, float total, const float* sums, int64_t head_dim) {
   if (maximum == -kInfinity) return;
-  const float top = merged[0] > maximum ? merged[0] : maximum;  // NaN if the part's is
+  const float top = merged[0] > maximum ? merged[0] : maximum;  // NaN if the part's score is NaN
   const float before = std::exp(merged[0] - top), now = std::exp(maximum - top);
   merged[0] = top;
   merged[1] = merged[1] * before + total * now;
@@ -53,13 +54,13 @@ inline void merge_part(float* merged, float maximum, float total, const float* s
 template <typename T, typename Tiles>
 class Attender {
  public:
-  // Announces the item of the next `attend` call, so that its first tile is fetched from memory.
+  // Announces the item of the next `attend` call, so that the item's first tile is prefetched.
   void expect(const Attention<T>& a, const Item& item) {
     if (item.keys_begin < item.keys_end) locate(a, item, first_tile(item), *coming_);
   }
 
-  // The item must have been announced by `expect`; `then` is the next item, if any. partials: results of parts for each
-  // row: largest score, sum of exponentials, weighted values.
+  // Computes an item, which must have been announced by `expect`. then: the next item, or null. partials: the results
+  // of parts, for each row: largest score, sum of exponentials, weighted values.
   void attend(const Attention<T>& a, const Work& work, const Item& item, const Item* then, float* partials) {
     const int64_t group = a.num_heads / a.num_kv_heads, rows = item.tokens * group;
     tiles_.start(a, rows);
@@ -114,14 +115,14 @@ class Attender {
     for (int64_t row = 0; row < rows; ++row) merged_[row * (a.head_dim + 2)] = -kInfinity;
   }
 
-  // Merges a row's sums of this part with the sums of the parts before.
+  // Merges a row's sums of this part with the sums of all earlier parts.
   void merge_row(const Attention<T>& a, int64_t row) {
     merge_part(
         &merged_[row * (a.head_dim + 2)], maxima_[row] * Tiles::kLogBase, sum(Vec::loadu(&totals_[row * kLanes])), &sums_[row * a.head_dim],
         a.head_dim);
   }
 
-  // Finds a tile and prefetches it.
+  // Finds the addresses of a tile's keys and values, and prefetches the tile.
   void locate(const Attention<T>& a, const Item& item, int64_t first, Tile<T>& tile) {
     tile.count = std::min(kTileKeys, item.keys_end - first);
     const int64_t begin = std::max<int64_t>(0, item.keys_begin - first);
@@ -145,8 +146,8 @@ class Attender {
     }
   }
 
-  // Stores the addresses of a tile's keys and values, beginning with the sequence's key `first`. pool: the cache's
-  // memory, of type E.
+  // Stores the addresses of a tile's keys and values. first: number of the tile's first key in the sequence. pool: the
+  // cache's memory, of type E.
   template <typename E>
   static void find(
       const Attention<T>& a, const Item& item, int64_t first, const E* pool, const E** keys, const E** values,
@@ -167,7 +168,7 @@ class Attender {
     }
   }
 
-  // Widens the current tile's narrow keys and values to T.
+  // Converts the current tile's 8-bit keys and values to T.
   void widen_tile(const Attention<T>& a) {
     widened_.resize(2 * kTileKeys * a.head_dim);
     T* target = widened_.data();
@@ -186,10 +187,11 @@ class Attender {
       ((Vec::loadu(&scores_[i]) * Vec(a.scale / a.soft_cap)).tanh() * Vec(a.soft_cap)).store(&scores_[i]);
   }
 
-  // Scales the scores, and adds to each the bias of its key's distance. Scores of keys after the row's token may become
-  // anything. distance: see `hide`. Neighbouring keys have neighbouring entries in reverse order, so a vector takes one
-  // load. Past an end of the table it takes one load for each key. Inlined, it would take registers from `attend`, and
-  // a prompt in float32 without a bias would take a tenth more time.
+  // Scales the scores, and adds to each score the bias for the key's distance. Scores of keys after the row's token may
+  // have any value. distance: see `hide`. The biases of neighbouring keys are neighbours in the table, in reverse
+  // order, so one load fills a vector. At an end of the table, a vector requires one load for each key. `add_bias` is
+  // not inlined, because it would occupy registers of `attend`. A prompt in float32 without a bias would then take a
+  // tenth more time.
   [[gnu::noinline]] void add_bias(
       const Attention<T>& a, const Item& item, int64_t distance, int64_t rows, int64_t group) {
     const int64_t last = a.num_distances - 1;
@@ -226,16 +228,16 @@ class Attender {
     }
   }
 
-  // Turns unscaled scores into weights. Each stage is a pass over all rows, because the stages of one row depend on
-  // each other.
+  // Computes the softmax weights of a tile from unscaled scores. Each stage is a pass over all rows, because a row's
+  // next stage must wait for its previous stage.
   void weigh(int64_t rows, float scale) {
     for (int64_t row = 0; row < rows; ++row) {
       Vec best = Vec::loadu(&scores_[row * kTileKeys]);
       for (int64_t i = kLanes; i < kTileKeys; i += kLanes)
         best = at::vec::maximum(best, Vec::loadu(&scores_[row * kTileKeys + i]));
-      const float found = largest(best) * scale, before = maxima_[row];  // as powers of the base
+      const float found = largest(best) * scale, before = maxima_[row];  // as logarithms to the base
       maxima_[row] = before > found ? before : found;  // NaN if `found` is NaN; corrections then stay NaN
-      // Before any key is seen, 0 instead of -inf: the number subtracted from -inf must be finite.
+      // Before any key is seen, 0 replaces -inf, because the number that is subtracted from -inf must be finite.
       offsets_[row] = maxima_[row] == -kInfinity ? 0.0f : maxima_[row];
       corrections_[row] = before - offsets_[row];
     }
@@ -281,7 +283,7 @@ class Attender {
   Buffer<float> merged_;  // [rows]: the largest score, the sum of exponentials, the weighted values
 };
 
-// part: the first of `count` parts of one row, `stride` floats apart.
+// Merges `count` parts of one row. part: the first part; parts are `stride` floats apart.
 template <typename T>
 void merge_parts(const float* part, int64_t count, int64_t stride, int64_t head_dim, T* out) {
   std::vector<float> merged(head_dim + 2, 0.0f);
@@ -298,8 +300,8 @@ void paged_attention(const Attention<T>& a) {
   const std::vector<Item>& items = work.items;
   const int64_t group = a.num_heads / a.num_kv_heads, stride = group * (a.head_dim + 2);
   std::vector<float> partials(work.num_partials * stride);
-  // Items differ in length, so each thread takes the next item when it is done with its own. While there are plenty, it
-  // reserves one item ahead, so that the item's keys are prefetched.
+  // Items differ in length, so a thread takes the next item when it has finished an item. While many items are left,
+  // the thread reserves its next item early, so that the item's keys are prefetched.
   const size_t plenty = 2 * static_cast<size_t>(at::get_num_threads());
   std::atomic<size_t> next{0};
   Team::run(at::get_num_threads(), [&](int64_t) {

@@ -1,5 +1,4 @@
-// Cuts attention into items, which threads compute one at a time: query tokens, keys, and parts to merge afterwards.
-// attention.h gives the reasons.
+// Splits the work of attention into items; a thread computes one item at a time. attention.h gives the reasons.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -16,20 +15,20 @@ constexpr int64_t kItemRows = 32;   // with 32 rows, transposing a tile of keys 
 constexpr int64_t kPartKeys = 512;  // keys of a part; a multiple of a tile
 
 struct Item {
-  int64_t sequence, kv_head;  // of several sequences the first; all have its blocks
+  int64_t sequence, kv_head;  // the first sequence, if several sequences share blocks
   int64_t first_row, tokens;  // rows of the query
-  int64_t first_position;     // place of the first token in its sequence; of the last key if attention is not causal
+  int64_t first_position;     // position of the first token, or of the last key if attention is not causal
   int64_t keys_begin, keys_end;
   int64_t partial;      // place of a part's results, one for each token; -1: write to the output
   int64_t shared = -1;  // first token in `Work::shared` if the tokens belong to several sequences
 };
 
-// A query token whose sequence shares keys with others: its row, and the place of its results of this part.
+// A query token of an item for several sequences: the token's row, and the place of its results for the part.
 struct SharedToken {
   int64_t row, partial;
 };
 
-// Tokens with results in parts; the parts of each token are `tokens` apart.
+// Query tokens whose keys are split into parts. The results of a token's parts are `tokens` entries apart.
 struct Merge {
   int64_t kv_head, first_row, tokens, partial, count;
 };
@@ -48,14 +47,15 @@ struct Work {
   }
 };
 
-// A decode with several parts.
+// A query token of a sequence with one query token and several parts of keys.
 struct Decode {
   int64_t sequence, row, end;
   int64_t num_shared = 0;  // parts shared with other decodes
 };
 
-// Groups decodes by the first block of their contexts. `alike_in_part` then splits the groups part by part: decodes
-// that share a part also share the part before it. Without shared blocks this costs one look-up for each decode.
+// Groups decodes by the first block of their contexts. `alike_in_part` then splits the groups part by part, because
+// decodes that share a part also share the earlier parts. If no blocks are shared, grouping costs one look-up for each
+// decode.
 template <typename T>
 std::vector<std::vector<size_t>> alike(const Attention<T>& a, const std::vector<Decode>& decodes) {
   std::vector<std::vector<size_t>> groups;
@@ -68,8 +68,8 @@ std::vector<std::vector<size_t>> alike(const Attention<T>& a, const std::vector<
   return groups;
 }
 
-// Splits a group by the blocks of part number `part`. Leaves out decodes whose context ends within this part or with
-// it.
+// Splits a group of decodes by the blocks of part number `part`. Decodes whose context has no keys after this part are
+// left out.
 template <typename T>
 std::vector<std::vector<size_t>> alike_in_part(
     const Attention<T>& a, const std::vector<Decode>& decodes, const std::vector<size_t>& group, int64_t part) {
@@ -112,7 +112,7 @@ Work cut_into_items(const Attention<T>& a) {
     const int64_t computed = a.context_lens[sequence] - queries;
     for (int64_t token = 0; token < queries; token += tokens_an_item) {
       const int64_t tokens = std::min(tokens_an_item, queries - token);
-      // Not causal: tokens see all keys, as if at the last key's place or after it.
+      // If not causal, positions begin at the last key, so all tokens see all keys.
       const int64_t position = a.causal ? computed + token : a.context_lens[sequence] - 1;
       const int64_t begin = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
       const int64_t end = a.causal ? position + tokens : a.context_lens[sequence];
@@ -157,7 +157,7 @@ Work cut_into_items(const Attention<T>& a) {
       for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
         const int64_t begin = part * kPartKeys, end = begin + kPartKeys;
         const auto tokens = std::min<int64_t>(tokens_an_item, group.size() - first);
-        // All keys precede all tokens, wherever the tokens are.
+        // Shared keys come before all query tokens.
         work.items.push_back(
             {decodes[group[first]].sequence, kv_head, 0, tokens, end, begin, end, 0,
              static_cast<int64_t>(work.shared.size())});

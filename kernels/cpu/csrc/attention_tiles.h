@@ -1,7 +1,8 @@
-// Engines that multiply a tile of keys and values. `FloatTiles`, here, is for every type. `Bf16Tiles` is in
-// attention_tiles_bf16.h. `Int8Tiles`, in attention_tiles_int8.h, multiplies numbers stored in 8 bits; the other
-// engines widen them first. All take keys as [dim][key] and values as [key][dim], so that no sum runs across a vector's
-// lanes. A value that is not finite reaches all rows of its item, even earlier rows, and no other sequence.
+// Engines that multiply a tile of keys and values. `FloatTiles` in this file supports every type. `Bf16Tiles` is in
+// attention_tiles_bf16.h. `Int8Tiles` in attention_tiles_int8.h multiplies numbers that are stored in 8 bits; for other
+// engines, 8-bit numbers are widened first. All engines read keys as [dim][key] and values as [key][dim], so that no
+// sum crosses the lanes of a vector. A value that is not finite makes all rows of its item not finite, even rows of
+// earlier tokens. Other sequences are not affected.
 #pragma once
 
 #include "kv_pool.h"
@@ -14,29 +15,29 @@ constexpr int64_t kTileKeys = 64;
 template <typename T>
 struct Attention {
   T* out;          // [tokens, num_heads, head_dim]
-  const T* query;  // tokens `query_stride` apart
+  const T* query;  // `query_stride` elements from token to token
   KvPool<T> cache;
   const int32_t* query_start;
   const int32_t* context_lens;
   const int32_t* block_tables;  // [num_sequences, table_width]
   int64_t query_stride, table_width;
   int64_t num_sequences, num_heads, num_kv_heads, head_dim, block_size;
-  float scale, soft_cap;  // soft_cap 0: none
-  int64_t window;         // 0: none
+  float scale, soft_cap;  // soft_cap 0: no cap
+  int64_t window;         // 0: no window
   const float* bias;      // [num_heads, num_distances], or null
   int64_t num_distances;
   bool causal;
 };
 
-// Addresses of a tile's keys and values. Entries before the item's first key and from `count` on point to zeros, so
-// that no code has to check the number of keys.
+// Addresses of a tile's keys and values. Entries before the item's first key and after the last key point to zeros, so
+// that code need not check the number of keys.
 template <typename T>
 struct Tile {
   int64_t count = 0;
   const T* keys[kTileKeys];
   const T* values[kTileKeys];
-  // Keys and values of a narrow pool. If the engine takes T, only entries from `begin` to `count` are set, and
-  // `widen_tile` converts them.
+  // Addresses of keys and values in an 8-bit pool. If the engine multiplies type T, only entries from `begin` to
+  // `count` are set, and `widen_tile` converts these keys and values to T.
   int64_t begin = 0;
   const int8_t* narrow_keys[kTileKeys];
   const int8_t* narrow_values[kTileKeys];
@@ -47,7 +48,7 @@ inline void transpose(const float* source, int64_t source_stride, float* target,
     for (int64_t row = 0; row < rows; ++row) target[column * kTileKeys + row] = source[row * source_stride + column];
 }
 
-// Multiplies in float32; head_dim may be anything.
+// Multiplies in float32, with any head_dim.
 template <typename T>
 class FloatTiles {
  public:
@@ -67,7 +68,7 @@ class FloatTiles {
     });
   }
 
-  // scores: [rows, 64]; scores of missing keys may be anything.
+  // scores: [rows, 64]. Scores of missing keys may have any value.
   void score(int64_t rows, const Tile<T>& tile, float* scores) {
     fill_tile(tile.keys);
     transpose(tile_.data(), head_dim_, turned_.data(), kTileKeys, head_dim_);

@@ -40,12 +40,12 @@ class Bf16Tiles {
     for_columns(tile.count, [&](auto vectors) { score_columns<vectors()>(rows, scores); });
   }
 
-  // 2 ** x with a relative error of 1 in 9,000; rounding weights to bf16 loses 1 in 500. 0 for -inf, and NaN stays NaN.
-  // Coefficients: least squares of the relative error at Chebyshev's points of [-1/2, 1/2], the constant term held at
-  // 1.
+  // 2 ** x with a relative error of at most 1 in 9,000. Rounding weights to bf16 has a larger error, 1 in 500. The
+  // result is 0 for -inf and NaN for NaN. The coefficients minimise the squared relative error at Chebyshev's points of
+  // [-1/2, 1/2], with the constant term 1.
   static constexpr float kLogBase = 0.6931471806f;
   static Vec power(const Vec& x) {
-    // Of NaN and a number it returns the second argument.
+    // If x is NaN, max returns its second argument, which is x.
     const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-160.0f), x);
     const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT);
     const __m512 part = _mm512_sub_ps(bounded, whole);

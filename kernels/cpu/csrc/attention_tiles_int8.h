@@ -12,17 +12,17 @@
 
 namespace pagewire {
 
-// Multiplies the numbers of a narrow pool as they are stored, and sums exactly. Queries, and weights times their
-// values' scales, are rounded to 16 bits with a step for each row. Weights have a step for each tile as well: with one
-// step for all tiles, a large weight with a small value would round smaller weights away. The two bytes of each number
-// are multiplied as two rows. So there are as many products as in bf16, but nothing is widened, and half as much is
-// transposed. head_dim is a multiple of 64.
+// Multiplies the numbers of an 8-bit pool without widening, and sums exactly. Queries are rounded to 16 bits, with a
+// step for each row. Products of weights and values' scales are also rounded to 16 bits, with a step for each row and
+// tile. If all tiles shared a step, a large weight with a small value would round smaller weights to 0. The two bytes
+// of a 16-bit number are multiplied as two rows. The number of products equals that of bf16, but no number is widened,
+// and half as many bytes are transposed. head_dim is a multiple of 64.
 class Int8Tiles {
  public:
   using T = at::BFloat16;
   static constexpr bool kMultipliesNarrow = true;
 
-  // Larger heads could overflow the 32 bits of a sum.
+  // With larger heads, a sum could overflow 32 bits.
   static bool can(const Attention<T>& a) {
     return a.cache.narrow != nullptr && a.head_dim % 64 == 0 && a.head_dim <= 512;
   }
@@ -40,7 +40,7 @@ class Int8Tiles {
     weight_steps_.resize(rows);
   }
 
-  // A query that is not finite gets the step NaN; its numbers do not matter.
+  // If a query is not finite, its step is NaN, and its numbers may have any value.
   void load_query(int64_t row, const T* query) {
     Vec magnitudes(0);
     for (int64_t i = 0; i < head_dim_; i += 16) magnitudes = at::vec::maximum(magnitudes, widen(query + i).abs());
@@ -65,7 +65,7 @@ class Int8Tiles {
     for (int64_t group = 0; group < tile.count; group += 16) {
       for (int64_t word = 0; word < words_; word += 16) {
         __m512i r[16];
-        for (int i = 0; i < 16; ++i)  // as unsigned bytes, which are 128 larger
+        for (int i = 0; i < 16; ++i)  // converts to unsigned bytes by adding 128
           r[i] = _mm512_xor_si512(
               _mm512_loadu_si512(tile.narrow_keys[group + i] + 4 * word), _mm512_set1_epi8(-128));
         transpose_words(r);
@@ -105,14 +105,14 @@ class Int8Tiles {
   }
 
  private:
-  // GCC keeps sums in registers only if they have the dot product's own type, which is not __m512i.
+  // GCC keeps sums in registers only if the sums have the type of its dot product builtin, which is not __m512i.
   using Sums = int32_t __attribute__((vector_size(64)));
 
   static constexpr float kMostOfQuery = 127 * 256 + 127, kMostOfWeight = 65535;
-  static constexpr float kLeast = 1e-33f;  // dividing by less gives infinity
+  static constexpr float kLeast = 1e-33f;  // a smaller divisor would give infinity
 
-  // Rounds a row's weights to unsigned 16-bit numbers. Floats that are not negative have the order of their bits as
-  // integers, and NaN is above all.
+  // Rounds a row's weights to unsigned 16-bit numbers. The maximum is found by comparing bits as integers: non-negative
+  // floats have the order of their bits, and NaN is above all other floats.
   void round_weights(int64_t row) {
     const float* products = &products_[row * kTileKeys];
     __m512i most = _mm512_setzero_si512();

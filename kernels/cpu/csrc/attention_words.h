@@ -1,4 +1,5 @@
-// Products of 32-bit words (pairs of bf16 or four bytes) in vectors of 16: shared by `Bf16Tiles` and `Int8Tiles`.
+// Products of 32-bit words in vectors of 16, for `Bf16Tiles` and `Int8Tiles`. A word contains a pair of bf16 or four
+// bytes.
 #pragma once
 
 #if defined(__AVX512BF16__)
@@ -10,7 +11,7 @@
 
 namespace pagewire {
 
-// Transposes 16 vectors of 16 words: afterwards vector i holds word i of each.
+// Transposes 16 vectors of 16 words. Afterwards, vector i contains word i of each original vector.
 [[gnu::always_inline]] inline void transpose_words(__m512i (&r)[16]) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2) {
@@ -37,8 +38,9 @@ namespace pagewire {
   }
 }
 
-// Adds rows x (kVectors * 16) dot products of words (pairs of bf16 or four bytes) to sums. left: rows of `words` words,
-// `left_stride` words apart; columns(word, right): loads the words of the columns; multiply(sum, left, right).
+// Adds dot products of words to sums, [rows, kVectors * 16]. left: rows of `words` words, `left_stride` words apart.
+// columns(word, right): loads word number `word` of all columns. multiply(sum, left, right): adds the products of two
+// words to a sum.
 template <int kVectors, int kRows, typename Sum, typename Columns, typename Multiply>
 [[gnu::always_inline]] inline void add_products(
     const uint32_t* left, int64_t left_stride, int64_t words, const Columns& columns, const Multiply& multiply,
@@ -53,14 +55,15 @@ template <int kVectors, int kRows, typename Sum, typename Columns, typename Mult
   }
 }
 
-// The `columns` of `add_products` for words in memory, rows `stride` words apart.
+// The argument `columns` of `add_products` for words in memory. Rows are `stride` words apart.
 inline auto columns_of(const uint32_t* words, int64_t stride) {
   return [=](int64_t word, auto& right) {
     for (auto& vector : right) vector = _mm512_loadu_si512(words + word * stride + (&vector - right) * 16);
   };
 }
 
-// 6 rows of 64 sums fit into registers. Even, because `Int8Tiles` has two rows for each of its own.
+// 6 rows of 64 sums fit into registers. The number must be even, because `Int8Tiles` computes two rows for each query
+// row.
 constexpr int64_t kSumRows = 6;
 
 // Calls apply(first_row, integral_constant<rows>) for stretches of at most kSumRows rows.

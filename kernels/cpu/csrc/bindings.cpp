@@ -1,4 +1,5 @@
-// The Python module: tensors in, tensors out. Shapes are checked here, because the kernels trust their pointers.
+// The Python module. Its functions receive and return tensors. Shapes are checked here, because the kernels do not
+// check their pointers.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -26,7 +27,7 @@ void for_type(const Tensor& tensor, const F& apply) {
   }
 }
 
-// apply(tensor's type, other's type); the first type must be float32 or equal the second.
+// Calls apply(type of `tensor`, type of `other`). The first type must be float32, or equal to the second type.
 template <typename F>
 void for_types(const Tensor& tensor, const Tensor& other, const F& apply) {
   TORCH_CHECK(tensor.scalar_type() == at::kFloat || tensor.scalar_type() == other.scalar_type(),
@@ -36,13 +37,13 @@ void for_types(const Tensor& tensor, const Tensor& other, const F& apply) {
   });
 }
 
-// Checks for [tokens, heads, head_dim], contiguous except for the stride between tokens.
+// Checks that a tensor is [tokens, heads, head_dim], contiguous except for the stride between tokens.
 void check_heads(const Tensor& x, const char* name) {
   TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && (x.size(1) == 1 || x.stride(1) == x.size(2)), name,
               " must be [tokens, heads, head_dim] with packed heads");
 }
 
-// Checks that a cache fits keys of this type, or their 8-bit form.
+// Checks that a cache has the type of `like`, or contains heads in 8 bits.
 void check_layer_cache(const Tensor& cache, const Tensor& like) {
   TORCH_CHECK(cache.dim() == 5 && cache.size(1) == 2 && cache.stride(4) == 1 && cache.stride(3) == cache.size(4) &&
                   cache.stride(2) == cache.size(3) * cache.size(4),
@@ -196,7 +197,7 @@ std::tuple<Tensor, Tensor> greedy_op(const Tensor& x) {
   return {indices, values};
 }
 
-// logits: [rows of all, vocabulary_size] float32; rows: [masks] int64, each once; bits: [masks, bytes].
+// logits: [all rows, vocabulary_size] float32; rows: [masks] int64, distinct; bits: [masks, bytes].
 void keep_op(const Tensor& logits, const Tensor& rows, const Tensor& bits) {
   TORCH_CHECK(logits.dim() == 2 && bits.dim() == 2 && bits.size(1) * 8 >= logits.size(1) &&
                   bits.scalar_type() == at::kByte && bits.size(0) == rows.numel(),
@@ -214,7 +215,7 @@ void keep_op(const Tensor& logits, const Tensor& rows, const Tensor& bits) {
 }
 
 // logits: [rows, vocabulary_size]; largest: [rows] float32; rows, keys, top_k: [draws] int64; the others float32.
-// log_min_p: computed by torch, because the C library's logarithms differ in the last bit.
+// log_min_p: computed by torch, because the C library's logarithms may differ in the last bit.
 Tensor draw_op(
     const Tensor& logits, const Tensor& largest, const Tensor& rows, const Tensor& keys, const Tensor& temperature,
     const Tensor& log_min_p, const Tensor& top_k, const Tensor& top_p) {

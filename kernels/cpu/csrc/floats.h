@@ -1,10 +1,10 @@
-// x @ weightᵀ + bias for weights in float32 or float16 that were packed once; sums are float32.
+// x @ weightᵀ + bias for packed weights in float32 or float16; sums are float32.
 //
-// Packed weights are panels of 32 outputs: [outputs / 32][inputs][32]. A tile of a few rows by one panel stays in
-// vector registers and reads the panel once. Each sum takes its inputs in their order, in one register, so products are
-// batch-invariant. A library's products are not, because it chooses tiles by the number of rows. Stretches of 256
-// inputs are summed up separately, and then added: with 4,864 inputs the largest error of float32 was a ninth of a
-// single sum's.
+// Packed weights are panels of 32 outputs: [outputs / 32][inputs][32]. A tile is a few rows by one panel. The sums of a
+// tile stay in vector registers, and the tile reads the panel once. Each sum adds the inputs in order, in one register,
+// so products are batch-invariant. A library's products are not batch-invariant, because the library chooses tiles by
+// the number of rows. Stretches of 256 inputs are summed up separately, and then the sums of stretches are added. With
+// 4,864 inputs in float32, the largest error was a ninth of the error of a single sum.
 #pragma once
 
 #include "matmul.h"
@@ -13,7 +13,7 @@ namespace pagewire {
 
 constexpr int64_t kSummedApart = 256;
 constexpr int64_t kFloatVectors = kPanel / kLanes;
-// The sums, a row's number and a panel's vectors must stay in registers: 32 with AVX-512, 16 with AVX2.
+// All sums, a broadcast input and a panel's vectors must fit into registers: 32 with AVX-512, 16 with AVX2.
 constexpr int kFloatTileRows = kFloatVectors == 2 ? 12 : kFloatVectors == 4 ? 3 : 2;
 
 // The results are [rows, outputs], of the weights' type or in float32.

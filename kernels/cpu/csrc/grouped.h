@@ -1,15 +1,15 @@
-// x @ weightᵀ + bias for weights of few bits that were packed once, and x rounded to 8 bits; sums are float32.
+// x @ weightᵀ + bias for packed weights of few bits, with x rounded to 8 bits; sums are float32.
 //
-// A weight is number * scale - minimum. The number has 4, 5, 6 or 8 bits; 32 or 16 neighbouring inputs of an output
-// share scale and minimum. All forms of weights in GGUF files have this form. In the K types scales and minimums are
-// 8-bit integers, which count units shared by 256 neighbours. An input is number * scale, where 32 neighbours share a
-// scale, as in GGUF's Q8_0. So a group of inputs adds scale * scale * (sum of products of integers) - minimum * (sum of
-// the inputs). The integers are multiplied four at a time (see integers.h). Symmetric weights have no minimum: the
-// middle number means zero. The middle number times the sum of the inputs' numbers is subtracted before the integers
-// are scaled.
+// A weight is number * scale - minimum. The number has 4, 5, 6 or 8 bits. 32 or 16 neighbouring inputs of an output
+// share scale and minimum. All block types in GGUF files have this form. In the K types, scales and minimums are 8-bit
+// integers times a unit, which 256 neighbouring inputs share. x is rounded to number * scale, where 32 neighbouring
+// inputs share a scale, as in GGUF's Q8_0. A group of inputs thus adds scale * scale * (sum of products of integers) -
+// minimum * (sum of the inputs). The integers are multiplied four at a time (see integers.h). Symmetric weights have no
+// minimum: the middle number stands for zero. For symmetric weights, the middle number times the sum of the inputs'
+// numbers is subtracted before the integers are scaled.
 //
-// Sums of integers are exact. The groups' sums are added in the order of the inputs, in float32, for any number of rows
-// and any instruction set. So products are batch-invariant, and bit-identical on other machines.
+// Sums of integers are exact. The groups' sums are added in float32 in the order of the inputs, for any number of rows
+// and any instruction set. Products are therefore batch-invariant, and have the same bits on all machines.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,13 +28,14 @@
 
 namespace pagewire {
 
-// Weights of neighbouring inputs and a panel's outputs, in groups of 32 inputs. `kInputs` of them share a scale and,
-// unless they are symmetric, a minimum. Scales and minimums are float16, with one group to a block; or they are
-// integers, and the eight groups of a block share their units.
+// A block: the weights of a panel's outputs for neighbouring inputs, in groups of 32 inputs. `kInputs` inputs share a
+// scale and, if weights are not symmetric, a minimum. If scales and minimums are float16, a block has one group. If
+// scales and minimums are integers, a block has eight groups, which share units.
 //
 // Numbers of 5 and 6 bits are stored in two parts, so that no bit of memory is unused. The lower four bits are stored
-// like 4-bit numbers. The high bits of all numbers that share a scale are in a word of 32 bits. After every four inputs
-// the word is rotated right by the number of high bits. Each of its four bytes then has the next high bits in place.
+// like 4-bit numbers. The high bits of all numbers of an output that share a scale are in a 32-bit word. After every
+// four inputs, the word is rotated right by the number of high bits, so that each byte of the word has the next high
+// bits in place.
 template <int kWeightBits, int kInputs, bool kIsSymmetric, typename Factor = at::Half>
 struct WeightBlock {
   static constexpr int kBits = kWeightBits, kLowBits = kBits == 8 ? 8 : 4, kHighBits = kBits - kLowBits;
@@ -49,13 +50,14 @@ struct WeightBlock {
     Factor scales[kScales][kPanel];
     Factor minimums[kSymmetric ? 0 : kScales][kPanel];
     uint32_t high[kHighBits == 0 ? 0 : kScales][kPanel];
-    // Numbers of four inputs each. With 4 bits, outputs 0 to 15 are the lower halves of bytes, and 16 to 31 the upper.
+    // Each entry contains the numbers of four inputs. With 4 bits, outputs 0 to 15 are in the lower halves of bytes,
+    // and outputs 16 to 31 in the upper halves.
     uint8_t low[kGroup / 4][kPanel * kLowBits / 8][4];
   };
   at::Half units[kHasUnits ? kUnits : 0][kPanel];
   Group groups[kGroups];
 
-  // Writes a number where there is 0. input: place in the block; output: place in the panel.
+  // Writes a number to a place that contains 0. input: place in the block; output: place in the panel.
   void put(int64_t input, int64_t output, uint8_t number) {
     Group& group = groups[input / kGroup];
     input %= kGroup;
@@ -63,7 +65,7 @@ struct WeightBlock {
     if constexpr (kHighBits > 0)
       group.high[input / kInputs][output] |= static_cast<uint32_t>(number >> 4 & kHighMask) << high_shift(input);
   }
-  // No product is rounded: a number, a count and a unit have 24 significant bits together.
+  // No product is rounded, because number, integer scale and unit together have 24 significant bits.
   float weight(int64_t input, int64_t output) const {
     const Group& group = groups[input / kGroup];
     input %= kGroup;
@@ -79,7 +81,7 @@ struct WeightBlock {
     if constexpr (kSymmetric) return scaled;
     return scaled - factor(group.minimums[input / kInputs], 1);
   }
-  // Factors of a vector of outputs.
+  // The scales and minimums of a vector of outputs.
   PAGEWIRE_INLINE Vec factors(const Factor (&of_panel)[kPanel], int64_t unit, int64_t output) const {
     const Vec own = widen(of_panel + output);
     if constexpr (kHasUnits) return own * widen(units[unit] + output);
@@ -96,17 +98,16 @@ struct WeightBlock {
   }
 };
 
-// Kinds of blocks, which must differ in size.
+// A list of block types, which must have different sizes.
 template <typename... Kinds>
 struct BlockKinds {
   static_assert(((sizeof(Kinds) % 64 == 0) && ...));
-  // Number of kinds with the size of `Kind`.
+  // The number of block types with the size of `Kind`.
   template <typename Kind>
   static constexpr int kOfItsSize = ((sizeof(Kind) == sizeof(Kinds) ? 1 : 0) + ...);
   static_assert(((kOfItsSize<Kinds> == 1) && ...));
 
-  // Finds the first kind for which is(a block of the kind) is true, and calls apply(a block of the kind). Returns
-  // whether there is one.
+  // Finds the first block type for which is(block) is true, and calls apply(block). Returns whether a type was found.
   template <typename Is, typename Apply>
   static bool visit(const Is& is, const Apply& apply) {
     return ((is(Kinds()) && (apply(Kinds()), true)) || ...);
@@ -117,19 +118,20 @@ using WeightBlocks = BlockKinds<
     WeightBlock<8, 32, false>, WeightBlock<8, 32, true>, WeightBlock<8, 16, false>,
     WeightBlock<4, 32, false, uint8_t>, WeightBlock<5, 32, false, uint8_t>, WeightBlock<6, 16, true, int8_t>>;
 
-// Inputs in 8 bits. The last group is padded with 0.
+// x rounded to 8 bits. The last group is padded with 0.
 struct Int8Rows {
-  // scaled_sums: scale times the sum of all numbers, and of either half. corrections: minus `zero` times these sums.
+  // scaled_sums: scale times the sum of all numbers, and of each half's numbers. corrections: minus `zero` times the
+  // sums.
   struct Group {
     float scale, scaled_sums[3];
     int32_t corrections[3];
   };
-  int64_t groups;  // of a row
+  int64_t groups;  // groups of a row
   Buffer<int8_t> numbers;
   Buffer<Group> of_groups;
 
-  // A row with a number that is not finite has scales and sums that are not finite. zero: the stored number that stands
-  // for a weight of zero.
+  // If a number of a row is not finite, the row's scales and sums are not finite. zero: the stored number that stands
+  // for the weight 0.
   Int8Rows(const at::BFloat16* x, const Sizes& sizes, int32_t zero)
       : groups(groups_of(sizes.inputs)), numbers(sizes.rows * groups * kGroup), of_groups(sizes.rows * groups) {
     parallel_for(sizes.rows, rows_a_thread(sizes.inputs), [&](int64_t begin, int64_t end) {
@@ -168,20 +170,20 @@ struct Int8Rows {
 };
 
 constexpr int64_t kPanelVectors = kPanel / kLanes;
-// Rows of a tile whose sums of integers and of floats stay in registers. AVX-512 has 32 registers; AVX2 has 16, and a
-// row has 4 sums of each kind. With 6 rows GCC 12 keeps sums of floats in memory, and AVX-512's tiles are 13% slower.
-// NEON has 32 registers, and a row has 8 sums of each kind. Only the sums of integers stay there; sums of floats are
-// updated once for a group.
+// Number of rows of a tile. Sums of integers and of floats should stay in registers. AVX-512 has 32 registers. With 6
+// rows, GCC 12 would hold sums of floats in memory, and tiles would be 13% slower. AVX2 has 16 registers, and a row has
+// 4 sums of each kind. NEON has 32 registers, and a row has 8 sums of each kind. With NEON, only the sums of integers
+// stay in registers; the sums of floats are updated once per group.
 constexpr int kGroupedTileRows = kPanelVectors == 2 ? 4 : kPanelVectors == 8 ? 2 : 1;
 
-// With more tiles than this, numbers that are costly to unpack are unpacked once to bytes in memory. With AVX-512 this
-// makes tiles of 5 and 6 bits a fifth faster, and does not help for 4 bits.
+// If there are more tiles, numbers that are costly to unpack are unpacked once to bytes in memory. With AVX-512, tiles
+// of 5 and 6 bits are then a fifth faster. Tiles of 4 bits are not faster.
 constexpr int64_t kMaxPackedTiles = 2;
 template <typename Block>
 constexpr bool kIsCostly = Block::kHighBits > 0 || (Block::kLowBits == 4 && kPanelVectors > 2);
 
-// Reads the numbers of a panel, four inputs at a time, in order. `enter` is called with the first inputs that share a
-// scale.
+// Reads the numbers of a panel in order, four inputs at a time. The caller calls `enter` before the first inputs that
+// share a scale.
 template <typename Block>
 struct PackedNumbers {
   const Block* blocks;
@@ -206,7 +208,7 @@ struct PackedNumbers {
   }
 };
 
-// The same numbers, unpacked to a byte each.
+// A panel's numbers, unpacked to a byte each.
 struct WideNumbers {
   static constexpr int64_t kGroupBytes = kGroup * kPanel;
 
@@ -236,7 +238,7 @@ WideNumbers widen_numbers(PackedNumbers<Block> packed, int64_t groups) {
   return {wide.data()};
 }
 
-// Adds the bias to the sums of a panel's outputs, and stores them.
+// Adds the bias to the sums of a panel's outputs, and stores the results.
 template <int kRows>
 inline void put_tile(
     const Vec (&sums)[kRows][kPanelVectors], const Sizes& sizes, const at::BFloat16* bias, const Results& out,

@@ -1,9 +1,10 @@
-// Vectors of 32-bit integers with the lanes of a float32 vector; each lane may hold four bytes. Products of four bytes
-// at a time.
+// Vectors of 32-bit integers with as many lanes as a float32 vector. A lane may contain four bytes, which are
+// multiplied together.
 //
-// x86 multiplies unsigned by signed bytes, the types of weights and inputs. NEON multiplies signed bytes: 128 is
-// subtracted from 8-bit weights, and the caller adds 128 times the sum of the inputs again, which is exact. Newer ARM
-// processors also have x86's product (i8mm); it would save one instruction for four weights and all rows of a tile.
+// x86 multiplies unsigned bytes (weights) by signed bytes (inputs). NEON multiplies signed bytes. With NEON, 128 is
+// subtracted from 8-bit weights, and the caller adds 128 times the sum of the inputs, which is exact. Newer ARM
+// processors can also multiply unsigned by signed bytes (i8mm). i8mm would save one instruction for each four weights
+// in a tile.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +18,7 @@ namespace pagewire {
 using Ints = __m512i;
 inline Ints same_in_all(int32_t word) { return _mm512_set1_epi32(word); }
 inline Ints load_bytes(const void* bytes) { return _mm512_loadu_si512(bytes); }
-// bytes | (others & mask), where the mask is repeated in each byte.
+// Returns bytes | (others & mask), with the mask in each byte.
 inline Ints with_bits(Ints bytes, Ints others, int8_t mask) {
   return _mm512_ternarylogic_epi32(bytes, others, _mm512_set1_epi8(mask), 0xF8);
 }
@@ -28,7 +29,7 @@ inline Ints turned_right(Ints words) {
 inline Ints half_of(Ints bytes, bool upper) {
   return _mm512_and_si512(upper ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15));
 }
-// Weights have at most 7 bits, so that no pair of products exceeds 16 bits.
+// Weights have at most 7 bits, so that the sum of two products fits into 16 bits.
 inline Ints add_small_dots(Ints sums, Ints weights, Ints x, int16_t factor = 1) {
 #if defined(__AVX512VNNI__)
   if (factor == 1) return _mm512_dpbusd_epi32(sums, weights, x);
@@ -73,7 +74,7 @@ inline Ints half_of(Ints bytes, bool upper) {
   const uint8x16_t all = vreinterpretq_u8_s32(bytes);
   return vreinterpretq_s32_u8(upper ? vshrq_n_u8(all, 4) : vandq_u8(all, vdupq_n_u8(15)));
 }
-// Weights are signed, and no pair of products exceeds 16 bits: the largest is -128 times 127, twice.
+// Weights are signed. The sum of two products fits into 16 bits: its largest magnitude is 2 * 128 * 127.
 inline Ints add_signed_dots(Ints sums, Ints weights, Ints x) {
   const int8x16_t own = vreinterpretq_s8_s32(weights), other = vreinterpretq_s8_s32(x);
 #if defined(__ARM_FEATURE_DOTPROD)

@@ -1,5 +1,5 @@
-// A pool of keys and values: [blocks, 2, block_size, num_kv_heads, head], any stride between blocks and between keys
-// and values. A head is its numbers. In a narrow pool it is its numbers in 8 bits, followed by their common scale.
+// A pool of keys and values: [blocks, 2, block_size, num_kv_heads, head], with any stride between blocks and between
+// keys and values. In a narrow pool, a head is stored as numbers of 8 bits, followed by a scale.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// The small operations of a decoder layer, each one pass over its rows. kernels/reference.py defines them.
+// The small operations of a decoder layer. Each operation is one pass over its rows. kernels/reference.py defines the
+// operations.
 #pragma once
 
 #include <cmath>
@@ -31,8 +32,8 @@ inline Vec sum_of_squares(const T* x, int64_t length) {
   return squares;
 }
 
-// x: [outer, inner, length] with the given strides; out: contiguous. With a residual, [outer * inner, length], x is
-// added to the residual first, and the sum is normalised.
+// x: [outer, inner, length] with the given strides; out: contiguous. If a residual is given, [outer * inner, length], x
+// is first added to the residual, and the sum is normalised.
 template <typename Out, typename X, typename W>
 void rms_norm(
     Out* out, const X* x, float* residual, const W* weight, int64_t outer, int64_t inner, int64_t length,
@@ -82,7 +83,8 @@ void rotary_embedding(
   });
 }
 
-// Writes the keys and values of each token, [num_kv_heads, head_dim], into its slot; a negative slot is skipped.
+// Writes the keys and values of each token, [num_kv_heads, head_dim], into the token's slot. Tokens with a negative
+// slot are skipped.
 template <typename T>
 void store_kv(
     const T* keys, int64_t key_stride, const T* values, int64_t value_stride, const KvPool<T>& cache,
@@ -106,8 +108,8 @@ void store_kv(
 }
 
 // A fused projection, which `prepare` turns into attention's inputs. Query and key heads are normalised (with norms)
-// and rotated (with angles) in float32. Then queries are rounded into a separate tensor, and keys and values into their
-// slots.
+// and rotated (with angles) in float32. Queries are then rounded and stored in a separate tensor. Keys and values are
+// rounded and stored in their slots.
 template <typename T>
 struct Projection {
   const T* qkv;  // [tokens, num_heads + 2 * num_kv_heads, head_dim]
@@ -187,7 +189,7 @@ void gated_activation(T* out, const T* x, int64_t rows, int64_t length) {
   });
 }
 
-// The largest of x; NaN if any is NaN; -inf if x is empty.
+// The largest number of x; NaN if any number is NaN; -inf if x is empty.
 template <typename T>
 inline float row_max(const T* x, int64_t length) {
   const int64_t whole = length / kLanes * kLanes;
@@ -201,7 +203,7 @@ inline float row_max(const T* x, int64_t length) {
   return value;
 }
 
-// The largest of each row (NaN if any is NaN), and its first place. x: [rows, length].
+// The largest number of each row and its first place; NaN if any number of the row is NaN. x: [rows, length].
 template <typename T>
 void greedy(const T* x, T* values, int64_t* indices, int64_t rows, int64_t length) {
   constexpr int64_t kScanned = 1024;  // only the chunk with the largest is searched element by element

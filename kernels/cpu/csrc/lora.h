@@ -1,4 +1,5 @@
-// The outputs of LoRA adapters added to a product, each row with its own adapter. kernels/reference.py defines it.
+// Adds the outputs of LoRA adapters to a product. Each row has its own adapter. kernels/reference.py defines the
+// operation.
 #pragma once
 
 #include "team.h"
@@ -15,9 +16,10 @@ struct Lora {
   int64_t parts, max_rank, inputs, outputs;
 };
 
-constexpr int64_t kSums = 8;  // sums computed side by side, because each addition to a sum waits for the one before
+constexpr int64_t kSums = 8;  // number of parallel sums, because each addition to a sum waits for the previous addition
 
-// The products of x with kCount neighbouring vectors, `length` apart; each sum has the same bits as alone.
+// The products of x with kCount neighbouring vectors, `length` apart. The number of parallel sums does not change the
+// bits of a sum.
 template <int kCount, typename T>
 inline void dots(const T* x, const T* y, int64_t length, float* products) {
   Vec sums[kCount];
@@ -29,7 +31,8 @@ inline void dots(const T* x, const T* y, int64_t length, float* products) {
   for (int k = 0; k < kCount; ++k) products[k] = sum(sums[k]);
 }
 
-// Adds the rows of b times these factors to kCount neighbouring vectors of y; each sum has the same bits as alone.
+// Adds the rows of b times the factors to kCount neighbouring vectors of y. The number of vectors does not change the
+// bits of a sum.
 template <int kCount, typename Y, typename T>
 inline void add_rows(Y* y, const T* b, int64_t stride, const float* factors, int64_t count) {
   Vec sums[kCount];
@@ -42,7 +45,7 @@ inline void add_rows(Y* y, const T* b, int64_t stride, const float* factors, int
   for (int k = 0; k < kCount; ++k) store(y + k * kLanes, widen(y + k * kLanes, kLanes) + sums[k], kLanes);
 }
 
-// Batch-invariant: a row's sums are over its own inputs and ranks, in their order.
+// The function is batch-invariant: a row's sums are over the row's inputs and ranks, in order.
 template <typename Y, typename T>
 void add_lora(Y* y, const T* x, int64_t x_stride, const int32_t* slots, int64_t rows, const Lora<T>& lora) {
   parallel_for(rows, 1, [&](int64_t begin, int64_t end) {

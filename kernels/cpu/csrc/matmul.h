@@ -1,19 +1,20 @@
-// x @ weightᵀ + bias for bf16 x, and weights in bf16 or int8 that were packed once. Sums are float32; results are
-// float32 or rounded to bf16.
+// x @ weightᵀ + bias for bf16 x and packed weights in bf16 or int8. Sums are float32. Results are float32 or rounded to
+// bf16.
 //
-// Packed weights are panels of 32 outputs: [outputs / 32][inputs / 2][32][2]. So one vector holds 16 outputs of two
-// neighbouring inputs, the operand of a dot product of pairs. A tile of at most 12 rows by one panel stays in 24 vector
-// registers and reads the panel once. With 12 rows, one broadcast each feeds two dot products a cycle. Rows are taken
-// 192 at a time, so that they stay in a core's L2 cache while panels pass by.
+// Packed weights are panels of 32 outputs: [outputs / 32][inputs / 2][32][2]. A vector contains 16 outputs of two
+// neighbouring inputs, which is the operand of a dot product of pairs. The sums of a tile of at most 12 rows by one
+// panel stay in 24 vector registers, and the tile reads the panel once. With 12 rows, one broadcast per row is enough
+// for two dot products per cycle. 192 rows at a time are multiplied by all panels, so that the rows stay in a core's L2
+// cache.
 //
-// Machines without dot products of bf16 read the same panels: a pair of neighbouring inputs is a 32-bit number, and
-// each half shifted to the upper half is a float32. Tiles have fewer rows there, because registers are fewer or
-// narrower. Products are batch-invariant as well. torch's own products of bf16 took 2 to 7 times as long there, on an
-// EPYC with AVX2.
+// Machines without dot products of bf16 read the same panels. A pair of neighbouring inputs is a 32-bit number, and
+// each half becomes a float32 when it is shifted to the upper half. Tiles have fewer rows on these machines, because
+// registers are fewer or narrower. Products are also batch-invariant. On an EPYC with AVX2, torch's products of bf16
+// took 2 to 7 times as long.
 //
-// int8 weights have a scale for every 32 inputs of an output. A factor is number times scale, rounded to bf16 for any
-// number of rows, so that products are batch-invariant. For one or two tiles the factors are computed while reading,
-// which the dot products of 8 rows or more hide; for more tiles a panel is widened once.
+// int8 weights have a scale for every 32 inputs of an output. Number times scale is rounded to bf16 for any number of
+// rows, so that products are batch-invariant. For one or two tiles, the rounded products are computed while the weights
+// are read. Dot products of 8 rows or more hide this work. For more tiles, a panel is widened to bf16 once.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,13 +48,13 @@ struct Sizes {
   int64_t rows, inputs, outputs, x_stride;
 };
 
-// The destination of results, [rows, outputs]: one of the two is set.
+// The destination of results, [rows, outputs]. Only one pointer is set.
 struct Results {
   at::BFloat16* rounded;
   float* wide;
 
-  // Prefetches a panel's part of a row of results, which is far from recently written memory. With 32 rows and 4,864
-  // outputs products are up to a tenth faster.
+  // Prefetches the results of a row for a panel, because this memory is far from recently written memory. With 32 rows
+  // and 4,864 outputs, products are up to a tenth faster.
   void fetch(int64_t place) const {
     const char* first = wide != nullptr ? reinterpret_cast<const char*>(wide + place)
                                         : reinterpret_cast<const char*>(rounded + place);
@@ -69,16 +70,16 @@ struct Results {
   }
 };
 
-// For functions that tiles call while they sum: a real call would spill 24 registers of sums.
+// Forces inlining of functions that tiles call while they sum. A real call would spill 24 registers of sums.
 #define PAGEWIRE_INLINE __attribute__((always_inline)) inline
 
-// Prefetches the panel after the current one, for weights in 8 bits or less. Each of several tiles fetches a part of
-// it, a few lines before each stretch of its inputs, so that memory works while tiles multiply. When a tile fetched all
-// its lines at once, 8 to 12 rows took 1.5 times as long. A single tile waits for memory anyway, and the processor
-// prefetches by itself. bf16, whose tiles take longer, needs only the processor's prefetching.
+// Prefetches the next panel, for weights in 8 bits or less. Each of several tiles prefetches a part of the next panel:
+// a few cache lines before each stretch of inputs, so that memory works while tiles multiply. When a tile fetched all
+// its lines at once, 8 to 12 rows took 1.5 times as long. A single tile waits for memory anyway, and the processor's
+// own prefetching suffices. Tiles of bf16 take longer, so the processor's own prefetching suffices for bf16, too.
 class Ahead {
  public:
-  // next: `blocks` blocks. For tile number `part` of `parts`, which has this many stretches.
+  // next: the next panel, `blocks` blocks. The tile is number `part` of `parts`, and has `stretches` stretches.
   template <typename Block>
   Ahead(const Block* next, int64_t blocks, int64_t part, int64_t parts, int64_t stretches) {
     const int64_t bytes = blocks * static_cast<int64_t>(sizeof(Block));
@@ -96,7 +97,8 @@ class Ahead {
   int64_t bytes_a_stretch_;
 };
 
-// For a single tile. With an `Ahead` that fetches nothing, 1 to 4 rows of Q4_K took 1.01 to 1.06 times as long.
+// Replaces `Ahead` for a single tile: nothing is prefetched. With an `Ahead` that fetches nothing, 1 to 4 rows of Q4_K
+// took 1.01 to 1.06 times as long.
 struct NothingAhead {
   PAGEWIRE_INLINE void fetch() {}
 };
@@ -106,8 +108,8 @@ struct NothingAhead {
 constexpr int64_t kTileRows = 12;
 constexpr int64_t kMaxNarrowTiles = 2;
 
-// Reads the weights of a panel, two neighbouring inputs at a time: outputs 0 to 15 and 16 to 31. `enter` is called with
-// the first input of each stretch.
+// Reads the weights of a panel for two neighbouring inputs at a time: a vector for outputs 0 to 15, and a vector for 16
+// to 31. `enter` is called with the first input of each stretch.
 struct Bf16Panel {
   static constexpr int64_t kStretch = std::numeric_limits<int64_t>::max();
 
@@ -127,7 +129,7 @@ struct Int8Panel {
   Ahead ahead;
   const int8_t* weights = nullptr;  // of the group, [16][32][2]
   int64_t first = 0;                // first input of the group
-  __m512 scales[4] = {};            // of eight outputs each, for both inputs of a pair
+  __m512 scales[4] = {};            // each for eight outputs and both inputs of a pair
 
   PAGEWIRE_INLINE void enter(int64_t input) {
     ahead.fetch();
@@ -135,7 +137,7 @@ struct Int8Panel {
     weights = group.weights[0][0];
     first = input;
     const __m512i narrow = _mm512_loadu_si512(group.scales);
-    // Lanes 2 i and 2 i + 1 get scale i in their upper half.
+    // Lanes 2 i and 2 i + 1 receive scale i in their upper half.
     __m512i places = _mm512_slli_epi32(_mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0), 16);
     for (auto& eight : scales) {
       eight = _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, places, narrow));
@@ -164,7 +166,7 @@ struct WidePanel : Bf16Panel {
 struct Bf16Weights {
   const at::BFloat16* packed;  // [panels, inputs / 2, 32, 2]
 
-  // Calls tile(number, the panel's weights) for each tile in turn.
+  // Calls tile(number, the panel's weights) for each tile, in order.
   template <typename F>
   void for_tiles(int64_t panel, int64_t inputs, int64_t tiles, const F& tile) const {
     for (int64_t i = 0; i < tiles; ++i) tile(i, Bf16Panel{packed + panel * kPanel * inputs});
@@ -234,14 +236,15 @@ inline void multiply_tile(
 #else
 
 constexpr int64_t kVectors = kPanel / kLanes;
-// Rows for which the sums, and a vector of each factor, stay in registers: 16 of them with AVX2, 32 with AVX-512. NEON
-// has 32, but narrower. GCC 12, instructions per multiply-add by tile rows: 1: 3.6, 2: 3.0, 3: 3.2.
+// Maximum number of rows for which the sums and a vector of each factor stay in registers. AVX2 has 16 registers,
+// AVX-512 has 32. NEON has 32 narrower registers; GCC 12 generates 3.6, 3.0 and 3.2 instructions per multiply-add for
+// tiles of 1, 2 and 3 rows.
 constexpr int64_t kTileRows = kVectors == 2 ? 6 : kVectors == 4 ? 3 : 2;
 
 using Pairs = at::vec::Vectorized<int32_t>;
 static_assert(Pairs::size() == kLanes);
 
-// The numbers of a pair's first input, and of its second input.
+// The numbers of a pair's first input, and of the pair's second input.
 inline Vec first_of(const Pairs& pairs) { return at::vec::cast<float, int32_t>(pairs << Pairs(16)); }
 inline Vec second_of(const Pairs& pairs) {
   return at::vec::cast<float, int32_t>(pairs & Pairs(static_cast<int32_t>(0xFFFF0000)));
@@ -292,7 +295,8 @@ inline void multiply_tile(
 
 #endif
 
-// Rows multiplied with one panel after the other, in tiles of even height: 32 rows are 11, 11 and 10.
+// Rows that are multiplied with one panel after the other, in tiles of nearly equal height. For example, 32 rows are
+// split into 11, 11 and 10.
 template <int kMostRows>
 struct Chunk {
   int64_t first, rows;
@@ -316,7 +320,7 @@ struct Chunk {
   }
 };
 
-// Calls multiply(chunk, panel) for all rows and outputs, on several threads.
+// Calls multiply(chunk, panel) for all chunks of rows and all panels, on several threads.
 template <int kMostRows, typename F>
 void for_panels(const Sizes& sizes, const F& multiply) {
   const int64_t panels = panels_of(sizes.outputs);

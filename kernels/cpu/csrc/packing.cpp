@@ -18,7 +18,8 @@ namespace {
 
 using at::Tensor;
 
-// Calls apply(blocks) if `packed` is from `pack_grouped` for this number of inputs; otherwise returns false.
+// If `packed` is from `pack_grouped` for this number of inputs, calls apply(blocks) and returns true. Otherwise returns
+// false.
 template <typename F>
 bool with_blocks(const Tensor& packed, int64_t inputs, const F& apply) {
   return packed.scalar_type() == at::kByte && packed.dim() == 3 &&
@@ -239,7 +240,7 @@ Tensor packed_rows(const Tensor& packed, const Tensor& rows, int64_t outputs, in
   const auto* wanted = rows.const_data_ptr<int64_t>();
   auto found = at::empty({rows.numel(), inputs}, rows.options().dtype(at::kFloat));
   auto* to = found.data_ptr<float>();
-  // Stores weight(input, the panel, the output's place in it) for all wanted rows.
+  // For all requested rows, stores weight(input, panel, the output's place in the panel).
   const auto read = [&](const auto& weight) {
     parallel_for(rows.numel(), rows_a_thread(inputs), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)

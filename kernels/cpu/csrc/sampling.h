@@ -1,9 +1,9 @@
-// A sampler's operations on a row of logits. kernels/sampling/eager.py defines them, kernels/sampling/noise.py the
-// noise.
+// A sampler's operations on a row of logits. kernels/sampling/eager.py defines the operations, and
+// kernels/sampling/noise.py defines the noise.
 //
-// Noise takes two logarithms a token, and hardly any token can win. The noise is at most 16.64, and above g with a
-// probability of about exp(-g). So the part of the row with the largest logit comes first. Other tokens are skipped
-// early if their logits, or the hash of their noise, rule out a win against the best so far.
+// Noise requires two logarithms per token, but few tokens have a chance to win. The noise is at most 16.64, and exceeds
+// g with a probability of about exp(-g). The part of the row with the largest logit is therefore computed first. If the
+// logit of a later token, or the hash of its noise, shows that the token cannot win, its logarithms are not computed.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ inline void keep(float* logits, const uint8_t* bits, int64_t length) {
   }
 }
 
-// Uniform numbers in (0, 1) of kPart tokens from `first` on.
+// Uniform random numbers in (0, 1) for kPart tokens, beginning with token `first`.
 inline void uniform_noise(uint64_t key, int64_t first, float* out) {
   const auto low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
   for (int64_t i = 0; i < kPart; ++i) {
@@ -59,13 +59,13 @@ inline void collect(const std::vector<float>& values, float least, std::vector<f
     if (value >= least) out.push_back(value);
 }
 
-// The least scaled logit that passes the filters, which kernels/sampling/filters.py defines. scratch.scaled: the row,
-// with 0 as its largest; scratch.tops: the largest of each part.
+// The smallest scaled logit that passes the filters, which kernels/sampling/filters.py defines. scratch.scaled: the
+// scaled row, with the maximum 0; scratch.tops: the maximum of each part.
 inline float threshold_of(const Draw& draw, Scratch& scratch) {
   const auto length = static_cast<int64_t>(scratch.scaled.size()), parts = static_cast<int64_t>(scratch.tops.size());
   auto& candidates = scratch.candidates;
   float floor = draw.log_min_p;
-  // A value that at least `count` values reach, and not many more. Reorders the tops.
+  // Finds a value that at least `count` values of the row reach, and not many more. Reorders the tops.
   const auto reached_by = [&](int64_t count) {
     if (count > parts) return -std::numeric_limits<float>::infinity();
     const auto place = scratch.tops.begin() + count - 1;
@@ -104,8 +104,9 @@ inline float threshold_of(const Draw& draw, Scratch& scratch) {
   }
 }
 
-// The token with the largest (logit - largest) / temperature + noise, among tokens whose scaled logit reaches the
-// threshold; the lowest id among equals. 0 if draw.largest is not finite or not the row's largest.
+// The token with the largest (logit - largest) / temperature + noise, among tokens with a scaled logit of at least the
+// threshold. Among equally good tokens, the lowest id is returned. Returns 0 if draw.largest is not finite or not the
+// row's maximum.
 template <typename T>
 int64_t draw_one(const T* x, int64_t length, const Draw& draw, Scratch& scratch) {
   if (!std::isfinite(draw.largest)) return 0;

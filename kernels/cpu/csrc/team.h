@@ -1,17 +1,18 @@
-// Threads that help with a loop when they can, and are not waited for when they cannot.
+// Threads that help with a loop. The loop does not wait for a thread that is not running.
 //
-// A barrier waits for every thread. A thread that has lost its core to another process (here the scheduler or a client)
-// stalls all threads until the kernel runs it again; on two cores a step of 6 ms then took 150. Here the caller splits
-// a loop into pieces and works on them itself. A helper takes pieces when it gets to run. The caller waits only for
-// helpers that work on a piece or look for one. If that takes long, the helper has lost its core. The caller then
-// sleeps, so that the kernel can give its core to the helper. 8 and 32 streams, with client and scheduler on the same
-// two cores, were 1 to 6% faster than with a caller that yields.
+// A barrier waits for every thread. If a thread loses its core to another process, such as the scheduler or a client,
+// all threads wait until the operating system runs the thread again. With barriers on two cores, a step of 6 ms took
+// 150 ms if a thread lost its core. In this file, the caller splits a loop into pieces and computes pieces itself.
+// Helpers that are running take pieces, too. The caller waits only for helpers that compute a piece or look for a
+// piece. If the wait takes long, the helper has lost its core. The caller then sleeps, so that the operating system can
+// give the caller's core to the helper. With 8 and 32 streams, and with client and scheduler on the same two cores,
+// sleeping was 1 to 6% faster than yielding.
 //
-// Each thread takes the pieces of its own stretch of the loop in order, so that memory is read in order. Then it takes
-// pieces left in other threads' stretches.
+// Each thread takes the pieces of its own stretch of the loop in order, so that memory is read in order. When its
+// stretch is done, a thread takes pieces of other threads' stretches.
 //
-// Idle helpers spin for the length of the pause between two operations of a step, then yield, then sleep. Between steps
-// their cores are free for others.
+// Idle helpers spin for as long as the pause between two operations of a step, then yield, then sleep. Between steps,
+// other processes can use the helpers' cores.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -45,16 +46,16 @@ class Team {
       team.stretches_[i].next.store(pieces * i / threads, std::memory_order_relaxed);
       team.stretches_[i].end = pieces * (i + 1) / threads;
     }
-    team.round_.fetch_add(1);  // odd: open
+    team.round_.fetch_add(1);  // odd: the round is open
     if (team.asleep_.load() > 0) team.round_.notify_all();
     team.work(0, threads);
-    team.round_.fetch_add(1);  // even: closed; a helper that arrives now leaves again
+    team.round_.fetch_add(1);  // even: the round is closed; a helper that arrives now leaves again
     team.wait_for_helpers();
   }
 
  private:
   static constexpr int kMaxThreads = 256;
-  static constexpr int kSpins = 2000;  // of some 15 ns each
+  static constexpr int kSpins = 2000;  // of about 15 ns each
   static constexpr int kYields = 100;
 
   static Team& only() {
@@ -76,11 +77,11 @@ class Team {
     try {
       for (; num_helpers_ < helpers; ++num_helpers_) std::thread(&Team::help, this, num_helpers_ + 1).detach();
     } catch (const std::system_error&) {
-      // The system allows no more threads: fewer helpers.
+      // If the system allows no more threads, there are fewer helpers.
     }
   }
 
-  // A piece that throws ends the process: other threads may still use its caller's objects.
+  // If a piece throws, the process ends, because other threads may still use the caller's objects.
   void work(int number, int threads) noexcept {
     for (int i = 0; i < threads; ++i) {
       Stretch& stretch = stretches_[(number + i) % threads];
@@ -93,7 +94,7 @@ class Team {
     for (;;) {
       seen = wait_for_another(seen);
       if (seen % 2 == 0) continue;
-      // Either this helper sees that the round is closed, or the caller sees the helper inside, and waits.
+      // Either this helper sees that the round is closed, or the caller sees that the helper is inside, and waits.
       ++inside_;
       if (const int threads = threads_.load(); round_.load() == seen && number < threads) work(number, threads);
       --inside_;
@@ -143,7 +144,7 @@ class Team {
   std::atomic<int> threads_{0};
 };
 
-// Rows for which another thread pays: waking a thread costs as much as 16,384 elements, 2 to 5 µs.
+// Minimum number of rows per thread: waking a thread takes 2 to 5 µs, as long as computing 16,384 elements.
 inline int64_t rows_a_thread(int64_t row_length) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, row_length));
 }
@@ -151,7 +152,7 @@ inline int64_t rows_a_thread(int64_t row_length) {
 // Calls piece(begin, end) for consecutive stretches of [0, count) that are at least `grain` long, except the last.
 template <typename F>
 void parallel_for(int64_t count, int64_t grain, const F& piece) {
-  // Several pieces a thread: other threads take pieces of a thread that is slow or not running.
+  // There are several pieces per thread, so that other threads can take pieces of a thread that is slow or not running.
   const int64_t length = std::max(grain, count / (16 * at::get_num_threads()));
   Team::run((count + length - 1) / length, [&](int64_t i) { piece(i * length, std::min(count, (i + 1) * length)); });
 }

@@ -1,4 +1,4 @@
-// Loads and stores that compute in float32 for any tensor type, in vectors of the library's instruction set.
+// Loads and stores that convert any tensor type to and from float32, in vectors of the library's instruction set.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -27,7 +27,8 @@ struct CacheLines {
   bool operator==(const CacheLines&) const { return true; }
 };
 
-// A std::vector none of whose 64-byte vectors straddles two cache lines, which makes attention a twentieth faster.
+// A std::vector that begins at a cache line, so that each 64-byte vector is in one cache line. This alignment makes
+// attention a twentieth faster.
 template <typename T>
 using Buffer = std::vector<T, CacheLines<T>>;
 
@@ -54,7 +55,7 @@ inline Vec widen_four(const at::Half* source) {
 }
 #endif
 
-// Widens `count` numbers to float32; lanes from `count` on are 0.
+// Loads `count` numbers as float32. Lanes from number `count` on are 0.
 template <typename T>
 inline Vec widen(const T* source, int64_t count = kLanes) {
   if constexpr (std::is_same_v<T, float>) {
@@ -138,7 +139,8 @@ inline float largest(const Vec& x) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, x);
 }
 
-// Calls `apply(index, lanes)` for consecutive vectors that cover `count` elements; only the last has fewer lanes.
+// Calls `apply(index, lanes)` for consecutive vectors that cover `count` elements. Only the last vector has fewer
+// lanes.
 template <typename F>
 inline void for_each_vector(int64_t count, const F& apply) {
   int64_t index = 0;
@@ -162,7 +164,7 @@ inline void store_8_bits(const Vec& x, int64_t count, int8_t* numbers) {
   for (int64_t i = 0; i < count; ++i) numbers[i] = static_cast<int8_t>(each[i]);
 }
 
-// The largest magnitude; not finite if any number is not.
+// The largest magnitude. The result is not finite if any number is not finite.
 template <typename T>
 inline float largest_magnitude(const T* x, int64_t count) {
   Vec magnitudes(0);
@@ -171,15 +173,16 @@ inline float largest_magnitude(const T* x, int64_t count) {
   });
   return largest(magnitudes);
 }
-// bf16 magnitudes have the order of their bits; comparing bits doubles the numbers in a vector.
+// bf16 magnitudes have the order of their bits. Comparing bits instead of floats doubles the numbers in a vector.
 inline float largest_magnitude(const at::BFloat16* x, int64_t count) {
   uint16_t most = 0;
   for (int64_t i = 0; i < count; ++i) most = std::max(most, static_cast<uint16_t>(x[i].x & 0x7FFF));
   return at::BFloat16(most, at::BFloat16::from_bits());
 }
 
-// Quantises x to 8 bits: stores the nearest numbers in steps of the returned scale, with which the largest magnitude is
-// 127. If x is not finite, the scale is NaN and the numbers are 0. Magnitudes all below 1e-36 become 0, too.
+// Quantises x to 8 bits. Stores the nearest numbers in steps of the scale, and returns the scale, with which the
+// largest magnitude becomes 127. If x is not finite, the scale is NaN and the numbers are 0. If all magnitudes are
+// below 1e-36, the numbers are 0, too.
 template <typename T>
 inline float round_to_8_bits(const T* x, int64_t count, int8_t* numbers) {
   const float most = largest_magnitude(x, count);

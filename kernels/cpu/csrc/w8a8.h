@@ -1,10 +1,10 @@
-// x @ weightᵀ + bias for weights in 8 bits that were packed once, and x rounded to 8 bits; sums are float32.
+// x @ weightᵀ + bias for packed weights in 8 bits, with x rounded to 8 bits; sums are float32.
 //
-// 64 neighbouring inputs of an output share a scale, and so do 64 neighbouring inputs of a row of x. Integers are
-// multiplied four at a time (see integers.h), and scaled once for 64 inputs. Five of six vector instructions multiply.
-// With groups of 32 and numbers to unpack, as in grouped.h, half of them do. A thread with its weights in cache reaches
-// 0.72 to 0.79 of a core's peak. With groups of 128 inputs it is 7% faster, but less exact. Products are
-// batch-invariant, and bit-identical with every instruction set.
+// 64 neighbouring inputs of an output share a scale. 64 neighbouring inputs of a row of x also share a scale. Integers
+// are multiplied four at a time (see integers.h), and sums are scaled once for 64 inputs. Five of six vector
+// instructions multiply. In grouped.h, with groups of 32 and numbers to unpack, half of the vector instructions
+// multiply. A thread with its weights in cache reaches 0.72 to 0.79 of a core's peak. Groups of 128 inputs are 7%
+// faster, but less exact. Products are batch-invariant, and have the same bits with every instruction set.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,10 +24,10 @@ constexpr int64_t kLongGroup = 64;
 
 inline int64_t long_groups_of(int64_t inputs) { return (inputs + kLongGroup - 1) / kLongGroup; }
 
-// Weights of 64 neighbouring inputs and a panel's outputs; numbers past the last input are not read.
+// The weights of a panel's outputs for 64 neighbouring inputs. Numbers after the last input are not read.
 struct LongBlock {
   float scales[kPanel];
-  uint8_t numbers[kLongGroup / 4][kPanel][4];  // each plus 128, of four inputs each
+  uint8_t numbers[kLongGroup / 4][kPanel][4];  // numbers plus 128; each entry has four inputs
 
   float weight(int64_t input, int64_t output) const {
     return static_cast<float>(numbers[input / 4][output][input % 4] - 128) * scales[output];
@@ -35,17 +35,17 @@ struct LongBlock {
 };
 static_assert(sizeof(LongBlock) % 64 == 0);
 
-// Inputs in 8 bits. The last four inputs are padded with 0.
+// x rounded to 8 bits. The last four inputs are padded with 0.
 struct LongInt8Rows {
   struct Group {
     float scale;
-    int32_t correction;  // for the 128 that is added to weights
+    int32_t correction;  // corrects the sums for the 128 that is added to weights
   };
-  int64_t groups;  // of a row
+  int64_t groups;  // groups of a row
   Buffer<int8_t> numbers;
   Buffer<Group> of_groups;
 
-  // A row with a number that is not finite has scales that are not finite.
+  // If a number of a row is not finite, the row's scales are not finite.
   LongInt8Rows(const at::BFloat16* x, const Sizes& sizes)
       : groups(long_groups_of(sizes.inputs)), numbers(sizes.rows * groups * kLongGroup), of_groups(sizes.rows * groups) {
     parallel_for(sizes.rows, rows_a_thread(sizes.inputs), [&](int64_t begin, int64_t end) {
@@ -70,8 +70,8 @@ struct LongInt8Rows {
   }
 };
 
-// Rows for which the sums of integers stay in registers, 12 of 32 with AVX-512. GCC 12 keeps the sums of floats,
-// updated once for 64 inputs, in memory.
+// Maximum number of rows for which the sums of integers stay in registers. With AVX-512, the sums of 6 rows use 12 of
+// 32 registers. GCC 12 holds the sums of floats in memory; these sums are updated once for 64 inputs.
 constexpr int kLongTileRows = kPanelVectors == 2 ? 6 : 2;
 
 template <int kRows>

@@ -1,24 +1,25 @@
 """Batch-invariant paged attention: a token has the same bits in any batch, chunk or captured graph.
 
-    part      512 keys that begin at a multiple of 512
-    program   one tile of query rows, one key head, and some or all parts of their keys
+    `part`      512 keys that begin at a multiple of 512.
+    `program`   computes one tile of query rows for one key head, over some or all parts of the keys.
 
-Each part is computed separately, one key tile after the other from its beginning. `merge_part` merges parts in their
-order: largest score, sum of weights and weighted sum. If tiles are few, each program takes some of the parts, and
-`merge_parts` merges their results with the same arithmetic; otherwise one program takes all parts of a tile. So the
-number of programs changes no bit.
+Each part is computed separately, one key tile after the other from the part's beginning. `merge_part` merges the
+results of parts in order: largest score, sum of weights and weighted sum. If there are few tiles, several programs
+share the parts of a tile, and `merge_parts` merges their results with the same arithmetic. If there are many tiles, one
+program computes all parts of a tile. The number of programs does not change a bit of the result.
 
-Decodes and chunks have the same tile size, and every tile of keys is masked, so that one compiled kernel computes both.
-A row's arithmetic does not depend on the other rows of its tile, so rows of several sequences may share a tile.
-`metadata.shared` makes use of it: a launch of its own computes the shared parts of a prefix once for several decodes,
-and each row then starts from that launch's results.
+Decodes and chunks have the same tile size, and every tile of keys is masked, so one compiled kernel computes both. A
+row's arithmetic does not depend on the other rows of its tile, so rows of several sequences may share a tile. If
+`metadata.shared` is given, a separate launch computes the shared parts of a prefix once for several decodes. In the
+second launch, each row continues from the results of the shared parts.
 
-Two assumptions are made. A tensor core instruction sums up a row the same way wherever the row lies in a tile. The
-compiler turns `merge_part`, whose roundings are explicit, into the same operations in both kernels. The kernel has not
-run on a GPU yet, so neither its tiles nor the size of a part are measured choices; CPUs use 512, too.
+The kernel relies on two assumptions; tests on an H100 found equal bits. A tensor core instruction sums up a row in the
+same way at any place in a tile. The compiler translates `merge_part` to the same operations in both kernels, because
+the function's roundings are explicit. Sizes of tiles and parts have not been tuned by measurement. CPUs also use parts
+of 512 keys.
 
-Oracle: `kernels.reference.paged_attention`, and its own bits in other batches. Sizes that hurt: those of
-`paged_attention`; contexts of 511 to 513 tokens; windows whose first key is inside a part; shared prefixes one key
+Oracle: `kernels.reference.paged_attention`, and the kernel's own bits in other batches. Edge cases: the edge cases of
+`paged_attention`; contexts of 511 to 513 tokens; windows with the first key inside a part; shared prefixes one key
 shorter than a context.
 """
 
@@ -42,11 +43,11 @@ from kernels.triton.launch import OPTIONS
 _NUM_WARPS = 4
 _NUM_STAGES = 3
 _MAX_TILE_KEYS = 32
-"""Largest number of keys of a tile. With 64 keys and heads of 128 a thread spills 200 bytes of registers, by ptxas for
-9.0; with 32 keys, 48 bytes."""
+"""Maximum number of keys in a tile. According to ptxas for compute capability 9.0 and heads of 128, a thread spills 48
+bytes of registers with 32 keys, and 200 bytes with 64 keys."""
 _MAX_PARTIAL_BYTES = 2**28
-"""Largest size of the results for `merge_parts`. Beyond it one program takes all parts of a tile, which changes no
-bit."""
+"""Maximum size of the results for `merge_parts`. If the results exceed this size, one program computes all parts of a
+tile, with equal bits."""
 
 
 def attention_by_position(
@@ -72,13 +73,13 @@ def attention_by_position(
     only_decodes = metadata.max_query_len == 1
     num_tiles = num_sequences if only_decodes else num_tokens // tile_tokens + num_sequences
     num_parts = triton.cdiv(metadata.max_context_len, PART_KEYS)
-    if window is not None:  # a window may begin within a part
+    if window is not None:  # a window may begin inside a part
         num_parts = min(num_parts, triton.cdiv(window + tile_tokens - 1, PART_KEYS) + 1)
     num_programs = min(num_parts, 2 * num_processors(query.device) // (num_tiles * num_kv_heads))
     apart = num_programs > 1 and num_parts * num_tokens * num_heads * head_dim * 4 <= _MAX_PARTIAL_BYTES
     shared = metadata.shared if only_decodes and window is None and bias is None and causal else None
 
-    # Results are in the order of a row's parts; some rows have fewer parts.
+    # A row's results are in the order of its parts. Some rows have fewer parts than `room`.
     room = num_parts if apart else 0 if shared is None else min(num_parts, shared.most_parts)
     partial = torch.empty((num_tokens, num_heads, room, head_dim), device=query.device)
     sums = torch.empty((num_tokens, num_heads, room, 2), device=query.device)
@@ -96,7 +97,7 @@ def attention_by_position(
             metadata.context_lens,
             metadata.block_tables,
             torch.empty(0, device=query.device) if bias is None else bias,
-            # Not read if nothing is shared.
+            # If there are no shared parts, the next three arguments are not read.
             *((metadata.query_start,) * 3 if shared is None else (shared.items, shared.rows, shared.num_parts)),
             num_sequences,
             room,
@@ -141,10 +142,11 @@ def shared_tokens(groups: int, head_dim: int, dtype: torch.dtype) -> int:
 
 
 def _tile_rows(groups: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Rows of a tile.
+    """Number of rows of a tile.
 
-    64 is the least that a Hopper GPU's warpgroup instruction multiplies. The weighted sums of a part and of all parts
-    before it lie in registers. That limits the rows of larger heads, even more in float32.
+    64 rows are the minimum of a Hopper GPU's warpgroup instruction. Two weighted sums are held in registers: the sum of
+    the current part, and the sum of all earlier parts. Tiles of large heads and tiles of float32 therefore have fewer
+    rows.
     """
     most = 2**13 // columns_of(head_dim) // (16 if dtype is torch.float32 else 1)
     return max(16, min(64, most), int(triton.next_power_of_2(groups)))
@@ -194,10 +196,11 @@ def _attention_by_position_kernel(
     head_columns: tl.constexpr,
     part_keys: tl.constexpr,
 ):
-    """Properties of a launch are no constants, because a kernel compiled for each might round each differently.
+    """Compute tiles. Flags of a launch are not constexpr, because kernels that are compiled separately for each flag
+    might round differently.
 
-    together: whether tiles are shared parts with rows of several sequences; apart: whether the results of parts are
-    stored in `partial` and `sums`; shares: whether rows start from the results of a launch with `together`.
+    together: whether a tile is a shared part with rows of several sequences. apart: whether the results of parts are
+    stored in `partial` and `sums`. shares: whether rows continue from the results of a launch with `together`.
     """
     tile_tokens: tl.constexpr = tile_rows // groups
     row = tl.arange(0, tile_rows)
@@ -211,12 +214,12 @@ def _attention_by_position_kernel(
         first_part, first_member, num_members = tl.load(item), tl.load(item + 1), tl.load(item + 2)
         sequence = tl.load(item_rows + first_member, mask=num_members > 0, other=0)
         token = tl.load(item_rows + first_member + member, mask=member < num_members, other=0)
-        # All keys precede all tokens, wherever the tokens are.
+        # All keys of a shared part are before all query tokens, so every token sees every key.
         last_part = first_part + tl.minimum(num_members, 1)
         low = first_part * part_keys
         high = last_part * part_keys
         position = high + member
-        first_place = tl.full([], 0, tl.int32)  # no window is shared: a row's first part is part 0
+        first_place = tl.full([], 0, tl.int32)  # no window with shared parts: a row's first part is part 0
     else:
         tile = tl.program_id(0) // num_kv_heads
         first_token = tl.full([], 0, tl.int32)
@@ -229,7 +232,7 @@ def _attention_by_position_kernel(
         first_row = tl.load(query_start + sequence)
         num_members = tl.minimum(tl.load(query_start + sequence + 1) - first_row - first_token, tile_tokens)
         context_len = tl.load(context_lens + sequence)
-        # Not causal: tokens see all keys, as if at the last key's place or after it.
+        # If not causal, positions begin at the last key, so all tokens see all keys.
         first_position = context_len - 1
         if causal:
             first_position = context_len - (tl.load(query_start + sequence + 1) - first_row) + first_token
@@ -255,8 +258,8 @@ def _attention_by_position_kernel(
     largest = tl.full([tile_rows], float("-inf"), tl.float32)
     total = tl.zeros([tile_rows], tl.float32)
     weighted = tl.zeros([tile_rows, head_columns], tl.float32)
-    # Values that a part needs once are computed inside the loop: in registers beside its tiles, they spilled 190 bytes
-    # more.
+    # Values that are needed once per part are computed inside the loop. If these values were kept in registers during
+    # the loop over tiles, 190 more bytes of registers would be spilled.
     for part in tl.range(first_part + tl.program_id(1), last_part, tl.num_programs(1), disable_licm=True):
         begin = tl.maximum(low, part * part_keys) // tile_keys
         end = tl.cdiv(tl.minimum(high, (part + 1) * part_keys), tile_keys)
@@ -271,7 +274,7 @@ def _attention_by_position_kernel(
             )  # fmt: skip
         left = place * room + part - first_place
         if apart != 0:
-            if part >= num_shared:  # earlier parts are there already
+            if part >= num_shared:  # the first launch stored earlier parts
                 tl.store(sums + left * 2, part_largest, mask=is_row)
                 tl.store(sums + left * 2 + 1, part_total, mask=is_row)
                 tl.store(partial + left[:, None] * head_dim + column, part_weighted, mask=inside)

@@ -1,5 +1,5 @@
-"""Shared code of attention kernels: sizes of tiles, the sequence of a tile, and the online softmax over one tile of
-keys (Milakov and Gimelshein, 2018; Dao et al., 2022)."""
+"""Code that the attention kernels share: sizes of tiles, the sequence of a tile, and the online softmax over one tile
+of keys (Milakov and Gimelshein, 2018; Dao et al., 2022)."""
 
 from functools import cache
 
@@ -11,22 +11,22 @@ from kernels.triton.attention.narrow_cache import scale_place
 
 _INTERPRETED_PROCESSORS = 8
 HOPPER_SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory that a program may use."""
+"""Bytes of shared memory that a program may use on a Hopper GPU."""
 
 
 def columns_of(head_dim: int) -> int:
-    """Columns of a tile: a power of two, and at least 16, the smallest size that a tensor core multiplies."""
+    """Number of columns of a tile: a power of two, and at least 16, the minimum of a tensor core."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def tile_keys_of(head_dim: int, dtype: torch.dtype) -> int:
-    """Keys of a tile: keys and values together take 32 KiB of shared memory for each pipeline stage."""
+    """Number of keys of a tile. For each pipeline stage, keys and values together occupy 32 KiB of shared memory."""
     return max(16, min(64, 2**14 // (columns_of(head_dim) * dtype.itemsize)))
 
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """The device's multiprocessors, each of which runs one program at a time."""
+    """Number of the device's multiprocessors."""
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -42,10 +42,12 @@ def shared_memory(device: torch.device) -> int:
 
 @triton.jit
 def sequence_of_tile(tile, query_start, num_sequences, tile_tokens: tl.constexpr):
-    """The sequence of a tile; sequence i has its tiles from `query_start[i] // tile_tokens + i` on.
+    """The sequence to which a tile belongs. The first tile of sequence i is tile number `query_start[i] // tile_tokens
+    + i`.
 
-    Rounding down loses at most one tile a sequence, and i adds one, so these ranges never overlap. The gaps between
-    them are tiles after the end of a sequence.
+    Rounding down loses at most one tile for each sequence, and the summand i adds one tile for each sequence. The
+    sequences' ranges of tiles therefore never overlap. Tiles in a gap between ranges lie after the end of a sequence
+    and are unused.
     """
     low = tl.full([], 0, tl.int32)
     high = num_sequences - 1
@@ -86,23 +88,23 @@ def attend_tile(
     tile_keys: tl.constexpr,
     head_columns: tl.constexpr,
 ):
-    """Continue the online softmax over keys [start, start + tile_keys); keys in [low, high) exist.
+    """Continue the online softmax over keys [start, start + tile_keys). Only keys in [low, high) exist.
 
-    head_bias: start of the bias entries of each row's head, if scores are biased. A tile reads one entry for each
-    score, through shared memory: 256 rows of 128 columns take 193 KiB of it on an H200, 129 KiB without bias. Not
-    measured. Returns the new largest score in powers of two, the sum of the weights, and the weighted sum of the
-    values.
+    head_bias: if scores are biased, the address of the first bias of each row's head. A tile reads one bias for each
+    score through shared memory. On an H200, 256 rows of 128 columns occupy 193 KiB of shared memory with a bias, and
+    129 KiB without. The cost has not been measured. Returns the new largest score as a logarithm to base 2, the sum of
+    the weights, and the weighted sum of the values.
     """
     log2_e: tl.constexpr = 1.4426950408889634
     key = start + tl.arange(0, tile_keys)
     column = tl.arange(0, head_columns)
     exists = (key >= low) & (key < high)
-    # Neighbouring keys read the same entry of the table, which the hardware fetches once.
+    # Neighbouring keys read the same entry of the block table. The hardware fetches the entry once.
     block = tl.load(table + key // block_size, mask=exists, other=0) if masked else tl.load(table + key // block_size)
     slot = block.to(tl.int64) * block_stride + key % block_size * (num_kv_heads * (head_dim + scale_bytes))
     key_place = head_cache + slot[None, :] + column[:, None]
     value_place = head_cache + part_stride + slot[:, None] + column[None, :]
-    # Missing values are zeros as well: a weight of 0 does not cancel NaN.
+    # Missing values must be zeros, because a weight of 0 times NaN is NaN.
     if masked:
         keys = tl.load(key_place, mask=exists[None, :] & (column < head_dim)[:, None], other=0.0)
         values = tl.load(value_place, mask=exists[:, None] & (column < head_dim)[None, :], other=0.0)
@@ -135,9 +137,10 @@ def attend_tile(
             visible &= position[:, None] - key[None, :] < window
         scores = tl.where(visible, scores, float("-inf"))
 
-    # The factor is positive, and a product and a difference are one instruction.
+    # The factor is positive, so the maximum is multiplied by it afterwards. `scores * factor - base` is one
+    # instruction.
     new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
-    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # no key seen yet
+    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # before any key is seen
     weights = tl.exp2(scores * factor - base[:, None])
     shrink = tl.exp2(largest - base)
     total = total * shrink + tl.sum(weights, axis=1)

@@ -1,13 +1,13 @@
-"""Copies whole blocks within a pool, in one pass, although a destination may be another pair's source.
+"""Copies whole blocks within a pool, in one pass. A destination may also be the source of another pair.
 
-    cache                   [num_blocks, ...], contiguous
-    sources, destinations   [n] int64
-    program                 the same few columns of all n pairs: [n padded, columns]
+    `cache`                   [num_blocks, ...], contiguous.
+    `sources, destinations`   [n] int64.
+    `program`                 copies the same few columns of all n pairs: [n padded, columns].
 
-Columns are independent, so programs do not wait for each other; a barrier in each program separates the last load from
-the first store. Eager torch gathers into a temporary pool instead, and so moves every byte twice. Oracle:
-`kernels.reference.copy_blocks`, which also serves more pairs than a program holds. Sizes that hurt: three pairs,
-chains, 123 elements a block.
+Columns are independent, so programs do not wait for each other. In each program, a barrier separates the last load from
+the first store. Eager torch copies the sources to temporary memory first, so it moves every byte twice. Oracle:
+`kernels.reference.copy_blocks`. If there are more pairs than a program can hold, the oracle is used instead of the
+kernel. Edge cases: three pairs, chains, 123 elements a block.
 """
 
 import torch
@@ -19,9 +19,10 @@ from kernels import reference
 from kernels.triton.launch import OPTIONS
 
 _TILE = 8192
-"""Elements that a program holds, 64 a thread."""
+"""Maximum number of elements in a program: 64 per thread."""
 _MAX_PAIRS = 256
-"""Most pairs of a program: with more, less than 64 bytes of a half-precision block would be contiguous in a tile."""
+"""Maximum number of pairs in a program. With more pairs, a tile would contain less than 64 contiguous bytes of a
+half-precision block."""
 
 
 def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:

@@ -1,14 +1,15 @@
 """Merges a query row's results over parts of the keys, one part after the other: an online softmax over parts.
 
-    partial   [num_tokens, num_heads, room, head_dim] float32: sums of values, weighted by `2^(score - largest)`
-    sums      [num_tokens, num_heads, room, 2] float32: the largest score of a part, in powers of two, and the weights
-    counts    [num_tokens, num_heads] int32: number of parts of a row; they are the first of its `room`
-    output    [num_tokens, num_heads, head_dim]
-    program   one head of one token
+    `partial`   [num_tokens, num_heads, room, head_dim] float32: sums of values, weighted by `2^(score - largest)`.
+    `sums`      [num_tokens, num_heads, room, 2] float32: a part's largest score (log2), and its sum of weights.
+    `counts`    [num_tokens, num_heads] int32: number of parts of a row, which are the first of `room` entries.
+    `output`    [num_tokens, num_heads, head_dim].
+    `program`   merges one head of one token.
 
-A part without keys changes no bit. Programs that take all parts of a row also use `merge_part`, and get the same bits.
-Its roundings are explicit, because a compiler may or may not fuse a product with a sum. A row without parts becomes
-zero. Sizes that hurt: heads of 80, rows with more parts than others.
+A part without keys does not change the result. Programs that compute all parts of a row also use `merge_part`, so their
+results have the same bits. The roundings in `merge_part` are explicit, because otherwise a compiler could fuse a
+product with a sum in one kernel only. A row without parts becomes zero. Edge cases: heads of 80, rows with more parts
+than others.
 """
 
 import triton
@@ -19,7 +20,7 @@ from kernels.triton.launch import OPTIONS, num_warps
 
 
 def merge_parts(partial: Tensor, sums: Tensor, counts: Tensor, output: Tensor) -> None:
-    """Fill output."""
+    """Merge the parts of all rows, and store the results in `output`."""
     num_tokens, num_heads, room, head_dim = partial.shape
     columns = triton.next_power_of_2(head_dim)
     _merge_parts_kernel[(num_tokens, num_heads)](
@@ -30,9 +31,10 @@ def merge_parts(partial: Tensor, sums: Tensor, counts: Tensor, output: Tensor) -
 
 @triton.jit
 def merge_part(largest, total, weighted, part_largest, part_total, part_weighted):
-    """Merge a part. largest, total: [rows]; weighted: [rows, columns]; returns the merged three."""
+    """Merge a part with the earlier parts. largest, total: [rows]; weighted: [rows, columns]. Returns the merged
+    largest, total and weighted."""
     new_largest = tl.maximum(largest, part_largest)
-    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # no key seen yet
+    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # before any key is seen
     shrink, grow = tl.exp2(largest - base), tl.exp2(part_largest - base)
     total = tl.fma(total, shrink, part_total * grow)
     weighted = tl.fma(weighted, shrink[:, None] + tl.zeros_like(weighted), part_weighted * grow[:, None])
@@ -41,7 +43,7 @@ def merge_part(largest, total, weighted, part_largest, part_total, part_weighted
 
 @triton.jit
 def finished(total, weighted):
-    """The attention of rows whose parts have all been merged; zero for a row that has seen no key."""
+    """The attention of rows after all parts have been merged. The result is zero for a row without keys."""
     divisor = tl.where(total == 0, 1.0, total)
     return weighted * tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)[:, None]
 

@@ -1,12 +1,12 @@
 """Merges the results of several programs over parts of the keys: `sum(2^(s - max s) * o) / sum(2^(s - max s))`.
 
-    partial    [num_tokens, num_heads, splits, head_dim] float32, each a finished attention over its part of the keys
-    log_sums   [num_tokens, num_heads, splits] float32, s: log2 of the sum of its weights; -inf for a part without keys
-    output     [num_tokens, num_heads, head_dim]
-    program    one head of one token
+    `partial`    [num_tokens, num_heads, splits, head_dim] float32: for each split, the attention over its keys.
+    `log_sums`   [num_tokens, num_heads, splits] float32: s, log2 of the sum of weights; -inf for a split without keys.
+    `output`     [num_tokens, num_heads, head_dim].
+    `program`    merges one head of one token.
 
-A row whose parts are all empty becomes zero. This is the second half of flash-decoding (Dao et al., 2023). Sizes that
-hurt: heads of 80, all parts but the first empty.
+If all splits of a row are empty, the result is zero. Merging splits is the second half of flash-decoding (Dao et al.,
+2023). Edge cases: heads of 80, all parts but the first empty.
 """
 
 import triton
@@ -17,7 +17,7 @@ from kernels.triton.launch import OPTIONS, num_warps
 
 
 def merge_splits(partial: Tensor, log_sums: Tensor, output: Tensor) -> None:
-    """Fill output. The number of splits is a power of two."""
+    """Merge the splits of all rows, and store the results in `output`. The number of splits must be a power of two."""
     num_tokens, num_heads, splits, head_dim = partial.shape
     columns = triton.next_power_of_2(head_dim)
     _merge_splits_kernel[(num_tokens, num_heads)](

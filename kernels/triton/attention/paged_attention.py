@@ -1,23 +1,25 @@
-"""Paged attention: `softmax(q kᵀ * scale) v` over blocks read in place, prefill chunks and decodes in one call.
+"""Paged attention: `softmax(q kᵀ * scale) v` over blocks that are read in place. One call computes prefill chunks and
+decodes.
 
-    query         [num_tokens, num_heads, head_dim], tokens any distance apart
-    layer_cache   [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits
-    program       one tile of query rows of one sequence, one key head, one part of the keys
+    `query`         [num_tokens, num_heads, head_dim], any stride between tokens.
+    `layer_cache`   [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits.
+    `program`       computes one tile of a sequence's query rows for one key head, over one part of the keys.
 
-A tile's rows are the `groups` query heads of a key head for each of several tokens, so that they share every load. The
-softmax runs online over tiles of keys: a running maximum, a running sum, and a weighted sum that is scaled down
-whenever the maximum grows (Milakov and Gimelshein, 2018; Dao et al., 2022). If tiles are too few to occupy the device,
-their keys are split over several programs, whose results `merge_splits` merges (Dao et al., 2023).
+The rows of a tile are the query heads of one key head, for each of several tokens. All rows share the loaded keys and
+values. The softmax is online over tiles of keys (Milakov and Gimelshein, 2018; Dao et al., 2022). A row holds a
+maximum, a sum, and a weighted sum. If the maximum grows, both sums are scaled down. If there are too few tiles to
+occupy the device, several programs share the keys of a tile, and `merge_splits` merges their results (Dao et al.,
+2023).
 
-There are two launches at most: decodes take tiles of one token, chunks take tiles of many. Both grid sizes follow from
-shapes and from the maxima in the metadata, so nothing is read back. A batch of decodes can therefore be captured in a
-CUDA graph. A captured grid serves any contexts up to the captured maximum. A padding row is a sequence of one query
-token and context 0; its result is zero. Decodes with shared parts use the batch-invariant kernel
-(`kernels.triton.attention.attention_by_position`).
+There are at most two launches: one for decodes, with tiles of one token, and one for chunks, with tiles of many tokens.
+Grid sizes depend only on shapes and on the maxima in the metadata, so the host reads nothing from the device. A batch
+of decodes can therefore be captured in a CUDA graph. A captured grid is valid for all contexts up to the captured
+maximum. A padding row is a sequence with one query token and context 0; its result is zero. Decodes with shared parts
+use the batch-invariant kernel (`kernels.triton.attention.attention_by_position`).
 
-Oracle: `kernels.reference.paged_attention`. Sizes that hurt: one token; one past a block; 7 query heads a key head;
-heads of 10 or 80; a block size of 3; a window that ends within a tile; NaN in every unused slot; a bias of one
-distance; more query tokens than keys, where attention is not causal.
+Oracle: `kernels.reference.paged_attention`. Edge cases: one token; one token more than a block; 7 query heads per key
+head; heads of 10 or 80; a block size of 3; a window that ends inside a tile; NaN in every unused slot; a bias with one
+distance; not causal with more query tokens than keys.
 """
 
 from typing import NamedTuple
@@ -56,7 +58,7 @@ def paged_attention(
     bias: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """See `kernels.reference.paged_attention`; every row of query must belong to a sequence."""
+    """See `kernels.reference.paged_attention`. Every row of query must belong to a sequence."""
     if metadata.shared is not None and window is None and bias is None and causal:
         return attention_by_position(query, layer_cache, metadata, scale, soft_cap=soft_cap)
     check_attention_options(query, window, soft_cap, bias, causal)
@@ -75,7 +77,7 @@ def paged_attention(
     visible = metadata.max_context_len if window is None else min(metadata.max_context_len, window + tile_keys)
     num_splits = _num_splits(num_tiles * num_kv_heads, triton.cdiv(visible, tile_keys), query.device)
     if num_splits == 1:
-        partial, log_sums = output, output  # log_sums is not used then
+        partial, log_sums = output, output  # without splits, log_sums is not used
     else:
         partial = torch.empty((num_tokens, num_heads, num_splits, head_dim), device=query.device)
         log_sums = torch.empty((num_tokens, num_heads, num_splits), device=query.device)
@@ -127,27 +129,28 @@ def paged_attention(
 
 
 class _Tile(NamedTuple):
-    """The shape of a program's tile, and its compile options."""
+    """The shape of a program's tile, and the kernel's compile options."""
 
     rows: int
     num_warps: int
     num_stages: int
-    """Stages of the pipeline; table entries have stages of their own, ahead of their keys."""
+    """Number of pipeline stages. Block table entries have separate stages, before the stages of their keys."""
 
 
 def _decode_tile(groups: int, head_columns: int) -> _Tile:
-    """A tile with few warps, so that several programs fit on a multiprocessor: one waits for its first keys while
-    another computes."""
+    """The shape of a decode's tile. The tile for decodes has few warps, so that several programs fit on a
+    multiprocessor. While one program waits for its first keys, another program computes."""
     rows = max(16, triton.next_power_of_2(groups))
     num_warps = 2 if rows == 16 else 4 if rows * head_columns < 2**13 else 8
     return _Tile(rows, num_warps, 5)
 
 
 def _chunk_tile(max_query_len: int, groups: int, head_columns: int, dtype: torch.dtype, device: torch.device) -> _Tile:
-    """A tile of one of few sizes, because each size is compiled separately.
+    """The tile for chunks. Few tile sizes are used, because the kernel is compiled for each size.
 
-    On an H200 256 rows of 128 columns reach 56% of the rate of large products, 128 rows 51%. With more rows ptxas
-    spills the accumulator. float32, which no tensor core multiplies exactly, needs the most registers.
+    On an H200 with 128 columns, 256 rows reach 56% of the rate of large products, and 128 rows reach 51%. With more
+    rows, ptxas spills the accumulator. float32 requires the most registers, because no tensor core multiplies float32
+    exactly.
     """
     most = 2**15 if shared_memory(device) >= HOPPER_SHARED_MEMORY else 2**14
     largest = max(16, min(most // 128, most // head_columns // (16 if dtype is torch.float32 else 1)))
@@ -157,8 +160,8 @@ def _chunk_tile(max_query_len: int, groups: int, head_columns: int, dtype: torch
 
 
 def _num_splits(num_programs: int, num_key_tiles: int, device: torch.device) -> int:
-    """Programs that share the keys of a tile: a power of two, so that at most two programs run on each
-    multiprocessor."""
+    """Number of programs that share the keys of a tile: a power of two. Each multiprocessor should run at most two
+    programs."""
     most = min(2 * num_processors(device) // num_programs, num_key_tiles, _MAX_SPLITS)
     return 1 << max(most, 1).bit_length() - 1
 
@@ -196,9 +199,10 @@ def _paged_attention_kernel(
     tile_keys: tl.constexpr,
     head_columns: tl.constexpr,
 ):
-    """output: [num_tokens, num_heads, head_dim], or float32 [num_tokens, num_heads, num_splits, head_dim] if split."""
+    """Compute one tile. output: [num_tokens, num_heads, head_dim]; if keys are split, [num_tokens, num_heads,
+    num_splits, head_dim] float32."""
     tile_tokens: tl.constexpr = tile_rows // groups
-    # Heads of a token are neighbours in memory, so programs that read them are neighbours as well.
+    # Heads of a token are neighbours in memory, so programs for neighbouring heads have neighbouring numbers.
     kv_head = tl.program_id(0) % num_kv_heads
     part = tl.program_id(1)
     if decodes:
@@ -218,7 +222,7 @@ def _paged_attention_kernel(
         if (query_len == 1) | (first_token >= query_len):
             return
     context_len = tl.load(context_lens + sequence)
-    # Not causal: tokens see all keys, as if at the last key's place or after it.
+    # If not causal, positions begin at the last key, so all tokens see all keys.
     first_position = context_len - query_len + first_token if causal else context_len - 1
 
     row = tl.arange(0, tile_rows)
@@ -237,7 +241,8 @@ def _paged_attention_kernel(
     share = tl.cdiv(tl.cdiv(high, tile_keys) - first_tile, num_splits)
     begin = first_tile + part * share
     end = tl.minimum(begin + share, tl.cdiv(high, tile_keys))
-    # Up to this key every row sees every key, and no mask is needed, unless there is a window.
+    # All rows see all keys of tiles before `seen_by_all`, so these tiles need no mask. With a window, every tile is
+    # masked.
     seen_by_all = begin if window > 0 else tl.maximum(tl.minimum((first_position + 1) // tile_keys, end), begin)
 
     largest = tl.full([tile_rows], float("-inf"), tl.float32)
@@ -258,7 +263,7 @@ def _paged_attention_kernel(
             num_kv_heads, head_dim, scale_bytes, block_size, window, soft_cap, biased, tile_keys, head_columns,
         )  # fmt: skip
 
-    empty = total == 0  # no key: a padding row, or a part after the last tile
+    empty = total == 0  # no keys: a padding row, or a split after the last tile
     divisor = tl.where(empty, 1.0, total)
     result = weighted * (1.0 / divisor)[:, None]
     place = wide_row * (num_kv_heads * groups) + head

@@ -1,14 +1,15 @@
-"""Attention from a fused projection; everything before attention itself is one kernel.
+"""Attention from a fused projection. One kernel does all work before attention.
 
-    qkv          [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order
-    cos, sin     [num_tokens, half] float32, contiguous; 2 * half may be less than head_dim; the rest is not rotated
-    layer_cache  [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits
-    tile         [heads, half padded to a power of two] of one token, twice, and the rest of these heads
+    `qkv`          [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order.
+    `cos, sin`     [num_tokens, half] float32, contiguous; 2 * half may be less than head_dim; the rest is not rotated.
+    `layer_cache`  [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits.
+    `tile`         two tiles of [heads, half padded to a power of two] of one token, and the rest of these heads.
 
-Query and key heads are normalised, if the network has norms, and rotated. Queries are stored in place, keys and values
-in their slots. A decode of 32 layers thus launches 32 kernels instead of 96, and reads no intermediate result back. A
-negative slot stores nothing. Oracle: `kernels.composed.qkv_attention` of `kernels.reference`. Sizes that hurt: half =
-5, three heads, a rest of 2, NaN and infinity in a value.
+The kernel rotates query and key heads. If the network has norms, the kernel first normalises query and key heads.
+Queries are stored in place; keys and values are stored in their slots. A decode of 32 layers thus launches 32 kernels
+instead of 96 for this work, and no intermediate result is read from memory. A token with a negative slot is not stored.
+Oracle: `kernels.composed.qkv_attention` of `kernels.reference`. Edge cases: half = 5, three heads, two unrotated
+elements per head, NaN and infinity in a value.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from kernels.triton.attention.paged_attention import paged_attention
 from kernels.triton.launch import OPTIONS, num_warps
 
 _TILE = 1024
-"""Largest number of elements of a program's first half: 16 heads of 128."""
+"""Maximum size of a program's tile, which contains half of each head's elements: 16 heads of 128."""
 
 
 def qkv_attention(
@@ -41,7 +42,7 @@ def qkv_attention(
     soft_cap: float | None = None,
     attend: Callable[..., Tensor] = paged_attention,
 ) -> Tensor:
-    """See `kernels.composed.qkv_attention`; tokens with a negative slot are not stored. attend: the attention
+    """See `kernels.composed.qkv_attention`. Tokens with a negative slot are not stored. attend: the attention
     kernel."""
     query = _prepare(qkv, norms, eps, offset, rotation, layer_cache, slots)
     return attend(query, layer_cache, metadata, scale, window, soft_cap).flatten(1)
@@ -56,7 +57,7 @@ def _prepare(
     layer_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """Everything before attention; returns the query heads, [num_tokens, num_heads, head_dim], in place."""
+    """Do all work before attention. Returns the query heads, [num_tokens, num_heads, head_dim], as a view of `qkv`."""
     num_tokens = len(qkv)
     block_size, num_kv_heads, head_dim = *layer_cache.shape[2:4], head_dim_of(layer_cache)
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -134,7 +135,7 @@ def _prepare_qkv_kernel(
     second = tl.load(source + half + column, mask=inside, other=0.0)
     rest_column = tl.arange(0, rest_columns)[None, :]
     inside_rest = exists & (rest_column < rest)
-    remainder = first  # defined in any case, for its type
+    remainder = first  # the compiler needs a type even if there is no rest
     if rest > 0:
         remainder = tl.load(source + 2 * half + rest_column, mask=inside_rest, other=0.0)
 
@@ -177,7 +178,8 @@ def _prepare_qkv_kernel(
         kept_first, kept_second, kept_rest = first, second, remainder
         if scale_bytes > 0:
             dtype: tl.constexpr = layer_cache.dtype.element_ty
-            # Elements outside a head were loaded as 0, and a norm's weights of 0 keep them 0.
+            # Elements outside a head were loaded as 0. The elements stay 0, because the norm's weights outside a head
+            # were also loaded as 0.
             largest = tl.maximum(tl.max(magnitudes(first), axis=1), tl.max(magnitudes(second), axis=1))
             if rest > 0:
                 largest = tl.maximum(largest, tl.max(magnitudes(remainder), axis=1))
@@ -194,7 +196,8 @@ def _prepare_qkv_kernel(
 
 @triton.jit
 def _normalised(values, scale, query_norm, key_norm, is_query, is_value, column, width: tl.constexpr, offset):
-    """Query and key heads times their norm's weights and the inverse root mean square, values unchanged; float32."""
+    """Multiply query and key heads by their norm's weights and by `scale`, the inverse root mean square. Value heads
+    are unchanged. Returns float32."""
     inside = column < width
     query_factors = tl.load(query_norm + column, mask=inside, other=0.0).to(tl.float32)
     key_factors = tl.load(key_norm + column, mask=inside, other=0.0).to(tl.float32)

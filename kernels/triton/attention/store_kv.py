@@ -1,12 +1,12 @@
-"""New keys and values into their cache slots: `layer_cache[slot // block_size, :, slot % block_size] = key, value`.
+"""Stores keys and values in cache slots: `layer_cache[slot // block_size, :, slot % block_size] = key, value`.
 
-    keys, values   [num_tokens, num_kv_heads, head_dim], tokens any distance apart
-    layer_cache    [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits
-    program        one token, whose heads are contiguous in source and cache
+    `keys, values`   [num_tokens, num_kv_heads, head_dim], any stride between tokens.
+    `layer_cache`    [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits.
+    `program`        stores one token; the token's heads are contiguous in source and cache.
 
-A negative slot stores nothing. Padding rows of a captured graph have negative slots, and eager torch would have to read
-the slots on the host to skip them. Oracle: `kernels.reference.store_kv` of the other rows. Sizes that hurt: three heads
-of 10 elements, a block size of 3, no token.
+A token with a negative slot is skipped. Padding rows of a captured graph have negative slots. To skip these rows, eager
+torch would have to read the slots on the host. Oracle: `kernels.reference.store_kv` for rows with slots. Edge cases:
+three heads of 10 elements, a block size of 3, no token.
 """
 
 import triton
@@ -18,7 +18,7 @@ from kernels.triton.launch import OPTIONS, num_warps
 
 
 def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -> None:
-    """See `kernels.reference.store_kv`; tokens with a negative slot are skipped."""
+    """See `kernels.reference.store_kv`. Tokens with a negative slot are skipped."""
     num_tokens, num_kv_heads, head_dim = keys.shape
     if num_tokens == 0:
         return

@@ -1,13 +1,13 @@
-"""`activation(gate) * up` of a fused projection, in one pass that rounds once.
+"""The gated activation `activation(gate) * up` of a fused projection, in one pass with one rounding.
 
-    x         [..., 2 * n], gate then up
-    program   one row and 1,024 columns of the result
+    `x`         [..., 2 * n]: gate, then up.
+    `program`   computes 1,024 columns of one row of the result.
 
-    silu       g / (1 + exp(-g))
-    gelu       g / 2 * (1 + erf(g / sqrt(2)))
-    gelu_tanh  g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 g³)), equal to the usual tanh form
+    `silu`       g / (1 + exp(-g)).
+    `gelu`       g / 2 * (1 + erf(g / sqrt(2))).
+    `gelu_tanh`  g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 g³)), equal to the usual tanh form.
 
-Oracle: `kernels.reference.gated_activation`. Sizes that hurt: n = 123, n = 1,025, one row, gates of ±1,000.
+Oracle: `kernels.reference.gated_activation`. Edge cases: n = 123, n = 1,025, one row, gates of ±1,000.
 """
 
 import torch

@@ -1,10 +1,10 @@
 """RMS norm, alone or after an addition: `x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension.
 
-    x       [..., width], contiguous rows, otherwise any strides: heads of a fused projection are read in place
-    tile    [rows, width padded to a power of two]: one program holds whole rows in registers and reads them once
+    `x`       [..., width], contiguous rows, any other strides, so that heads of a fused projection are read in place.
+    `tile`    [rows, width padded to a power of two]: one program reads whole rows once and holds them in registers.
 
-The residual and all computations are float32. Oracle: `kernels.reference.rms_norm` and `add_rms_norm`. Sizes that hurt:
-123 columns, one row, heads of 10.
+The residual and all computations are float32. Oracle: `kernels.reference.rms_norm` and `add_rms_norm`. Edge cases: 123
+columns, one row, heads of 10.
 """
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 from kernels.triton.launch import OPTIONS, num_warps
 
 _TILE = 2048
-"""Least number of elements of a program, so that the norm of heads of 64 does not launch a warp for each."""
+"""Minimum number of elements of a program. Without a minimum, the norm of heads of 64 would launch a program for each
+head."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
@@ -24,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: 
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() != 3:
-        x = x.reshape(1, -1, x.shape[-1])  # a view, unless the strides of four dimensions cannot be merged
+        x = x.reshape(1, -1, x.shape[-1])  # a view if the strides can be merged, otherwise a copy
     _normalise(x, None, weight, output, eps, offset)
     return output
 
@@ -37,7 +38,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 
 
 def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor, output: Tensor, eps: float, offset: float) -> None:
-    """x: [n, m, width]; residual: [n * m, width] or None; output: n * m rows."""
+    """Launch the kernel. x: [n, m, width]; residual: [n * m, width] or None; output: [n * m, width] in any shape."""
     num_rows, width = x.shape[0] * x.shape[1], x.shape[2]
     if num_rows == 0:
         return

@@ -1,10 +1,10 @@
 """Rotary embedding in place: the pair (x[i], x[i + half]) of every head is rotated by the angle of its token.
 
-    x          [num_tokens, num_heads, head_dim], tokens any distance apart
-    cos, sin   [num_tokens, half] float32, contiguous; 2 * half may be less than head_dim; the rest is unchanged
-    tile       [heads, half padded to a power of two] of one token, both halves loaded before either is stored
+    `x`          [num_tokens, num_heads, head_dim], any stride between tokens.
+    `cos, sin`   [num_tokens, half] float32, contiguous; 2 * half may be less than head_dim; the rest is unchanged.
+    `tile`       [heads, half padded to a power of two] of one token; both halves are loaded before a half is stored.
 
-Oracle: `kernels.reference.rotary_embedding`. Sizes that hurt: half = 5, three heads, one token.
+Oracle: `kernels.reference.rotary_embedding`. Edge cases: half = 5, three heads, one token.
 """
 
 import triton
@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.triton.launch import OPTIONS, num_warps
 
 _TILE = 2048
-"""Largest number of pairs of a program: 32 heads of 128."""
+"""Maximum number of pairs of a program: 32 heads of 128."""
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:

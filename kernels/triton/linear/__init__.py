@@ -1,1 +1,1 @@
-"""Products with weights, including weights of experts and adapters."""
+"""Products with weights of linear layers, experts and adapters."""

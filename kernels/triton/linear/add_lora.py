@@ -1,16 +1,16 @@
-"""Adds the outputs of LoRA adapters to a product, each row with its own adapter: one kernel to the inner units, one
-back.
+"""Adds the outputs of LoRA adapters to a product. Each row has its own adapter. The first kernel computes inner units,
+the second kernel adds outputs.
 
-    x      [rows, inputs]                         any row stride
-    a, b   [slots, parts, max_rank, inputs], [slots, max_rank, outputs]
-    inner  [rows, parts, max_rank] float32        between the two kernels
-    y      [rows, outputs]                        in place
+    `x`      [rows, inputs]                         any stride between rows.
+    `a, b`   [slots, parts, max_rank, inputs], [slots, max_rank, outputs].
+    `inner`  [rows, parts, max_rank] float32        result of the first kernel.
+    `y`      [rows, outputs]                        changed in place.
 
-Both kernels loop over a row's own numbers in their order, so no sum depends on other rows. A captured graph may be
-replayed with other adapters in the slots. Each row reads its adapter's weights again, from the GPU's cache: a prompt's
-many rows save nothing yet.
+Both kernels sum up a row's numbers in order, so results are batch-invariant. A captured graph may be replayed with
+other adapters in the slots. Each row reads its adapter's weights separately, often from the GPU's cache. Rows of one
+prompt do not share reads yet.
 
-Oracle: `kernels.reference.add_lora`. Sizes that hurt: rank 1 and 3, no adapter in a slot, parts that end within a tile.
+Oracle: `kernels.reference.add_lora`. Edge cases: rank 1 and 3, a slot without an adapter, parts that end inside a tile.
 """
 
 import torch
@@ -27,7 +27,7 @@ _MAX_PARTS = 3
 
 
 def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
-    """See `kernels.reference.add_lora`; up to three fused projections."""
+    """See `kernels.reference.add_lora`. The product may have up to three fused projections."""
     _, parts, max_rank, inputs = weights.a.shape
     if parts > _MAX_PARTS:
         raise ValueError(f"there are {parts} fused projections; at most {_MAX_PARTS} are supported")

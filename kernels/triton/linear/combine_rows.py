@@ -1,12 +1,12 @@
-"""The weighted sum of each token's expert outputs, in the order in which the experts were chosen.
+"""The weighted sum of each token's expert outputs, added in the order in which the experts were chosen.
 
-    rows      [tokens * chosen, size]       of any type
-    places    [tokens, chosen] int64        the row of each expert
-    weights   [tokens, chosen] float32
-    result    [tokens, size] float32
-    program   one token and 1,024 columns of the result
+    `rows`      [tokens * chosen, size]       of any type.
+    `places`    [tokens, chosen] int64        the row of each of the token's experts.
+    `weights`   [tokens, chosen] float32.
+    `result`    [tokens, size] float32.
+    `program`   computes 1,024 columns of one token's result.
 
-Oracle: `kernels.linear.experts.combine_rows`. Sizes that hurt: 123 and 1,025 columns, one expert, no token.
+Oracle: `kernels.linear.experts.combine_rows`. Edge cases: 123 and 1,025 columns, one expert, no token.
 """
 
 import torch

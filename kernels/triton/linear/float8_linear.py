@@ -1,12 +1,12 @@
-"""Products of e4m3 numbers on a GPU. torch multiplies if the GPU has e4m3; a kernel of ours rounds the rows.
+"""Products of e4m3 numbers on a GPU. The kernel `round_rows` rounds x. If the GPU supports e4m3, torch multiplies.
 
-`torch._scaled_mm` requires a multiple of 16 inputs and of 16 outputs, and compute capability 8.9 or later. With a scale
-for each row and each output it returns bfloat16 only; other types are scaled afterwards. use_fast_accum stays off, but
-an H100 then keeps about 14 bits of a sum, too. If several groups of inputs have scales, a kernel of ours multiplies, as
-for a mixture with one expert.
+`torch._scaled_mm` requires a multiple of 16 inputs, a multiple of 16 outputs, and compute capability 8.9 or later. With
+a scale for each row and each output, `torch._scaled_mm` returns bfloat16 only. For all other result types, scales are
+applied in a second step. use_fast_accum is off, but even without it an H100 keeps only about 14 bits of a sum. If
+several groups of inputs have scales, the kernel `grouped_float8` multiplies, as for a mixture with one expert.
 
-Everywhere else the numbers are multiplied in bfloat16, which represents them exactly in 16 bits of memory. Oracle:
-`kernels.reference.pack_float8`.
+On all other GPUs and for all other sizes, numbers are multiplied in bfloat16. bfloat16 represents e4m3 numbers exactly,
+but occupies 16 bits of memory. Oracle: `kernels.reference.pack_float8`.
 """
 
 from functools import cache, partial
@@ -23,7 +23,7 @@ from kernels.triton.linear.round_rows import round_rows
 
 @cache
 def multiplies_float8(device: torch.device) -> bool:
-    """Whether this device has products of e4m3 numbers."""
+    """Whether this device can multiply e4m3 numbers."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 

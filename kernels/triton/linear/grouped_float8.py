@@ -1,19 +1,20 @@
-"""`grouped_linear` of e4m3 numbers: each row times its own expert's weight, both of 8 bits with scales.
+"""The operation `grouped_linear` for e4m3: each row is multiplied by its expert's weight. Rows and weights have 8 bits
+and scales.
 
-    numbers     [rows, inputs] e4m3, contiguous, and row_scales, [rows, groups] float32
-    weights     [experts, outputs, inputs] e4m3, contiguous, and scales, [experts, outputs, groups] float32
-    ends        [experts] int64: where the rows of each expert end
-    result      [rows, outputs], of x's type or float32
-    program     16 rows of one expert and 64 outputs, over the inputs of one group after the other;
-                for a single expert up to 128 rows and outputs
+    `numbers`     [rows, inputs] e4m3, contiguous; row_scales: [rows, groups] float32.
+    `weights`     [experts, outputs, inputs] e4m3, contiguous; scales: [experts, outputs, groups] float32.
+    `ends`        [experts] int64: where the rows of each expert end.
+    `result`      [rows, outputs], of x's type or float32.
+    `program`     computes 16 rows of one expert by 64 outputs, over one group of inputs after the other;
+                  for a single expert, up to 128 rows by 128 outputs.
 
-Tiles of several experts have one size for any number of rows: larger tiles use other instructions, which may sum up a
-row in another order. A step with few rows waits for weights, whose size is half of that in 16 bits. Numbers are
-multiplied as float16, which represents e4m3 exactly: products of e4m3 itself are summed in fewer bits than float32 has.
-The sums of a group are scaled and added to the earlier groups' sums. The tiles are no measured choice. The kernel needs
-compute capability 8.9, whose instruction converts e4m3 to float16.
+With several experts, the tile size is fixed for any number of rows. Larger tiles use other instructions, which may sum
+up a row in another order. A step with few rows waits for weights; 8-bit weights have half the bytes of 16-bit weights.
+Numbers are multiplied as float16, which represents e4m3 exactly. Direct products of e4m3 are summed in fewer bits than
+float32 has. The sums of a group are scaled and added to the sums of earlier groups. Tile sizes have not been tuned by
+measurement. The kernel requires compute capability 8.9 for the instruction that converts e4m3 to float16.
 
-Oracle: `kernels.linear.experts.grouped_float8`. Sizes that hurt: experts without rows, one row, 129 rows with one,
+Oracle: `kernels.linear.experts.grouped_float8`. Edge cases: experts without rows, one row, 129 rows with one expert,
 groups of 16 and of 48 inputs, 123 inputs in one group, one output.
 """
 

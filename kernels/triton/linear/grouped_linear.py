@@ -1,18 +1,18 @@
-"""`x @ weight.T` for rows grouped by expert, each expert with its own weight, in one launch.
+"""Computes `x @ weight.T` for rows grouped by expert, in one launch. Each expert has its own weight.
 
-    x         [rows, inputs], contiguous, grouped by expert
-    weights   [experts, outputs, inputs], contiguous
-    ends      [experts] int64: end of each expert's rows; read on the device only
-    result    [rows, outputs], of x's type or float32
-    program   up to 16 rows of one expert and 64 outputs, over the inputs, 64 at a time
+    `x`         [rows, inputs], contiguous, grouped by expert.
+    `weights`   [experts, outputs, inputs], contiguous.
+    `ends`      [experts] int64: end of each expert's rows; read on the device only.
+    `result`    [rows, outputs], of x's type or float32.
+    `program`   computes up to 16 rows of one expert by 64 outputs, with 64 inputs at a time.
 
-The number of programs depends on shapes alone, so that a captured graph may be replayed for other routes and nothing
-waits for the device. Programs after the last block of rows return at once; there are fewer of them than experts. Tiles
-have one size for any number of rows: larger tiles use other instructions, which may sum up a row in another order. The
-tiles are no measured choice.
+The number of programs depends only on shapes. A captured graph may therefore be replayed for other choices of experts,
+and the host does not wait for the device. Programs after the last block of rows return immediately. The number of
+unused programs is smaller than the number of experts. The tile size is fixed for any number of rows, because larger
+tiles use other instructions, which may sum up a row in another order. Tile sizes have not been tuned by measurement.
 
-Oracle: `kernels.linear.experts.grouped_linear`. Sizes that hurt: experts without rows, one row, all rows with one
-expert, 17 rows with one, 123 inputs, one output, a number of experts that is not a power of two.
+Oracle: `kernels.linear.experts.grouped_linear`. Edge cases: experts without rows, one row, all rows with one expert, 17
+rows with one expert, 123 inputs, one output, a number of experts that is not a power of two.
 """
 
 from functools import partial
@@ -44,12 +44,12 @@ def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False)
 
 
 def most_blocks(num_rows: int, num_experts: int, size: int) -> int:
-    """Upper limit of the number of blocks: an expert's full blocks of `size` rows, and one partial block."""
+    """Maximum number of blocks of `size` rows, if each expert has full blocks and one partial block."""
     return (num_rows + min(num_experts, num_rows) * (size - 1)) // size
 
 
 def pack_batch_invariant(weight: Tensor, wide: bool = False) -> Product:
-    """See `kernels.linear.experts.pack_batch_invariant`: the product of a mixture with one expert."""
+    """See `kernels.linear.experts.pack_batch_invariant`. The product is computed like a mixture with one expert."""
     return partial(_linear, weight[None], wide)
 
 
@@ -63,8 +63,7 @@ def _linear(weights: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tens
 def place_of_block(block, ends, num_experts, experts: tl.constexpr, rows: tl.constexpr):
     """The expert of a block, the block's first row, and the end of the expert's rows.
 
-    The expert is the first whose blocks, with those of all earlier experts, exceed the block's number. After the last
-    block it is `num_experts` or more.
+    Blocks are numbered expert after expert. After the last block, the returned expert is `num_experts` or more.
     """
     expert = tl.arange(0, experts)
     begin = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0).to(tl.int32)

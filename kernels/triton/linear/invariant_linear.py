@@ -1,19 +1,20 @@
 """Batch-invariant `x @ weight.T + bias`: a row is summed over the inputs in one order, for any number of rows.
 
-    x        [rows, inputs], contiguous
-    result   [rows, outputs], of x's type or float32
-    weight   [outputs, inputs], contiguous
-    program  some rows and some outputs, over the inputs, 64 at a time
+    `x`        [rows, inputs], contiguous.
+    `result`   [rows, outputs], of x's type or float32.
+    `weight`   [outputs, inputs], contiguous.
+    `program`  computes some rows by some outputs, with 64 inputs at a time.
 
-Libraries choose another kernel for another number of rows: another tile, or parts of the inputs that are added up
-afterwards. Here one program sums up all inputs in float32, in their order, 64 at a time. There are a few tile sizes:
-few rows need many programs that read weights, and many rows need large tiles. Bits are equal only if all tiles use the
-same kind of instruction, which takes the inputs in the same steps of 16. That is `mma` for compute capability 8 and
-`wgmma` for 9.0. `wgmma` needs 64 rows, so no tile of 16-bit types has fewer. `tests/kernels/compile_for_gpus.py` reads
-the instructions of every tile. An instruction is assumed to sum up a row the same way for any other rows and outputs.
-The tiles are no measured choice.
+For different numbers of rows, libraries choose different kernels. The libraries' kernels have different tiles, or split
+the inputs into parts and add up the parts' sums. In this kernel, one program sums up all inputs in float32, in order,
+64 at a time. The tile size depends on the number of rows: few rows need many programs that read weights, and many rows
+need large tiles. Bits are equal only if all tiles use the same kind of instruction, with steps of 16 inputs. The
+instruction is `mma` for compute capability 8 and `wgmma` for 9.0. `wgmma` requires 64 rows, so all tiles of 16-bit
+types have at least 64 rows. `tests/kernels/compile_for_gpus.py` checks the instructions of every tile. The kernel
+assumes that an instruction sums up a row in the same way for any other rows and outputs. Tile sizes have not been tuned
+by measurement.
 
-Oracle: torch's product, and its own bits with other rows. Sizes that hurt: 123 inputs, one output, no row, 65 rows.
+Oracle: torch's product, and the kernel's own bits with other rows. Edge cases: 123 inputs, one output, no row, 65 rows.
 """
 
 from functools import partial
@@ -32,7 +33,7 @@ _DEPTH = 64
 
 
 class _Tile(NamedTuple):
-    """The size of a program's tile, and its compile options."""
+    """The size of a program's tile, and the kernel's compile options."""
 
     rows: int
     outputs: int
@@ -41,26 +42,29 @@ class _Tile(NamedTuple):
 
 
 _FEW_ROWS = _Tile(64, 32, 4, 6)
-"""Tile for up to 64 rows. Few outputs make many programs: 128 for a weight of 4,096, with stages of 12 KiB."""
+"""The tile for up to 64 rows. The tile has few outputs, so that there are many programs: 128 for a weight with 4,096
+outputs. A pipeline stage occupies 12 KiB."""
 _SOME_ROWS = _Tile(128, 128, 8, 3)
-"""Tile for up to 512 rows, as in decodes of a large batch; for more rows only if shared memory is small."""
+"""The tile for up to 512 rows, such as the decodes of a large batch. If shared memory is small, this tile is also used
+for more rows."""
 _MANY_ROWS = _Tile(128, 256, 8, 3)
 _FLOAT32 = _Tile(32, 64, 4, 2)
-"""The one tile for float32: no tensor core multiplies float32 exactly, and registers are few."""
+"""The only tile for float32. The tile is small, because no tensor core multiplies float32 exactly, and registers are
+few."""
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product:
-    """See `kernels.ops.Ops`: the product with a weight, [outputs, inputs], which is not copied."""
+    """The product with a weight, [outputs, inputs], which is not copied. See `kernels.ops.Ops`."""
     return partial(invariant_linear, weight, wide)
 
 
 def invariant_linear(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x: [rows, inputs]; returns [rows, outputs], in float32 if `wide`."""
+    """Multiply. x: [rows, inputs]. Returns [rows, outputs], in float32 if `wide`."""
     outputs, inputs = weight.shape
     result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
     tile = _tile(len(x), x.dtype, x.device)
     if len(x):
-        # Programs of the same outputs are neighbours, and share their reads of the weights.
+        # Programs for the same outputs are neighbours, so that they share reads of weights in the cache.
         _invariant_linear_kernel[(triton.cdiv(len(x), tile.rows), triton.cdiv(outputs, tile.outputs))](
             x,
             weight,

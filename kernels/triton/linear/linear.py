@@ -1,13 +1,14 @@
-"""`x @ weight.T + bias` for one row of x: reads the weights once, at the rate of memory.
+"""Computes `x @ weight.T + bias` for one row of x. The kernel reads the weights once, at the rate of memory.
 
-    x        [rows, inputs], contiguous; with more than one row torch's own product is used
-    result   [rows, outputs], of x's type or float32
-    weight   [outputs, inputs], contiguous
-    program  one output, over the inputs, one tile at a time
+    `x`        [rows, inputs], contiguous; for more than one row, torch's product is used.
+    `result`   [rows, outputs], of x's type or float32.
+    `weight`   [outputs, inputs], contiguous.
+    `program`  computes one output, with one tile of inputs at a time.
 
-Libraries multiply as if there were 8 rows; for small weights they also add up parts of the inputs in a second pass. On
-an H200, one row times 4,096 x 4,096 in bf16 takes cuBLAS 12.7 µs and this kernel 9.5, of which memory needs 7.9. Sums
-are float32. Oracle: torch's product. Sizes that hurt: 123 inputs, one output, no row.
+Libraries multiply one row as if there were 8 rows. For small weights, libraries also split the inputs into parts, and
+add up the parts in a second pass. On an H200 in bf16, one row times 4,096 x 4,096 takes 12.7 µs with cuBLAS and 9.5 µs
+with this kernel. Reading the memory takes 7.9 µs. Sums are float32. Oracle: torch's product. Edge cases: 123 inputs,
+one output, no row.
 """
 
 from functools import partial
@@ -26,12 +27,12 @@ _TILE = 2048
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product:
-    """See `kernels.ops.Ops`: the product with a weight, [outputs, inputs], which is not copied."""
+    """The product with a weight, [outputs, inputs], which is not copied. See `kernels.ops.Ops`."""
     return partial(linear, weight, wide)
 
 
 def linear(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x: [rows, inputs]; returns [rows, outputs], in float32 if `wide`."""
+    """Multiply. x: [rows, inputs]. Returns [rows, outputs], in float32 if `wide`."""
     if len(x) != 1:
         return wide_linear(x, weight, bias) if wide else functional.linear(x, weight, bias)
     outputs, inputs = weight.shape

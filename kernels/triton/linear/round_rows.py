@@ -1,12 +1,12 @@
-"""Rounds rows to e4m3, each row with its own scale: `scale = max |x| / 448`, `numbers = x / scale`.
+"""Quantises rows to e4m3. Each row has its own scale: `scale = max |x| / 448`, `numbers = x / scale`.
 
-    x         [rows, n], contiguous
-    numbers   [rows, n] e4m3
-    scales    [rows, 1] float32
-    program   one row
+    `x`         [rows, n], contiguous.
+    `numbers`   [rows, n] e4m3.
+    `scales`    [rows, 1] float32.
+    `program`   quantises one row.
 
-Eager torch launches seven kernels instead, before each of the four products of a layer. This kernel needs compute
-capability 8.9. Oracle: `kernels.float8.round_rows`. Sizes that hurt: 123 columns, a row of zeros, no row.
+Eager torch would launch seven kernels before each of the four products of a layer. This kernel requires compute
+capability 8.9. Oracle: `kernels.float8.round_rows`. Edge cases: 123 columns, a row of zeros, no row.
 """
 
 import torch
@@ -53,7 +53,8 @@ def _round_rows_kernel(
     column = tl.arange(0, columns)
     inside = column < width
     wide = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    # Divisions are rounded as in torch: a scale that is off by one bit would move numbers that lie halfway.
+    # Divisions are rounded as in torch. If a scale differed in its last bit, numbers halfway between two e4m3 numbers
+    # would be rounded differently.
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), axis=0), largest), least_scale)
     found = tl.clamp(tl.div_rn(wide, scale), -largest, largest, propagate_nan=tl.PropagateNan.ALL)
     tl.store(numbers + row * width + column, found.to(numbers.dtype.element_ty), mask=inside)

@@ -1,6 +1,7 @@
-"""The operations of a sampler as Triton kernels: one function for each of `kernels.sampling.ops.SamplingOps`.
+"""The operations of a sampler as Triton kernels: a function for each method of `kernels.sampling.ops.SamplingOps`.
 
-None waits for the device. Edits of logits are sparse and stay eager (`kernels.sampling.logit_edits`).
+No operation waits for the device. Edits of logits are sparse, so eager torch applies them
+(`kernels.sampling.logit_edits`).
 """
 
 from kernels.sampling.eager import keep

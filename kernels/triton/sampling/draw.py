@@ -1,12 +1,13 @@
-"""One token for each draw from a row: temperature, filters and Gumbel noise in one pass that stores none of them.
+"""Draws one token for each entry of `draws`. One pass applies temperature, filters and Gumbel noise without storing
+intermediate results.
 
-    logits    [rows, vocabulary_size], any float type, rows any distance apart
-    program   one draw and 4,096 columns of its row
-    partial   the largest `(logit - largest) / temperature + gumbel` above the threshold and its column, then `pick`
+    `logits`    [rows, vocabulary_size], any float type, any stride between rows.
+    `program`   computes 4,096 columns of one draw's row.
+    `partial`   the largest `(logit - largest) / temperature + gumbel` and its column; the input of `pick`.
 
 If a filter is used, `filter_thresholds` computes the thresholds in earlier passes. Oracle:
-`kernels.sampling.eager.draw`; the noise has the same bits, while logarithms may differ from torch's in the last bit.
-Sizes that hurt: one draw, vocabularies of 1, 123 and 4,097 tokens, a temperature of 1e-38.
+`kernels.sampling.eager.draw`. Kernel and oracle have the same random bits, but logarithms may differ in the last bit.
+Edge cases: one draw, vocabularies of 1, 123 and 4,097 tokens, a temperature of 1e-38.
 """
 
 import torch

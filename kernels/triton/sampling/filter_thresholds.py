@@ -1,19 +1,20 @@
-"""The least scaled logit that passes min_p, top_k and top_p, found without sorting and without waiting for the host.
+"""Finds the smallest scaled logit that passes min_p, top_k and top_p, without sorting and without waiting for the host.
 
-    logits       [rows, vocabulary_size], any float type, rows any distance apart
-    distance     (largest - logit) / temperature, never negative: so its bits, as an integer, rise with it
-    weight(K)    of the logits whose distance has bits below K and that earlier filters leave: their number for top_k,
-                 the sum of exp(-distance) for top_p
-    threshold    the largest K with weight(K) < k, or < p times the weight of all: every logit at least as likely as K
-                 passes, equals alike
+    `logits`       [rows, vocabulary_size], any float type, any stride between rows.
+    `distance`     (largest - logit) / temperature. A distance is not negative, so larger distances have larger bits.
+    `weight(K)`    sum over logits that pass earlier filters and whose distance has bits below K. top_k: each logit
+                   counts 1. top_p: a logit counts exp(-distance).
+    `threshold`    the largest K with weight(K) < k, or with weight(K) < p times the weight of all logits. Logits with a
+                   distance up to K pass, and so do equal logits.
 
-K is found between 0 and infinity in at most 16 passes that cut the interval into quarters; a row without top_k and
-top_p takes none. One program computes one row. Each pass reads the row's logits in their stored type; passes after the
-first find them in cache.
+K is found between 0 and infinity in at most 16 passes; each pass reduces the interval to a quarter. A row without top_k
+and top_p needs no pass. One program computes one row. Each pass reads the row's logits in their stored type. After the
+first pass, the logits are in the cache.
 
-Oracle: `kernels.sampling.filters.filter_thresholds`. Sums are rounded in another order than after a sort. A token whose
-predecessors reach top_p to the last bit may therefore be kept or dropped. Sizes that hurt: vocabularies of 1, 123 and
-4,097 tokens, equal logits, fewer finite logits than top_k.
+Oracle: `kernels.sampling.filters.filter_thresholds`. Kernel and oracle add up probabilities in different orders, with
+different roundings. If the likelier tokens reach top_p up to rounding, the kernel may keep a token that the oracle
+drops, or drop a token that the oracle keeps. Edge cases: vocabularies of 1, 123 and 4,097 tokens, equal logits, fewer
+finite logits than top_k.
 """
 
 import torch
@@ -28,7 +29,8 @@ _COLUMNS = 4096
 
 
 def filter_thresholds(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    """[draws] float32, thresholds of `(logit - largest) / temperature`. largest: [rows], the maxima of logits."""
+    """Returns thresholds of `(logit - largest) / temperature`, [draws] float32. largest: [rows], the maximum of each
+    row of logits."""
     thresholds = torch.empty(len(draws.rows), device=logits.device)
     columns = min(_COLUMNS, triton.next_power_of_2(logits.shape[1]))
     if len(thresholds):
@@ -72,7 +74,7 @@ def _filter_thresholds_kernel(
     start = logits + row * row_stride
 
     least = tl.load(min_p + number)
-    # The absolute value, because -log(1) is -0, whose bits are no small integer.
+    # The absolute value is required because -log(1) is -0. The bits of -0 are not a small integer.
     floor = tl.where(least > 0, tl.abs(tl.log(tl.where(least > 0, least, 1.0))), float("inf"))
     limit = floor.to(tl.int32, bitcast=True)
     rank = tl.load(top_k + number)
@@ -90,10 +92,10 @@ def _filter_thresholds_kernel(
 
 @triton.jit
 def _search(start, top, temperature, limit, wanted, vocabulary_size, by_mass: tl.constexpr, columns: tl.constexpr):
-    """The largest K with weight(K) < wanted, over logits whose distance has bits up to `limit`."""
+    """Find the largest K with weight(K) < wanted. Only logits with distances up to `limit`, as bits, count."""
     low = tl.full([], 0, tl.int32)
-    high = tl.full([], 0x7F800001, tl.int32)  # past every distance
-    while high - low > 1:  # weight(low) < wanted <= weight(high), unless nothing limits
+    high = tl.full([], 0x7F800001, tl.int32)  # above every distance
+    while high - low > 1:  # weight(low) < wanted, and weight(high) >= wanted if a limit exists
         step = (high - low + 3) // 4
         cuts = low + step, low + 2 * step, low + 3 * step
         first, second, third = _weights(
@@ -122,7 +124,7 @@ def _weights(
     by_mass: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """weight(K) for three K at once."""
+    """Compute weight(K) for three values of K in one pass."""
     first_sums = tl.zeros([columns], tl.float32)
     second_sums = tl.zeros([columns], tl.float32)
     third_sums = tl.zeros([columns], tl.float32)

@@ -1,11 +1,12 @@
-"""The token with the largest logit of each row, in one pass: the lowest id among equals, NaN counting as +inf.
+"""Finds the token with the largest logit of each row, in one pass. Among equal logits, the lowest id wins. NaN counts
+as +inf.
 
-    logits    [rows, vocabulary_size], rows any distance apart
-    program   one row and 8,192 columns of it: a single row occupies several multiprocessors
-    partial   largest and its column, [rows, parts] float32 and int32, from which `pick` takes the largest
+    `logits`    [rows, vocabulary_size], any stride between rows.
+    `program`   reads 8,192 columns of one row, so that a single row occupies several multiprocessors.
+    `partial`   the largest logit and its column, [rows, parts] float32 and int32; the input of `pick`.
 
-Oracle: `kernels.sampling.eager.greedy`. The largest logit is not finite if the row has NaN or +inf, or only -inf. Sizes
-that hurt: one row, vocabularies of 1, 8,193 and 123 tokens, all logits equal.
+Oracle: `kernels.sampling.eager.greedy`. The largest logit is not finite if the row has NaN or +inf, or only -inf. Edge
+cases: one row, vocabularies of 1, 8,193 and 123 tokens, all logits equal.
 """
 
 import torch
@@ -47,7 +48,7 @@ def _greedy_kernel(logits, values, ids, vocabulary_size, row_stride, columns: tl
     column = part * columns + tl.arange(0, columns)
     logit = tl.load(logits + row * row_stride + column, mask=column < vocabulary_size, other=float("-inf"))
     logit = logit.to(tl.float32)
-    logit = tl.where(logit != logit, float("inf"), logit)  # only NaN differs from itself
+    logit = tl.where(logit != logit, float("inf"), logit)  # only NaN is unequal to itself
     largest = tl.max(logit, axis=0)
     tl.store(values + row * tl.num_programs(1) + part, largest)
     tl.store(ids + row * tl.num_programs(1) + part, tl.min(tl.where(logit == largest, column, 0x7FFFFFFF), axis=0))

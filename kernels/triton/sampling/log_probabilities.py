@@ -1,14 +1,15 @@
-"""Log-probabilities of one token in each row and of the likeliest: `(logit - max) - log(sum(exp(logit - max)))`.
+"""Log-probabilities of a given token and of the likeliest tokens: `(logit - max) - log(sum(exp(logit - max)))`.
 
-    logits    [rows, vocabulary_size], any float type, rows any distance apart
-    program   one row and 4,096 columns of it
-    partial   the maximum, the sum of exponentials below it, and how many logits exceed the token's: [rows, parts, 3]
+    `logits`    [rows, vocabulary_size], any float type, any stride between rows.
+    `program`   reads 4,096 columns of one row.
+    `partial`   [rows, parts, 3]: maximum, sum of `exp(logit - maximum)`, number of logits above the token's logit.
 
-A second kernel joins the parts of a row (Milakov and Gimelshein, 2018). No result is as wide as the vocabulary; eager
-torch writes two such float32 matrices. torch's own topk of the logits finds the likeliest tokens.
+A second kernel merges the parts of a row (Milakov and Gimelshein, 2018). No intermediate result has the vocabulary's
+width. Eager torch would write two float32 matrices of this width. torch's topk on the logits finds the likeliest
+tokens.
 
-Oracle: `kernels.sampling.log_probabilities`. The oracle ranks by log-probabilities, which rounding may make equal for
-different logits. Sizes that hurt: vocabularies of 1, 123 and 4,097 tokens, one row, logits of ±1e4 and -inf.
+Oracle: `kernels.sampling.log_probabilities`. The oracle ranks by log-probabilities. After rounding, different logits
+may have equal log-probabilities. Edge cases: vocabularies of 1, 123 and 4,097 tokens, one row, logits of ±1e4 and -inf.
 """
 
 import torch
@@ -58,7 +59,7 @@ def _part_kernel(logits, token_ids, partial, vocabulary_size, row_stride, column
     logit = tl.load(start + column, mask=column < vocabulary_size, other=float("-inf")).to(tl.float32)
     chosen = tl.load(start + tl.load(token_ids + row)).to(tl.float32)
     largest = tl.max(logit, axis=0)
-    base = tl.where(largest == float("-inf"), 0.0, largest)  # a chunk with only -inf adds nothing
+    base = tl.where(largest == float("-inf"), 0.0, largest)  # a chunk with only -inf adds 0
     place = partial + (row * tl.num_programs(1) + tl.program_id(1)) * 3
     tl.store(place, largest)
     tl.store(place + 1, tl.sum(tl.exp(logit - base), axis=0))

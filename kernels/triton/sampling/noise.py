@@ -1,6 +1,6 @@
-"""The counter-based random numbers of `kernels.sampling.noise` inside a kernel: the same key and token, the same bits.
+"""The counter-based random numbers of `kernels.sampling.noise`, computed inside a kernel with the same bits.
 
-Numbers are not stored: each is computed where it is used, in 32-bit integer arithmetic.
+Random numbers are not stored. Each number is computed where it is used, in 32-bit integer arithmetic.
 """
 
 import triton
@@ -9,8 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def random_bits(key, token):
-    """32 bits for each token id. key: a scalar int64; token: any shape, int32; returns uint32."""
-    low = key.to(tl.uint32)  # narrowing keeps the low 32 bits
+    """Compute 32 random bits for each token id. key: int64 scalar; token: int32 of any shape. Returns uint32."""
+    low = key.to(tl.uint32)  # the conversion keeps the low 32 bits
     high = (key.to(tl.uint64, bitcast=True) >> 32).to(tl.uint32)
     bits = token.to(tl.uint32) * tl.full([], 0x9E3779B1, tl.uint32) + low
     bits = (bits ^ (bits >> 16)) * tl.full([], 0x21F0AAAD, tl.uint32)
@@ -20,6 +20,6 @@ def random_bits(key, token):
 
 @triton.jit
 def gumbel_noise(key, token):
-    """Standard Gumbel numbers, float32."""
+    """Random numbers of the standard Gumbel distribution, in float32."""
     uniform = ((random_bits(key, token) >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
     return -tl.log(-tl.log(uniform))

@@ -1,9 +1,10 @@
-"""The largest of a few candidates in each row, the first among equals: the last pass, over the candidates of all parts.
+"""Picks the largest of a few candidates in each row: the last pass of `greedy` and `draw`. Among equal values, the
+first candidate wins.
 
-    values, ids   [rows, parts] float32 and int32, the parts in the order of their ids
-    program       one row
+    `values, ids`   [rows, parts] float32 and int32; parts are in the order of their ids.
+    `program`       reads one row.
 
-Returns [rows] int64 and [rows] float32. No value is NaN.
+Returns [rows] int64 and [rows] float32. Values must not be NaN.
 """
 
 import torch
@@ -15,7 +16,7 @@ from kernels.triton.launch import OPTIONS, num_warps
 
 
 def pick(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The id of each row's largest value, and that value."""
+    """The id of each row's largest value, and the value."""
     rows, parts = values.shape
     token_ids = torch.empty(rows, dtype=torch.int64, device=values.device)
     largest = torch.empty(rows, device=values.device)

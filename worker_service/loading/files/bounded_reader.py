@@ -1,6 +1,7 @@
-"""Reads numbers and names of a binary header, little endian, and never a byte beyond the end of the file.
+"""Reads numbers and names of a little-endian binary header without reading past the end of the file.
 
-An attacker may choose any length or count. Each is compared with the remaining bytes of the file before it is used.
+The author of a file may write any length or count. Each length and count is compared with the remaining bytes of the
+file before use.
 """
 
 import os
@@ -13,7 +14,8 @@ _MAX_NAME = 65_535
 
 
 class BoundedReader:
-    """A position in a file. Methods raise UnsoundFileError, in which `what` names the part that was being read."""
+    """A reader with a position in a file. Methods raise UnsoundFileError; the argument `what` names the faulty part in
+    the message."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -21,19 +23,19 @@ class BoundedReader:
         self.position = 0
 
     def number(self, kind: str, what: str) -> int:
-        """A whole number of this kind, in `struct`'s notation."""
+        """Read a whole number. kind: its type in `struct`'s notation."""
         (number,) = struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind), what))
         return int(number)
 
     def count(self, kind: str, smallest: int, what: str) -> int:
-        """A number of items that take at least `smallest` bytes each."""
+        """Read a number of items, each of at least `smallest` bytes. kind: see `number`."""
         count = self.number(kind, what)
         if count * smallest > self._left:
             raise UnsoundFileError(f"{what} claims {count} entries, for which the {self._left} bytes left have no room")
         return count
 
     def name(self, what: str) -> str:
-        """A text preceded by its length."""
+        """Read a length, and then a text of this length."""
         length = self.number("Q", what)
         if length > _MAX_NAME:
             raise UnsoundFileError(f"the name of {what} claims {length} bytes; at most {_MAX_NAME} are allowed")
@@ -43,7 +45,7 @@ class BoundedReader:
             raise UnsoundFileError(f"the name of {what} is not UTF-8") from error
 
     def text(self, limit: int, what: str) -> str:
-        """A text of at most `limit` bytes, preceded by its length."""
+        """Read a length of at most `limit` bytes, and then a text of this length."""
         length = self.number("Q", what)
         if length > min(limit, self._left):
             self._pass(length, what)
@@ -54,7 +56,7 @@ class BoundedReader:
             raise UnsoundFileError(f"{what} is not UTF-8") from error
 
     def take(self, length: int, what: str) -> bytes:
-        """The next `length` bytes."""
+        """Read the next `length` bytes."""
         self._pass(length, what)
         taken = self._stream.read(length)
         if len(taken) < length:

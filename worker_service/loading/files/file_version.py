@@ -5,11 +5,11 @@ from pathlib import Path
 from pagewire_common.start_error import StartError
 
 Version = tuple[int, ...]
-"""Values that change when a file's content changes."""
+"""File attributes that change when the file's content changes."""
 
 
 def version_of(file: Path) -> Version:
-    """The file's current version. Raises StartError if there is no file."""
+    """The file's current version. Raises StartError if the file does not exist."""
     try:
         found = file.stat()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Reads JSON files of a model's folder. Every fault raises a StartError that names the file."""
+"""Reads JSON files of a model's folder. A fault raises a StartError that names the file."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from pagewire_common.model_files.json_text import loads
 from pagewire_common.start_error import StartError
 
 _MAX_BYTES = 100 << 20
-"""Bytes of a file. The largest JSON file is a weight index, with some hundred bytes a tensor."""
+"""Maximum bytes of a JSON file. The largest JSON file is a weight index, with a few hundred bytes per tensor."""
 
 
 def read_json(file: Path) -> dict[str, Any]:

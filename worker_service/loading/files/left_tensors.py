@@ -1,4 +1,5 @@
-"""Tensors of a checkpoint that the network does not use: harmless tensors, each with the reason; others are refused."""
+"""Refuses a checkpoint with unused tensors. Tensors that are known to be harmless are listed here, each with the
+reason."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -12,12 +13,12 @@ from worker_service.wording import named
 
 _MAX_NAMED = 5
 _MAX_BIASES = 1 << 20
-"""Numbers of a bias: more than any product has outputs."""
+"""Maximum numbers of a bias: more than the outputs of any linear layer."""
 
 
 class _Harmless(NamedTuple):
     name: str
-    """A pattern for the last parts of a name."""
+    """A regular expression for the last parts of a tensor's name."""
     dims: Collection[int]
     reason: str
 
@@ -41,8 +42,8 @@ def check_none_left(
 ) -> None:
     """Raise StartError if there is an unused tensor that may change the result of the network.
 
-    taken: names of used tensors; ignored: patterns of names that this network does not use; read: reads a tensor of the
-    file. A bias of zeros changes nothing: GPTQ's files have one for every layer.
+    taken: names of used tensors; ignored: patterns of names that this network does not use; read: function that reads a
+    tensor by name. An unused bias of zeros is accepted: GPTQ's files have a bias for every layer.
     """
     left = [
         name

@@ -1,4 +1,5 @@
-"""Refuses pickled weights, and tells how to convert them: reading a pickle can run its author's code."""
+"""Refuses pickled weights, because reading a pickle can run its author's code. The error tells how to convert the
+weights."""
 
 from pathlib import Path
 
@@ -15,10 +16,10 @@ _CONVERSION = (
 
 
 def refuse_missing_weights(file: Path, named_by: str) -> None:
-    """Raise a StartError for a missing safetensors file; `named_by` is the index that names the file, or empty.
+    """Raise a StartError for a missing safetensors file. named_by: the index that names the file, or empty.
 
-    The usual reason is that the folder has pickles instead. Pickles on a hub are not downloaded, so the message
-    mentions them in any case.
+    The usual reason is that the model is published as pickles. Pickles on a hub are not downloaded, so the message
+    always mentions pickles.
     """
     by = f", which {named_by} names," if named_by else ""
     pickles = sorted(

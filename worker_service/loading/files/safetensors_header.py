@@ -1,9 +1,9 @@
 """Reads the header of a safetensors file, and checks it against the file.
 
-A file is 8 bytes of length, little endian, then that many bytes of JSON, then the data. The JSON gives each tensor a
-type, a shape and a range of the data; ranges follow each other without a gap. Every value of a header is checked
-against the file's size. Code that reads tensors by a checked header cannot read beyond the file, nor allocate memory
-for a made-up number.
+A file begins with the length of the JSON header: 8 bytes, little endian. The JSON header follows, and then the data.
+The JSON gives each tensor a type, a shape and a range of the data. Ranges follow each other without a gap. Every value
+of a header is checked against the file's size. Code that uses a checked header thus cannot read past the end of the
+file, and cannot allocate more memory than the file's size.
 """
 
 import json
@@ -18,7 +18,7 @@ from worker_service.errors import UnsoundFileError
 from worker_service.wording import named, shown
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Maximum bytes of a header: the limit in the format's specification."""
 
 _BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -28,7 +28,7 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bits of one element, for every type of the format, including types that cannot be loaded."""
+"""Bits of one element, for every type of the format. Some types of the format cannot be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one step along the first dimension."""
+        """Bytes of one row: the elements with one index of the first dimension."""
         return self.num_bytes // (self.shape[0] or 1) if self.shape else self.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """A checked header: its bytes, its tensors by name, and its metadata."""
+    """A checked header: the header's bytes, the tensors by name, and the metadata."""
 
     content: bytes
     tensors: Mapping[str, StoredTensor]
@@ -61,7 +61,7 @@ class SafetensorsHeader:
 
 
 def read_header(file: Path) -> SafetensorsHeader:
-    """Read and check a header. Raises StartError that names the file and the wrong tensor."""
+    """Read and check a header. Raises a StartError that names the file and the wrong tensor."""
     try:
         with open(file, "rb") as stream:
             file_bytes = os.fstat(stream.fileno()).st_size
@@ -89,7 +89,7 @@ def _read_content(stream: BinaryIO, file_bytes: int) -> bytes:
 
 
 def _parse(content: bytes, file: Path, file_bytes: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Tensors and metadata."""
+    """Parse the JSON of a header into tensors and metadata."""
     try:
         header = json.loads(content.decode(), object_pairs_hook=_without_duplicates)
     except UnsoundFileError:
@@ -138,12 +138,14 @@ def _parse_tensor(name: str, entry: Any, file: Path, data_begin: int, file_bytes
 
 
 def _is_counts(value: Any) -> bool:
-    """Whether a value is a list of whole numbers that are not negative. JSON's true, a 1 in Python, is no number."""
+    """Whether a value is a list of non-negative whole numbers. JSON's true is refused, although Python treats it as
+    1."""
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
 def _count_elements(shape: list[int], limit: int) -> int:
-    """The product of a shape, or a number above `limit`: the full product of many large numbers would take too long."""
+    """The product of a shape, or any number above `limit`. Multiplication stops at the limit, because the product of
+    many large numbers would take too long."""
     if 0 in shape:
         return 0
     count = 1
@@ -155,7 +157,7 @@ def _count_elements(shape: list[int], limit: int) -> int:
 
 
 def _check_ranges(tensors: Mapping[str, StoredTensor], data_begin: int, file_bytes: int) -> None:
-    """Raise unless the ranges cover the whole data once: gaps and overlaps are signs of damage or of an attack."""
+    """Raise an error if the tensors' ranges have gaps or overlaps, which are signs of damage or of an attack."""
     reached, last = data_begin, "its header"
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin < reached:

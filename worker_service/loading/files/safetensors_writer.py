@@ -1,4 +1,4 @@
-"""Writes a safetensors file piece by piece, so no tensor has to be in memory whole."""
+"""Writes a safetensors file piece by piece, so that no whole tensor has to be in memory."""
 
 import json
 import math
@@ -11,7 +11,7 @@ _ITEM_BYTES = {"BF16": 2, "U8": 1}
 
 @dataclass(frozen=True, slots=True)
 class WrittenTensor:
-    """A tensor to be written: type, shape, and bytes in pieces, which are read once, in order."""
+    """A tensor to be written: type, shape, and pieces of bytes. The pieces are read once, in order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -19,7 +19,7 @@ class WrittenTensor:
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, WrittenTensor], metadata: Mapping[str, str]) -> None:
-    """Write a file. Raises ValueError if the number of bytes in a tensor's pieces does not match its type and shape."""
+    """Write a file. Raises ValueError if the size of a tensor's pieces does not match the tensor's type and shape."""
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     end = 0
     for name, tensor in tensors.items():

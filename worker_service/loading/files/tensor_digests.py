@@ -1,7 +1,7 @@
-"""SHA-256 of tensors on disk, computed by several threads: a tensor's digest is the hash of its pieces' digests.
+"""SHA-256 of tensors on disk, computed by several threads. A tensor's digest is the hash of its pieces' digests.
 
-Pieces have a fixed size, so a digest does not depend on the number of threads, nor on the split of a model into files.
-A thread hashes about 1.5 GB/s if the CPU has instructions for SHA-256.
+Pieces have a fixed size, so the number of threads and the split of a model into files do not change a digest. A thread
+hashes about 1.5 GB/s if the CPU has instructions for SHA-256.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ _PIECE_BYTES = 4 << 20
 
 
 def tensor_digests(tensors: Mapping[str, StoredTensor], num_threads: int) -> dict[str, bytes]:
-    """The digest of each tensor's bytes; reads all of them. Raises StartError if reading fails."""
+    """The digest of each tensor. Reads all bytes of all tensors. Raises StartError if reading fails."""
     digests = {name: hashlib.sha256() for name in tensors}
     in_order = sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].begin))
     with (
@@ -48,14 +48,15 @@ def tensor_digests(tensors: Mapping[str, StoredTensor], num_threads: int) -> dic
 
 
 class _Reader(threading.local):
-    """Reads pieces of an open file, each thread into its own buffer."""
+    """Reads pieces of an open file. Each thread has its own buffer."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._buffer = memoryview(bytearray(_PIECE_BYTES))
 
     def digest(self, piece: tuple[str, int, int]) -> bytes:
-        """The digest of a piece, given as tensor name, first byte and end. Raises EOFError with the name."""
+        """The digest of a piece. piece: tensor name, first byte, end. Raises an EOFError with the tensor's name at the
+        file's end."""
         name, begin, end = piece
         content = self._buffer[: end - begin]
         filled = 0

@@ -1,6 +1,6 @@
-"""The safetensors files of a Hugging Face directory: checked on disk, then read into their final places.
+"""Checks the safetensors files of a Hugging Face directory, and reads their tensors into their final places.
 
-No weight is in memory twice: the data passes through one buffer of a few megabytes, where it is converted.
+No weight is in memory twice. Data is read into one buffer of a few megabytes and converted there.
 """
 
 import os
@@ -26,18 +26,18 @@ from worker_service.wording import named, shown
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANTIZED = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
-"""Types of quantised weights, and of their scales and zero points."""
+"""Types of quantised weights, scales and zero points."""
 _PIECE_BYTES = 8 << 20
 
 
 class WeightFiles:
-    """One model.safetensors, or the shards that model.safetensors.index.json names. Errors are StartErrors."""
+    """One file model.safetensors, or the files that model.safetensors.index.json names. Methods raise StartError."""
 
     def __init__(self, path: Path) -> None:
-        """Find the files; they are opened when their headers are first needed."""
+        """Find the files. A file is opened when its header is first needed."""
         self._index = path / "model.safetensors.index.json"
         self._shard_of = _read_index(self._index) if self._index.exists() else {}
-        # Only the last part of a name counts, so an index cannot point outside its folder.
+        # Only the last part of a file's name is used, so an index cannot point outside its folder.
         names = sorted({Path(name).name for name in self._shard_of.values()}) or ["model.safetensors"]
         self._files = [path / name for name in names]
         for file in self._files:
@@ -54,7 +54,7 @@ class WeightFiles:
 
     @cached_property
     def _tensors(self) -> dict[str, StoredTensor]:
-        """All tensors. If several shards have a tensor of the same name, the index decides."""
+        """All tensors by name. If several files have a tensor of the same name, the index decides."""
         tensors = {name: tensor for header in self._headers.values() for name, tensor in header.tensors.items()}
         for name, shard in self._shard_of.items():
             file = self._index.with_name(Path(shard).name)
@@ -69,11 +69,11 @@ class WeightFiles:
         return {name: tensor.dtype for name, tensor in self._tensors.items()}
 
     def shape(self, name: str) -> Sequence[int]:
-        """Shape of a tensor in its header."""
+        """Shape of a tensor according to its header."""
         return self._tensors[name].shape
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor in its stored type, in newly allocated memory. Raises StartError."""
+        """Read a whole tensor in its stored type into newly allocated memory. Raises StartError."""
         tensor = self._tensors[name]
         dtype = (_DTYPES | _QUANTIZED).get(tensor.dtype)
         if dtype is None:
@@ -83,14 +83,15 @@ class WeightFiles:
         return found
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """Each tensor's name, type, shape and digest, independent of the split into files. Reads all data."""
+        """Each tensor's name, type, shape and digest. The result does not depend on the split into files. Reads all
+        data."""
         digests = tensor_digests(self._tensors, torch.get_num_threads())
         self._check_unchanged()
         for name, tensor in sorted(self._tensors.items()):
             yield f"{name} {tensor.dtype} {list(tensor.shape)}", digests[name]
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Check that each of these tensors exists, has this shape and is in floating point."""
+        """Raise StartError if a tensor of `expected` is missing, has another shape, or is not in floating point."""
         for name, place in expected.items():
             shape = cuts[name].shape if name in cuts else place.shape
             tensor = self._find(name)
@@ -111,14 +112,14 @@ class WeightFiles:
         check_none_left(self._tensors, stored, ignored, self.read)
 
     def own(self, tied: Mapping[str, str]) -> frozenset[str]:
-        """Implements `Weights.own`. From now on, the first tensor tied to a missing tensor stands in for it."""
+        """Implements `Weights.own`. If a tensor is missing, later reads use the first tensor that is tied to it."""
         for name, other in tied.items():
             if self._find(name) and not self._find(other):
                 self._stand_ins[other] = name
         return frozenset(name for name, other in tied.items() if self._find(name) and not self._are_equal(name, other))
 
     def _are_equal(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same bytes. Files that torch wrote hold both of two tied tensors."""
+        """Whether two tensors have the same bytes. Files that torch wrote contain both of two tied tensors."""
         one, two = self._find(name), self._find(other)
         if one == two:
             return True
@@ -138,7 +139,7 @@ class WeightFiles:
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Copy each named tensor to its place, and convert its type.
 
-        Files are read once, front to back, and only the parts that have a place.
+        Each file is read once from front to back. Parts without a place are skipped.
         """
         self.check(places, cuts)
         stored = {name: tensor for name in places if (tensor := self._find(name)) is not None}
@@ -157,8 +158,8 @@ class WeightFiles:
         self._check_unchanged()
 
     def _check_unchanged(self) -> None:
-        """Headers, digests and weights are read at different times; raise StartError if the files changed in
-        between."""
+        """Raise StartError if the files changed since their headers were read. Headers, digests and weights are read at
+        different times."""
         for file, version in zip(self._files, self._versions, strict=True):
             check_unchanged(file, version)
 
@@ -167,13 +168,13 @@ class WeightFiles:
         return None if stored is None else self._tensors[stored]
 
     def _stored_name(self, name: str) -> str | None:
-        """The tensor's name in the files, or None if they lack it."""
+        """The tensor's name in the files, or None if the tensor is missing."""
         names = (*spellings(name), *spellings(self._stand_ins.get(name, "")))
         return next((one for one in names if one in self._tensors), None)
 
 
 def read_tensor(tensor: StoredTensor, name: str, dtype: torch.dtype) -> Tensor:
-    """A whole tensor, in newly allocated memory. dtype: the tensor's type in the file. Raises StartError."""
+    """Read a whole tensor into newly allocated memory. dtype: the tensor's type in the file. Raises StartError."""
     content = bytearray(tensor.num_bytes)
     try:
         with open(tensor.file, "rb", buffering=0) as stream:
@@ -201,14 +202,15 @@ def _num_bytes(tensor: StoredTensor, part: Cut) -> int:
 
 
 def _held(tensor: StoredTensor, part: Cut) -> tuple[int, int]:
-    """Bytes of a row before the held part, and bytes of the held part."""
+    """Bytes of a row before this rank's part, and bytes of this rank's part."""
     columns = tensor.shape[1] if len(tensor.shape) > 1 else 1
     column_bytes = tensor.row_bytes // (columns or 1)
     return part.columns.start * column_bytes, len(part.columns) * column_bytes
 
 
 def _fill(place: Tensor, name: str, tensor: StoredTensor, part: Cut, stream: FileIO, buffer: memoryview) -> None:
-    """Read as many rows at a time as fit in the buffer; a place may be any view of its memory."""
+    """Fill a place. Each read operation reads as many rows as fit into the buffer. A place may be a view with any
+    strides."""
     skipped, width = _held(tensor, part)
     if not _num_bytes(tensor, part):
         return

@@ -1,7 +1,7 @@
-"""Converts the keys of a GGUF file that describe its network to a config.json.
+"""Converts the keys of a GGUF file that describe the network to a config.json.
 
-The meaning and default of each key are llama.cpp's (src/models/ there). Biases have no key: a file has their tensors or
-not.
+Each key has the meaning and the default of llama.cpp's code in src/models/. No key describes biases: a layer has a bias
+if the file contains the bias's tensor.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,14 +16,14 @@ from worker_service.wording import shown
 Json = dict[str, Any]
 
 _27B = {"gemma2": 46, "gemma3": 62}
-"""Layers of the 27B models. llama.cpp recognises them by this number and scales their attention by hidden size /
-heads."""
+"""Number of layers of the 27B models. llama.cpp recognises a 27B model by the number of layers, and scales its
+attention by hidden size / heads."""
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
 
 def read_network(keys: GgufKeys, tensors: Collection[str], divisors: Divisors, vocabulary: int) -> Json:
-    """A config.json without token ids. `tensors`: names of all tensors. Raises ValueError for an unsupported
-    network."""
+    """The content of a config.json, without token ids. `tensors`: names of all tensors. Raises ValueError for an
+    unsupported network."""
     if (network := ARCHITECTURES.get(keys.architecture)) is None:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise ValueError(f"its architecture is {shown(keys.architecture)}; supported are {supported}")
@@ -73,7 +73,7 @@ def read_network(keys: GgufKeys, tensors: Collection[str], divisors: Divisors, v
     return base | network.read(keys, base)
 
 
-def _mixtral(keys: GgufKeys, base: Json) -> Json:  # noqa: ARG001 (others use it)
+def _mixtral(keys: GgufKeys, base: Json) -> Json:  # noqa: ARG001 (other readers use it)
     count, chosen = _read_experts(keys)
     return {"num_local_experts": count, "num_experts_per_tok": chosen, "sliding_window": None}
 
@@ -84,7 +84,7 @@ def _qwen3_moe(keys: GgufKeys, base: Json) -> Json:
         raise ValueError("it has no qwen3moe.expert_feed_forward_length")
     inner = inner or base["intermediate_size"] // chosen
     return {
-        "intermediate_size": base["intermediate_size"] or inner,  # no layer uses it: all have experts
+        "intermediate_size": base["intermediate_size"] or inner,  # no layer uses this size: all have experts
         "moe_intermediate_size": inner,
         "num_experts": count,
         "num_experts_per_tok": chosen,
@@ -96,7 +96,7 @@ def _qwen3_moe(keys: GgufKeys, base: Json) -> Json:
 
 
 def _read_experts(keys: GgufKeys) -> tuple[int, int]:
-    """Experts of a layer, and experts for each token."""
+    """The number of experts in a layer, and the number of experts that each token uses."""
     count, chosen = keys.need_own("expert_count", COUNT), keys.need_own("expert_used_count", COUNT)
     if chosen > count:
         raise ValueError(f"its {keys.architecture}.expert_used_count is {chosen}, and its expert_count {count}")
@@ -109,7 +109,7 @@ def _smollm3(keys: GgufKeys, base: Json) -> Json:  # noqa: ARG001
 
 
 def _phi3(keys: GgufKeys, base: Json) -> Json:
-    """llama.cpp ignores Phi-3's window, and warns that answers might suffer; here the window holds."""
+    """Phi-3's keys. The file's sliding window applies here. llama.cpp ignores Phi-3's window and prints a warning."""
     original = base["rope_parameters"].get("original_max_position_embeddings", base["max_position_embeddings"])
     window = keys.own("attention.sliding_window", SIZE) or None
     return {"sliding_window": window, "original_max_position_embeddings": original}
@@ -153,7 +153,8 @@ def _attention_scalar(keys: GgufKeys, base: Json) -> int:
 
 
 def _windows(keys: GgufKeys, base: Json, window: int, period: int) -> Json:
-    """The layers with a window: all but the last of each `period`, unless the file has another pattern."""
+    """The layers that have a sliding window. By default, in each group of `period` layers all but the last have a
+    window. The file may state another pattern."""
     number_of_layers, key = base["num_hidden_layers"], "attention.sliding_window_pattern"
     if keys.is_array(f"{keys.architecture}.{key}"):
         of_layers = [bool(value) for value in keys.numbers(f"{keys.architecture}.{key}", FLAG)]
@@ -169,10 +170,10 @@ def _windows(keys: GgufKeys, base: Json, window: int, period: int) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class _Network:
-    """A family of config.json.
+    """A family of networks in config.json.
 
-    biases: keys of config.json for biases, each with the names of the file's tensors that may have a bias. read: reads
-    the remaining keys.
+    biases: keys of config.json for biases, each with the names of the file's tensors that may have a bias. read:
+    function that reads the remaining keys.
     """
 
     model_type: str
@@ -184,7 +185,7 @@ class _Network:
 _ATTENTION = {"attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output")}
 _ALL = {**_ATTENTION, "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down")}
 _MIXTRAL = _Network("mixtral", "MixtralForCausalLM", {}, _mixtral)
-"""A llama with experts."""
+"""The network of a file whose architecture is "llama" and that has experts."""
 ARCHITECTURES = {
     "gemma": _Network("gemma", "GemmaForCausalLM", _ATTENTION, lambda *_: _GELU),
     "gemma2": _Network("gemma2", "Gemma2ForCausalLM", _ATTENTION, _gemma2),
@@ -196,4 +197,5 @@ ARCHITECTURES = {
     "qwen3moe": _Network("qwen3_moe", "Qwen3MoeForCausalLM", _ATTENTION, _qwen3_moe),
     "smollm3": _Network("smollm3", "SmolLM3ForCausalLM", _ALL, _smollm3),
 }
-"""Networks by general.architecture. Mistral, Mixtral and SmolLM2 are "llama" there. qwen2 always has biases."""
+"""Networks by the value of general.architecture. Files of Mistral, Mixtral and SmolLM2 state "llama". qwen2 always has
+biases."""

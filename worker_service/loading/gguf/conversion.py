@@ -1,11 +1,11 @@
 """Converts a GGUF file to a Hugging Face directory with bfloat16 safetensors.
 
-Everything in the file is converted or refused: a key or a tensor that no reader took ends the conversion. Weights are
-widened a few megabytes at a time. Quantised weights are also kept unchanged beside the widened ones.
+A file with a key or a tensor that no reader uses is refused. Weights are converted to bfloat16 a few megabytes at a
+time. Quantised weights are also copied unchanged to a second file.
 
-It runs in its own process, `python -m worker_service.loading.gguf.conversion FILE FOLDER`, for two reasons. The
-tokenizers library may end its process over a malformed file. A vocabulary of 262,144 tokens takes 300 MB during the
-conversion. On Linux the process ends with the worker.
+The conversion runs in a separate process, `python -m worker_service.loading.gguf.conversion FILE FOLDER`, for two
+reasons. A malformed file may crash the tokenizers library and its process. The conversion of a vocabulary of 262,144
+tokens requires 300 MB of memory. On Linux the process ends with the worker.
 """
 
 import json
@@ -34,12 +34,13 @@ from worker_service.loading.gguf.tensors import Target, map_tensors
 from worker_service.wording import named, reason, shown
 
 VERSION = 5
-"""Version of the conversion. It is increased when results change, so that older converted folders are not used."""
+"""Version of the conversion. The version must be increased if the results change, so that older converted folders are
+not used."""
 _REFUSED = 2
-"""Exit status of a conversion that has printed its reason."""
+"""Exit status of a conversion that refused the file and printed the reason."""
 _PIECE_ELEMENTS = 1 << 21
 _POSITIONS = {"llama": (FREQS, LONG, SHORT), "phi3": (LONG, SHORT)}
-"""Tensors that scale positions, by architecture."""
+"""Names of the tensors that scale positions, by architecture."""
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
 _MAX_SHOWN = 8
 
@@ -47,9 +48,10 @@ Floats = npt.NDArray[np.float32]
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
-    """Fill an existing folder with config, tokenizer and weights. `file`: the model's file, or any of its parts.
+    """Fill an existing folder with config, tokenizer and weights. `file`: the model's file, or any part of a split
+    model.
 
-    Raises StartError for a file that cannot be read, or of which some part cannot be converted.
+    Raises StartError if the file cannot be read, or if any key or tensor cannot be converted.
     """
     command = [sys.executable, "-m", __name__, str(file), str(folder)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -73,7 +75,7 @@ def _main(file: Path, folder: Path) -> None:
 
 
 def _convert(file: GgufFile, folder: Path) -> None:
-    # Imported here, so workers do not load the tokenizers library.
+    # The import is here, so that workers do not load the tokenizers library.
     from worker_service.loading.gguf.tokenizer import convert_tokenizer
 
     keys, tensors = GgufKeys(file.metadata), file.tensors
@@ -123,7 +125,7 @@ def _widened(target: Target, tensor: GgufTensor | None) -> Iterator[memoryview]:
         return
     for rows in _rows(target, tensor):
         values = _dequantized(rows, tensor.type_name)
-        if len(target.shape) == 1:  # a bias or a norm: one row, whose numbers are outputs
+        if len(target.shape) == 1:  # a bias or a norm is one row of outputs
             values = values.reshape(-1)
             if target.heads:
                 values = values[_order(len(values), target.heads)]
@@ -139,7 +141,7 @@ def _widened(target: Target, tensor: GgufTensor | None) -> Iterator[memoryview]:
 
 
 def _rows(target: Target, tensor: GgufTensor) -> Iterator[npt.NDArray[np.uint8]]:
-    """The bytes of the target's rows, in the target's order, some rows at a time."""
+    """The bytes of the target's rows, in the target's order. The iterator yields several rows at a time."""
     count = target.shape[0] if len(target.shape) == 2 else 1
     together = count // target.heads if target.heads and len(target.shape) == 2 else 1
     most = max(1, _PIECE_ELEMENTS // max(1, tensor.shape[0] * together)) * together
@@ -155,8 +157,8 @@ def _rows(target: Target, tensor: GgufTensor) -> Iterator[npt.NDArray[np.uint8]]
 
 
 def _order(count: int, heads: int) -> npt.NDArray[np.intp]:
-    """The file's row for each row of the target. The two rows of a rotary pair are neighbours in the file; in the
-    target they are half a head apart."""
+    """For each row of the target, the number of the same row in the file. The two rows of a rotary pair are neighbours
+    in the file. In the target, the two rows are half a head apart."""
     return np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
@@ -172,13 +174,13 @@ def _dequantized(rows: npt.NDArray[np.uint8], type_name: str) -> Floats:
 
 
 def _values(tensor: GgufTensor) -> Floats:
-    """The whole of a small tensor."""
+    """All values of a small tensor."""
     (rows,) = _rows(Target((1, *tensor.shape), None), tensor)
     return _dequantized(rows, tensor.type_name).reshape(-1)
 
 
 def _write_pooling(keys: GgufKeys, folder: Path) -> None:
-    """Write the file's pooling, if the file has any, in the format of sentence-transformers."""
+    """If the file states a pooling, write it in the format of sentence-transformers."""
     if not (kind := keys.own("pooling_type", WHOLE)):
         return
     if kind not in _POOLINGS:

@@ -1,6 +1,7 @@
-"""A model in the GGUF format: one file, or all of its parts.
+"""A model in the GGUF format: one file, or several files that are called parts.
 
-Parts are named NAME-00001-of-00003.gguf and so on, and lie in one folder. Each part stands for the whole model.
+Parts are named NAME-00001-of-00003.gguf and so on, and are in one folder. A user can name any part to load the whole
+model.
 """
 
 import re
@@ -23,7 +24,8 @@ _OF_A_PART = ("split.no", "split.count", "split.tensors.count")
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """All keys with their values, except the keys about parts, and all tensors, by name."""
+    """A model's keys with their values, and its tensors by name. Keys that describe the split into parts are left
+    out."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -37,8 +39,8 @@ def model_name(file: Path) -> str:
 
 
 def find_parts(file: Path) -> list[Path]:
-    """All files of the model to which `file` belongs. Raises StartError if the file's name marks it as a part and
-    another part is missing."""
+    """All files of the model to which `file` belongs. Raises StartError if `file` has the name of a part and another
+    part is missing."""
     found = _PART.fullmatch(file.name)
     if found is None or not 1 <= int(found["number"]) <= int(found["count"]):
         return [file]
@@ -52,7 +54,7 @@ def find_parts(file: Path) -> list[Path]:
 
 
 def read_gguf(parts: Sequence[Path]) -> GgufFile:
-    """Read and join the headers of all parts, in order. Raises StartError that names the wrong file."""
+    """Read and join the headers of all parts, in order. Raises a StartError that names the faulty file."""
     headers = [read_gguf_header(part) for part in parts]
     metadata: dict[str, Value] = {}
     tensors: dict[str, GgufTensor] = {}
@@ -92,7 +94,8 @@ def _join(metadata: dict[str, Value], of_part: Mapping[str, Value]) -> None:
 
 
 def _check_counts(metadata: Mapping[str, Value], tensors: Mapping[str, GgufTensor], said_tensors: Value) -> None:
-    """Raise unless stated sizes agree with the tensors: no reader shall allocate more memory than the file needs."""
+    """Raise an error if a stated size contradicts the tensors. Without this check, a wrong size could make a reader
+    allocate too much memory."""
     if said_tensors is not None and not (type(said_tensors) is int and said_tensors == len(tensors)):
         raise UnsoundFileError(f"split.tensors.count is {shown(said_tensors)}, and the parts have {len(tensors)}")
     num_blocks = len({block[1] for name in tensors if (block := _BLOCK.match(name))})

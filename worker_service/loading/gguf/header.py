@@ -1,7 +1,8 @@
 """Reads the header of a GGUF file, and checks it against the file.
 
-The file begins with magic, version and two counts. Key-value pairs follow, then each tensor's name, sizes, type and
-offset, then the data. Every length, count and offset is checked against the size of the file before it is used.
+The file begins with a magic number, a version and two counts. Then follow key-value pairs, the name, sizes, type and
+offset of each tensor, and the data. Every length, count and offset is checked against the size of the file before it is
+used.
 """
 
 import math
@@ -29,21 +30,22 @@ _SMALLEST_TENSOR = 8 + 4 + 4 + 8
 _MAX_NESTING = 4
 _MAX_DIMENSIONS = 4
 _MAX_TEXTS = 1 << 22
-"""Texts of an array: four times as many as the largest vocabulary has merges."""
+"""Maximum texts of an array: four times the number of merges in the largest existing vocabulary."""
 _MAX_VALUE_BYTES = 1 << 26
-"""Bytes of a text or an array of numbers; the largest chat templates and vocabularies have less than 10 MB."""
+"""Maximum bytes of a text or an array of numbers. The largest existing chat templates and vocabularies have less than
+10 MB."""
 _MAX_METADATA_BYTES = 1 << 30
 _DEFAULT_ALIGNMENT = 32
 
 Value: TypeAlias = "bool | int | float | str | list[str] | npt.NDArray[Any] | None"
-"""Value of a key; None for an array of arrays, which no key in use has."""
+"""Value of a key. None stands for an array of arrays, a type that no known key uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """A tensor on disk: its bytes are [begin, end), counted from the start of the file.
 
-    `shape` has the fastest dimension first, like the file.
+    `shape` begins with the dimension whose elements are contiguous, as in the file.
     """
 
     file: Path
@@ -54,20 +56,20 @@ class GgufTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one step along all dimensions but the fastest."""
+        """Bytes of one row: all elements along the first entry of `shape`."""
         return (self.end - self.begin) // max(1, math.prod(self.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The values of the keys, and the tensors, both by name."""
+    """The values of the keys by key, and the tensors by name."""
 
     metadata: Mapping[str, Value]
     tensors: Mapping[str, GgufTensor]
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """Read and check a header. Raises StartError that names the file and the wrong key or tensor."""
+    """Read and check a header. Raises a StartError that names the file and the wrong key or tensor."""
     try:
         with open(file, "rb") as stream:
             return _read_header(BoundedReader(stream), file)
@@ -212,7 +214,7 @@ class _TensorType(NamedTuple):
 
 @cache
 def _tensor_types() -> dict[int, _TensorType]:
-    """Tensor types by number. The table is from the gguf package, which also dequantises the tensors."""
+    """Tensor types by number. The table comes from the gguf package, which also dequantises the tensors."""
     from gguf.constants import GGML_QUANT_SIZES
 
     return {int(number): _TensorType(number.name, *sizes) for number, sizes in GGML_QUANT_SIZES.items()}

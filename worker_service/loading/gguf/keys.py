@@ -1,7 +1,7 @@
-"""The keys of a GGUF file. Each key is taken by the code that obeys it; a key that no code took is refused.
+"""The keys of a GGUF file, with a record of the keys that were read. A file with an unread key is refused.
 
-LEFT_OUT has the keys that do not change answers, each with the reason. A key with another first part, such as
-`mradermacher.quantized_by`, is a publisher's note: keys about the network begin with the architecture's name.
+LEFT_OUT lists the keys that do not change answers, each with the reason. Keys about the network begin with the
+architecture's name. A key such as `mradermacher.quantized_by` is a note of the publisher and is ignored.
 """
 
 import re
@@ -22,9 +22,9 @@ LEFT_OUT = {
     r"tokenizer\.ggml\.(fim_(pre|suf|mid)|prefix|suffix|middle)_token_id": "for infilling, which is no call here",
     r"tokenizer\.huggingface\.json": "the tokenizer once more, for other programs",
 }
-"""Patterns of whole keys, each with the reason why no code takes them."""
+"""Regular expressions for whole keys that no code reads, each with the reason."""
 _RESERVED = ("general", "tokenizer", "split", "quantize")
-"""First parts of keys that the format defines, besides the architecture."""
+"""First parts of keys that the format defines, in addition to the architecture's name."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
@@ -42,12 +42,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "leading_dense_block_count": (0,),
     "nextn_predict_layers": (0,),
     "rope.scaling.yarn_attn_factor": (1,),
-    "rope.scaling.yarn_beta_fast": (32,),  # llama.cpp takes 32 and ignores the file's value
+    "rope.scaling.yarn_beta_fast": (32,),  # llama.cpp uses 32 and ignores the file's value
     "rope.scaling.yarn_beta_slow": (1,),
     "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
 }
-"""Keys of an architecture, with the values that change nothing for the networks here."""
+"""Keys after the architecture's name, each with the values that have no effect on the supported networks."""
 _NEUTRAL_OF_TOKENIZERS: dict[str, tuple[object, ...]] = {
     "tokenizer.ggml.add_sep_token": (False,),
     "tokenizer.ggml.remove_extra_whitespaces": (False,),
@@ -57,7 +57,8 @@ _MAX_SHOWN = 8
 
 
 class GgufKeys:
-    """The values of a file by key. Methods raise ValueError with the second half of a sentence."""
+    """The values of a file by key. Methods raise a ValueError. Its message is the second half of a sentence; the
+    caller's first half names the file."""
 
     def __init__(self, metadata: Mapping[str, Value]) -> None:
         self._metadata = metadata
@@ -80,15 +81,16 @@ class GgufKeys:
         return value
 
     def own(self, key: str, kind: Kind[T]) -> T | None:
-        """Like `get`, for a key of the architecture, without the architecture's name."""
+        """The value of an architecture's key, or None if the key is missing. key: without the architecture's name."""
         return self.get(f"{self.architecture}.{key}", kind)
 
     def need_own(self, key: str, kind: Kind[T]) -> T:
-        """Like `need`, for a key of the architecture, without the architecture's name."""
+        """The value of an architecture's required key. key: without the architecture's name."""
         return self.need(f"{self.architecture}.{key}", kind)
 
     def of_all_layers(self, key: str, kind: Kind[int]) -> int | None:
-        """A whole number of the architecture, which the file may repeat for each layer; None if it is missing."""
+        """A whole number that must be equal in all layers; None if the key is missing. The file states one number, or
+        an array with a number for each layer."""
         key = f"{self.architecture}.{key}"
         if not self.is_array(key):
             return self.get(key, kind)
@@ -102,7 +104,7 @@ class GgufKeys:
         return isinstance(self._metadata.get(key), np.ndarray)
 
     def numbers(self, key: str, kind: Kind[Any]) -> npt.NDArray[Any]:
-        """An array of numbers of this kind; empty if the key is missing."""
+        """The value of a key with an array of numbers of this kind. The result is empty if the key is missing."""
         self._taken.add(key)
         if key not in self._metadata:
             return np.zeros(0, np.int32)
@@ -114,7 +116,7 @@ class GgufKeys:
         return values
 
     def texts(self, key: str) -> list[str]:
-        """An array of texts; empty if the key is missing."""
+        """The value of a key with an array of texts. The result is empty if the key is missing."""
         self._taken.add(key)
         if key not in self._metadata:
             return []
@@ -124,15 +126,16 @@ class GgufKeys:
         return values
 
     def names(self, prefix: str) -> list[str]:
-        """The rest of each key that begins with `prefix`, in the file's order."""
+        """The keys that begin with `prefix`, without the prefix, in the file's order."""
         return [key.removeprefix(prefix) for key in self._metadata if key.startswith(prefix)]
 
     def leave(self, *keys: str) -> None:
-        """Take keys that have no meaning beside other keys, such as merges beside scores."""
+        """Mark keys as read whose values have no meaning in this file. For example, merges have no meaning in a file
+        with scores."""
         self._taken.update(keys)
 
     def refuse_leftovers(self) -> None:
-        """Raise ValueError for a key that no code took, unless the key has no effect."""
+        """Raise ValueError if the file has an unread key that may have an effect."""
         neutral = {f"{self.architecture}.{key}": values for key, values in _NEUTRAL.items()} | _NEUTRAL_OF_TOKENIZERS
         left: list[str] = []
         for key in sorted(self._metadata.keys() - self._taken):

@@ -1,11 +1,12 @@
-"""Splits of texts before their bytes are merged, by their names in a GGUF file's tokenizer.ggml.pre.
+"""Regular expressions that split a text before its bytes are merged to tokens, by their names in a GGUF file's
+tokenizer.ggml.pre.
 
-The patterns are from llama.cpp's src/llama-vocab.cpp. llama.cpp approximates some patterns, because its engine lacks
-their character classes. In these cases this file has the model's original pattern, which llama.cpp quotes beside its
-own.
+The patterns come from llama.cpp's src/llama-vocab.cpp. llama.cpp approximates some patterns, because its regex engine
+lacks some character classes. For an approximated pattern, this file contains the model's original pattern, which
+llama.cpp quotes in a comment.
 """
 
-# ruff: noqa: RUF001 (punctuation and letters of other scripts are meant)
+# ruff: noqa: RUF001 (the ambiguous characters are intended: the patterns match other scripts)
 
 from dataclasses import dataclass
 
@@ -34,9 +35,9 @@ _WORDS_OF_MANY_LANGUAGES = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """`patterns`: each splits the pieces that the patterns before it left. `whole_words`: whether a piece in the
-    vocabulary is one token, without merges. `adds_bos`: whether texts begin with the BOS token if no key tells
-    otherwise."""
+    """The rules of a pre-tokenizer. `patterns`: applied in order; each pattern splits the pieces of the previous
+    pattern. `whole_words`: whether a piece that is in the vocabulary becomes one token without merges. `adds_bos`:
+    whether texts begin with the BOS token by default."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False
@@ -121,7 +122,7 @@ _BY_NAME = {name: kind for kind, names in _KINDS.items() for name in names.split
 
 
 def find_pre_tokenizer(name: str) -> PreTokenizer:
-    """The pre-tokenizer of this name. Raises ValueError for an unknown name."""
+    """The pre-tokenizer with this name. Raises ValueError for an unknown name."""
     if name not in _BY_NAME:
         raise ValueError(f"its tokenizer.ggml.pre is {shown(name)}; supported are {', '.join(sorted(_BY_NAME))}")
     return _BY_NAME[name]

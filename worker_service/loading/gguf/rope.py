@@ -1,8 +1,8 @@
 """Converts the rotary positions of a GGUF file to the `rope_parameters` of a config.json.
 
 llama.cpp turns pair i of a head at position p by `p * base**(-2i/n) / (divisor_i * factor)`. The type longrope of
-config.json has the same formula, and is thus used for all files with divisors. (Su et al., 2021; Peng et al., 2023 for
-yarn.)
+config.json has the same formula. The positions of a file with divisors are thus converted to longrope. (Su et al.,
+2021; Peng et al., 2023 for yarn.)
 """
 
 import math
@@ -17,14 +17,15 @@ from worker_service.loading.gguf.kinds import NOT_NEGATIVE, NUMBER, POSITIVE, SI
 from worker_service.wording import shown
 
 Divisors = Mapping[str, npt.NDArray[np.float32]]
-"""Divisors, one per pair, by tensor name: FREQS, or LONG for texts beyond the original context and SHORT for others."""
+"""A divisor for each rotary pair, by tensor name. A file has either FREQS, or both LONG and SHORT. LONG is for texts
+longer than the original context, SHORT for shorter texts."""
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _TYPES = ("none", "linear", "yarn", "longrope")
 
 
 def read_rope_parameters(keys: GgufKeys, divisors: Divisors, rotary_dim: int, max_positions: int) -> dict[str, Any]:
-    """The `rope_parameters`. divisors: the file's divisors. Raises ValueError for positions that no config.json can
-    describe."""
+    """The `rope_parameters` of a config.json. divisors: the file's divisors. Raises ValueError for positions that
+    config.json has no keys for."""
     theta = keys.own("rope.freq_base", POSITIVE) or 10_000.0
     kind = keys.own("rope.scaling.type", TEXT)
     kind = "linear" if kind is None else kind

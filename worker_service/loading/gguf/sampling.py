@@ -12,21 +12,22 @@ _FIELDS: dict[str, tuple[str, Kind[float]]] = {
     "min_p": ("min_p", Kind(float, "a number from 0 to 1", 0, 1)),
     "penalty_repeat": ("repetition_penalty", Kind(float, "a number from 0.01 to 10", 0.01, 10)),
 }
-"""The field for each key, with the same limits as in requests."""
+"""Keys, each with its field of generation_config.json and the field's limits. Requests have the same limits."""
 _TOP_K = Kind(int, f"a whole number of at most {2**31 - 1}", most=2**31 - 1)
 _NEUTRAL: dict[str, tuple[Kind[Any], float]] = {
     "xtc_probability": (NUMBER, 0.0),
     "mirostat": (WHOLE, 0),
     "penalty_last_n": (WHOLE, -1),
 }
-"""Keys with the only supported values: no field describes others. penalty_last_n -1: penalties count all tokens of a
-text."""
+"""Keys for which only one value is supported, because generation_config.json has no field for another value.
+penalty_last_n -1: penalties count all tokens of a text."""
 _BESIDE = ("xtc_threshold", "mirostat_tau", "mirostat_eta")
-"""Settings of unsupported methods, which are off."""
+"""Settings of unsupported methods. The settings have no effect while the methods are off."""
 
 
 def read_sampling(keys: GgufKeys) -> dict[str, Any]:
-    """The fields; empty if the file recommends nothing. Raises ValueError for an unsupported method."""
+    """The fields of generation_config.json; empty if the file recommends no parameters. Raises ValueError for an
+    unsupported method."""
     found: dict[str, Any] = {}
     for key, (field, kind) in _FIELDS.items():
         if (value := keys.get(_PREFIX + key, kind)) is not None:

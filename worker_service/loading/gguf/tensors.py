@@ -1,8 +1,8 @@
 """The tensors of a GGUF file under their names in a Hugging Face checkpoint.
 
-A checkpoint's tensor is a tensor of the file, or one expert's part of a stacked tensor. llama.cpp's converter permutes
-the rows of Llama's queries and keys, and adds 1 to Gemma's norms. Both changes are undone here. If a file has only some
-biases of a layer, the missing biases are zeros.
+A checkpoint's tensor is a whole tensor of the file, or one expert's part of a stacked tensor. llama.cpp's converter
+permutes the rows of Llama's queries and keys, and adds 1 to Gemma's norms. This module reverses both changes of
+llama.cpp's converter. If a file has only some biases of a layer, the missing biases are zeros.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,24 +13,24 @@ from worker_service.loading.gguf.header import GgufTensor
 from worker_service.wording import named, shown
 
 _PERMUTED = ("llama", "mixtral", "smollm3")
-"""Families whose heads llama.cpp rotates by neighbouring pairs."""
+"""Families for which llama.cpp rotates neighbouring elements of a head as pairs."""
 _EXPERTS = {
     "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     "qwen3_moe": ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
 }
-"""Names of the router, the experts, and one expert's gate, up and down projection."""
+"""Names in a checkpoint, by family: the router, the experts, and the gate, up and down projections of an expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """A tensor of a checkpoint.
 
-        source      name of the file's tensor, None for zeros
-        first_row   first row in the file's tensor, in which experts are stacked by rows
-        heads       number of heads whose rows are permuted in the file, 0 for none
-        added       number that the file's converter added to all values
+        `source`      name of the file's tensor, None for zeros.
+        `first_row`   first row in the file's tensor; a tensor of several experts stacks their rows.
+        `heads`       number of heads whose rows are permuted in the file, 0 for none.
+        `added`       number that the file's converter added to all values.
 
-    A bias or a norm is one row.
+    A bias or a norm counts as one row.
     """
 
     shape: tuple[int, ...]
@@ -41,8 +41,8 @@ class Target:
 
 
 def map_tensors(config: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Target]:
-    """The tensors of a checkpoint with this config.json, by name. Raises ValueError if the file's tensors do not
-    fit."""
+    """The tensors of a checkpoint with this config.json, by name. Raises ValueError if the file's tensors do not match
+    the config."""
     return dict(_map_all(config, tensors))
 
 
@@ -84,8 +84,8 @@ def _norms(family: str) -> Iterator[tuple[str, str]]:
 
 
 def _projections(config: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, int], bool, int]]:
-    """Name in the checkpoint, name in the file, shape, whether there is a bias, and number of heads with permuted
-    rows."""
+    """The projections of a layer. A projection has a name in the checkpoint, a name in the file, a shape, a flag for a
+    bias, and a number of heads with permuted rows."""
     family, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     query, key = heads * config["head_dim"], kv_heads * config["head_dim"]
@@ -112,7 +112,8 @@ def _projections(config: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[in
 
 
 def _experts(config: Mapping[str, Any], found: "_Finder", theirs: str) -> Iterator[tuple[str, Target]]:
-    """Tensors of a layer's experts. Experts are stacked; older files have one tensor per expert."""
+    """Tensors of a layer's experts. New files stack all experts in one tensor. Older files have one tensor per
+    expert."""
     count = config.get("num_experts") or config["num_local_experts"]
     hidden, inner = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
     if not inner:
@@ -132,7 +133,7 @@ def _experts(config: Mapping[str, Any], found: "_Finder", theirs: str) -> Iterat
 
 
 class _Finder:
-    """Finds tensors of a file, and checks their shapes."""
+    """Finds tensors of the GGUF file, and checks their shapes."""
 
     def __init__(self, tensors: Mapping[str, GgufTensor]) -> None:
         self._tensors = tensors
@@ -141,7 +142,8 @@ class _Finder:
         return name in self._tensors
 
     def target(self, name: str, shape: tuple[int, ...], heads: int = 0, added: float = 0.0) -> Target:
-        """The target for a tensor of the file. Raises ValueError if the tensor is missing or has another shape."""
+        """Find a tensor of the file, and return its target. Raises ValueError if the tensor is missing or has another
+        shape."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ValueError(f"it has no tensor {name}")

@@ -1,9 +1,10 @@
 """Converts the tokenizer of a GGUF file to tokenizer.json and tokenizer_config.json, and finds the tokens that end an
 answer.
 
-Texts get the same tokens as in llama.cpp (src/llama-vocab.cpp there), with two intended differences. A control token's
-text in a user's input never becomes that token. A token ends answers because of its text only if the file marks it as a
-control token: </s> is also a tag of HTML.
+A text has the same tokens as in llama.cpp's src/llama-vocab.cpp, with two intended differences. First, if a user's
+input contains the text of a control token, the text does not become the control token. Second, a token's text decides
+whether the token ends an answer only if the file marks the token as a control token. For example, </s> is also an HTML
+tag.
 """
 
 import json
@@ -26,29 +27,32 @@ _SPACE = "▁"
 _TOKEN_TYPE = Kind(int, "a type of tokens, from 0 to 6", 0, 6)
 
 _MAX_TOKEN_BYTES = 1_024
-"""Bytes of a token. Byte-level vocabularies have runs of 128 spaces, each spelled in 2 bytes."""
+"""Maximum bytes of a token. Byte-level vocabularies contain tokens of 128 spaces, each space encoded in 2 bytes."""
 _MAX_VOCABULARY_BYTES = 1 << 23
-"""Bytes of all tokens: 32 each for 262,144 tokens. With tokens of 1,024 bytes, pairs are then found in 7 s."""
+"""Maximum bytes of all tokens: 32 bytes for each of 262,144 tokens. If all tokens have 1,024 bytes, finding pairs takes
+7 s at this limit."""
 _MAX_MERGE_BYTES = 1 << 27
-"""Bytes of all pairs that SentencePiece merges: 256 each for 524,288 pairs."""
+"""Maximum bytes of all pairs that SentencePiece merges: 256 bytes for each of 524,288 pairs."""
 
 _ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",  # noqa: RUF001
 })  # fmt: skip
-"""Control tokens that end an answer even without a key: converters omit the keys."""
+"""Control tokens that end an answer even if no key names them, because converters often omit the keys."""
 _FIM_ENDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Tokens that end an infilling, and thus any answer. Without the key, the first of these control tokens counts."""
+"""Texts of tokens that end an infilling, by key. Tokens that end an infilling also end any other answer. If a file
+lacks a key, the first listed text that is a control token is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Token ids for the two configs. `ends`: all tokens that end an answer, eos_token_id first."""
+    """Token ids for config.json and generation_config.json. `ends`: all tokens that end an answer, eos_token_id
+    first."""
 
     bos: int | None
     pad: int | None
@@ -56,7 +60,8 @@ class TokenIds:
 
 
 def convert_tokenizer(keys: GgufKeys, vocabulary: int, folder: Path) -> TokenIds:
-    """Write both files. `vocabulary`: tokens in the weights. Raises ValueError for an unsupported tokenizer."""
+    """Write tokenizer.json and tokenizer_config.json. `vocabulary`: number of tokens in the weights. Raises ValueError
+    for an unsupported tokenizer."""
     kind = keys.need("tokenizer.ggml.model", TEXT)
     tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(keys.texts("tokenizer.ggml.tokens"))]
     if len(tokens) != vocabulary:
@@ -85,7 +90,7 @@ def convert_tokenizer(keys: GgufKeys, vocabulary: int, folder: Path) -> TokenIds
         _add_tokens(tokenizer, vocab, _strips_behind(keys))
     except ValueError:
         raise
-    except Exception as error:  # the library raises Exception itself
+    except Exception as error:  # the library raises bare Exceptions
         raise ValueError(f"its tokenizer is not sound: {reason(error)}") from error
     added = keys.get("tokenizer.ggml.add_bos_token", FLAG)
     first = special["bos"] if (adds_bos if added is None else added) else None
@@ -105,7 +110,7 @@ def convert_tokenizer(keys: GgufKeys, vocabulary: int, folder: Path) -> TokenIds
 
 
 def _check_lengths(tokens: Sequence[str]) -> None:
-    """Raise ValueError for tokens so long that their conversion might not end."""
+    """Raise ValueError for tokens that are too long, because their conversion would take too much time."""
     lengths = [len(token.encode()) for token in tokens]
     if (longest := max(lengths, default=0)) > _MAX_TOKEN_BYTES:
         token = tokens[lengths.index(longest)]
@@ -127,9 +132,9 @@ class _Vocabulary:
 
 
 def _special_ids(keys: GgufKeys, ids: dict[str, int], first: int | None) -> dict[str, int | None]:
-    """Token ids by their names in tokenizer_config.json.
+    """Ids of special tokens, by their names in tokenizer_config.json.
 
-    Without a key, llama.cpp's defaults hold: bos is `first`, eos `first` + 1, unk `first` - 1.
+    If a key is missing, llama.cpp's default is used: `first` for bos, `first` + 1 for eos, `first` - 1 for unk.
     """
     defaults = {} if first is None else {"bos": first, "eos": first + 1, "unk": first - 1}
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
@@ -161,8 +166,8 @@ def _ends(keys: GgufKeys, ids: dict[str, int], special: dict[str, int | None], c
 
 
 def _sentence_piece(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tuple[Tokenizer, bool]:
-    """A tokenizer that merges neighbours into the token of the highest score until no merge is left."""
-    # Merges follow from the scores; pre is for byte-level tokenizers.
+    """A tokenizer that merges the neighbouring pieces with the highest score until no merge is possible."""
+    # The scores determine the merges. The key `pre` is for byte-level tokenizers only.
     keys.leave("tokenizer.ggml.merges", "tokenizer.ggml.pre")
     scores = keys.numbers("tokenizer.ggml.scores", NUMBER)
     if len(scores) != len(vocab.tokens):
@@ -192,7 +197,8 @@ def _sentence_piece(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> 
 
 
 def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
-    """All pairs of pieces that form a piece, in the order of the pieces' numbers."""
+    """All pairs of pieces that together form a piece. Pairs that form the piece with the highest score come first.
+    pieces: minus the score of each piece."""
     found: list[tuple[float, int, tuple[str, str]]] = []
     num_bytes = 0
     for token, rank in pieces.items():
@@ -213,11 +219,11 @@ def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _byte_level(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tuple[Tokenizer, bool]:
-    keys.leave("tokenizer.ggml.scores")  # a list gives the order of its merges
+    keys.leave("tokenizer.ggml.scores")  # a byte-level file lists its merges in order
     if keys.get("tokenizer.ggml.add_space_prefix", FLAG):
         raise ValueError("its tokenizer.ggml.add_space_prefix is true, which is not supported for the model gpt2")
     splits = find_pre_tokenizer(keys.get("tokenizer.ggml.pre", TEXT) or "default")
-    merges: dict[tuple[str, str], None] = {}  # a duplicate pair counts at its first place
+    merges: dict[tuple[str, str], None] = {}  # of equal pairs, the first place in the list counts
     for merge in keys.texts("tokenizer.ggml.merges"):
         place = merge.find(" ", 1)
         if place < 0:
@@ -239,14 +245,14 @@ def _byte_level(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tupl
 
 
 def _strips_behind(keys: GgufKeys) -> bool:
-    """Whether white space after a control token belongs to it. llama.cpp recognises such models by name only."""
+    """Whether white space after a control token is removed. llama.cpp decides by the model's name."""
     name = (keys.get("general.name", TEXT) or "").lower()
     return "phi-3" in name or "phi3" in name
 
 
 def _add_tokens(tokenizer: Tokenizer, vocab: _Vocabulary, strips: bool) -> None:
-    """Register control tokens and the author's added tokens, which are found in a text before it is split and
-    merged."""
+    """Register control tokens and user-defined tokens. The tokenizer finds these tokens in a text before the text is
+    split and merged."""
     special: list[AddedToken] = []
     others: list[AddedToken] = []
     for text, kind in zip(vocab.tokens, vocab.types, strict=True):

@@ -1,1 +1,1 @@
-"""Quantised checkpoints: packed integers, groups of compressed-tensors, FP8."""
+"""Reads quantised checkpoints: GPTQ, AWQ, compressed-tensors and FP8."""

@@ -1,8 +1,9 @@
-"""Layers stored in e4m3, whose inputs are rounded to e4m3, too: compressed-tensors' "float-quantized", and "fp8".
+"""Layers with weights stored in e4m3 and inputs rounded to e4m3: compressed-tensors' "float-quantized", and the method
+"fp8".
 
 A layer's weights have one scale, a scale for each output, or a scale for each block of outputs and inputs. Inputs are
-rounded with the file's `input_scale`. Without it, each row gets its own scale, and if weights have blocks, a scale for
-each block of inputs.
+rounded with the file's `input_scale`. If the file has no `input_scale`, each row of inputs has its own scale. If the
+weights also have blocks, each block of inputs in a row has its own scale.
 """
 
 import torch
@@ -38,7 +39,7 @@ def float8_weight(
         )
     else:
         scales = scales.float().reshape(-1, 1).expand(outputs, 1).contiguous()
-    # In e4m3, NaN is all ones after the sign bit, and there is no infinity.
+    # In e4m3, all bits of NaN after the sign bit are ones. e4m3 has no infinity.
     if not scales.isfinite().all() or (numbers.view(torch.uint8) & 0x7F == 0x7F).any():
         raise ValueError("a weight or a scale is not finite")
     if input_scale is not None:

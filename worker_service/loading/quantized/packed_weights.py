@@ -1,11 +1,11 @@
-"""Checkpoints whose linear layers are stored quantised: GPTQ, AWQ, compressed-tensors and fp8.
+"""Reads checkpoints with quantised linear layers: GPTQ, AWQ, compressed-tensors and fp8.
 
-Most layouts store whole numbers of 4 or 8 bits. Each group of neighbouring inputs of an output has a scale and a zero
-point. These layouts become a `GroupedWeight`, whatever the order of their bits. They are the layouts of the Python
-packages gptqmodel, autoawq (its "gemm" version) and compressed-tensors (its formats "pack-quantized" and
-"int-quantized").
+Most layouts store whole numbers of 4 or 8 bits. In layouts of whole numbers, each group of neighbouring inputs of an
+output has a scale and a zero point. The orders of the packed bits differ, but every layer of whole numbers becomes a
+`GroupedWeight`. Layouts of whole numbers are written by the Python packages gptqmodel, autoawq (version "gemm") and
+compressed-tensors (formats "pack-quantized" and "int-quantized").
 
-Layouts of 8-bit floats become a `Float8Weight`: compressed-tensors' "float-quantized", and the method "fp8".
+Layers in 8-bit floats become a `Float8Weight`: compressed-tensors' "float-quantized", and the method "fp8".
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,13 +25,13 @@ from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named, shown
 
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Position in a word of each of eight neighbouring outputs, in AWQ."""
+"""The positions of eight neighbouring outputs in an AWQ word."""
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""Words in which every number is 1, by the bits of a number."""
+"""Words in which each packed number is 1. Keys: bits of a number."""
 
 
 _INPUT_SCALES = ("input_scale", "activation_scale")
-"""Names of a layer's input scale; transformers uses the second."""
+"""Names of a layer's input scale. transformers uses the second name."""
 
 
 _TENSORS = (
@@ -39,8 +39,8 @@ _TENSORS = (
     "weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx",
     *_INPUT_SCALES, "input_zero_point",
 )  # fmt: skip
-"""Names of a quantised layer's tensors. If weights are whole numbers, inputs are not rounded, so the inputs' scales and
-zero points are not used."""
+"""Names of a quantised layer's tensors. If weights are whole numbers, the inputs' scales and zero points are not used,
+because inputs are not rounded."""
 
 
 class PackedWeights(Mapping[str, QuantizedWeight]):
@@ -60,7 +60,8 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
     @property
     def _parts(self) -> Collection[tuple[str, str]]:
-        """Names, in place of "weight", of the tensors that hold the numbers, and their types."""
+        """For each layout, the last part of the name of the tensor with the quantised numbers, and the tensor's
+        type."""
         in_floats = ("weight", "F8_E4M3")
         if self.config.layout == "compressed-tensors":
             return ("weight_packed", "I32"), ("weight", "I8"), in_floats
@@ -68,12 +69,12 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
     @property
     def schemes(self) -> set[Literal["fp8", "gguf"]]:
-        """The schemes of `Linear` that multiply by these weights."""
+        """The quantisation schemes of `Linear` that can multiply by these weights."""
         return {"fp8" if self._files.dtypes.get(name) == "F8_E4M3" else "gguf" for name in self}
 
     @property
     def stores_input_scales(self) -> bool:
-        """Whether some fp8 layers have stored scales with which their inputs are rounded."""
+        """Whether some fp8 layers have a stored input scale."""
         in_files = any(name.rpartition(".")[2] in _INPUT_SCALES for name in self._files.dtypes)
         return "fp8" in self.schemes and (in_files or self.config.stores_input_scales)
 
@@ -91,16 +92,17 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         return part == "weight" and any(self._files.dtypes.get(f"{layer}.{p}") == t for p, t in self._parts)
 
     def __getitem__(self, name: str) -> QuantizedWeight:
-        """Raises KeyError if the weight is not quantised, and StartError if its tensors are wrong."""
+        """Raises KeyError if the weight is not quantised. Raises StartError if the weight's tensors are wrong."""
         if name not in self:
             raise KeyError(name)
         try:
             return self._read(name.removesuffix("weight"))
-        except (ValueError, TypeError, IndexError, RuntimeError) as error:  # shapes come from the file
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:  # the file's shapes may be wrong
             raise StartError(f"the quantised weight {named(name)} cannot be read: {error}") from error
 
     def check_scales(self) -> None:
-        """Raise StartError for scales that belong to no quantised layer: AWQ may have scales of activations."""
+        """Raise StartError if a tensor of scales belongs to no quantised layer. For example, AWQ files may have scales
+        of activations."""
         for name in self._files.dtypes if ("qweight", "I32") in self._parts else ():
             layer = name.removesuffix("scales")
             if name.endswith(".scales") and not self._has(layer, "qweight"):
@@ -111,26 +113,26 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         layer = name.removesuffix("weight")
         return [layer + part for part in _TENSORS if self._has(layer, part)]
 
-    # ---- the layouts. All but the last find numbers [outputs, inputs], scales and zeros [outputs, groups]
+    # ---- the layouts. GPTQ, AWQ and compressed-tensors: numbers [outputs, inputs], scales and zeros [outputs, groups]
 
     def _gptq(self, layer: str) -> GroupedWeight:
         bits = self.config.bits
         words, scales = self._matrix(layer, "qweight"), self._matrix(layer, "scales")
         if self.config.is_ordered:
-            self._tensor(layer, "g_idx")  # raises if it is missing
+            self._tensor(layer, "g_idx")  # raises ValueError if g_idx is missing
         if self.config.layers_differ and self._has(layer, "g_idx"):
             bits = 8 if len(words) * 4 == len(self._tensor(layer, "g_idx")) else 4
-        numbers = _unpacked(words, bits).permute(1, 0, 2).flatten(1)  # words hold neighbouring inputs
+        numbers = _unpacked(words, bits).permute(1, 0, 2).flatten(1)  # a word contains neighbouring inputs
         zeros = self._matrix(layer, "qzeros")
         if self.config.stores_one_less:
-            zeros = zeros + _ONES[bits]  # a carry reaches the next number, as in gptqmodel
+            zeros = zeros + _ONES[bits]  # an overflow changes the next number, as in gptqmodel
         self._check_groups(numbers.shape[1], len(scales))
         weight = _grouped(numbers, scales.T, _unpacked(zeros, bits).flatten(1).T, bits)
         return self._in_order(weight, layer, "g_idx", len(scales))
 
     def _awq(self, layer: str) -> GroupedWeight:
         words, zeros, scales = (self._matrix(layer, part) for part in ("qweight", "qzeros", "scales"))
-        numbers = _unpacked(words, 4)[:, :, _AWQ_PLACES].flatten(1)  # words hold neighbouring outputs
+        numbers = _unpacked(words, 4)[:, :, _AWQ_PLACES].flatten(1)  # a word contains neighbouring outputs
         self._check_groups(len(numbers), len(scales))
         return _grouped(numbers.T, scales.T, _unpacked(zeros, 4)[:, :, _AWQ_PLACES].flatten(1).T, 4)
 
@@ -139,7 +141,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
             return self._float8(layer)
         scales, zeros = self._tensor(layer, "weight_scale"), None
         if not self._has(layer, "weight_packed"):
-            numbers, bits = self._matrix(layer, "weight").view(torch.uint8) ^ 128, 8  # int8 plus 128
+            numbers, bits = self._matrix(layer, "weight").view(torch.uint8) ^ 128, 8  # adds 128 to int8
             if self._has(layer, "weight_zero_point"):
                 zeros = _of_outputs(self._tensor(layer, "weight_zero_point").int() + 128, len(numbers))
         else:
@@ -155,7 +157,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
                     zeros = zeros.int() + (1 << bits - 1)
                 elif len(zeros) != -(-outputs * bits // 32):
                     raise ValueError(f"{list(zeros.shape)} words do not hold zero points of {outputs} outputs")
-                else:  # here, words hold neighbouring outputs
+                else:  # a word contains neighbouring outputs
                     zeros = _unpacked(zeros.T, bits).flatten(1)[:, :outputs].T
         scales = _of_outputs(scales, len(numbers))
         if self.config.groups and not any(
@@ -174,7 +176,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         if of_inputs is None and self.config.stores_input_scales:
             of_inputs = _INPUT_SCALES[0]
         input_scale = None if of_inputs is None else self._tensor(layer, of_inputs)
-        # transformers calls this scale the inverse, and multiplies by it.
+        # transformers calls the scale `weight_scale_inv`, but multiplies by the scale.
         name = "weight_scale_inv" if self._has(layer, "weight_scale_inv") else "weight_scale"
         if self._has(layer, "weight_zero_point") and self._tensor(layer, "weight_zero_point").float().any():
             raise ValueError("zero points of floats are not read")
@@ -197,15 +199,16 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         return found
 
     def _check_groups(self, inputs: int, groups: int) -> None:
-        """Raise ValueError if groups do not have config.json's size; -1 is a whole row."""
+        """Raise ValueError if the number of groups contradicts config.json's group size. Size -1 means one group for
+        all inputs."""
         size = self.config.group_size
         if size is not None and size * groups != inputs and not (groups == 1 and not 0 < size < inputs):
             raise ValueError(f"{groups} groups of {inputs} inputs are not of {size}")
 
     def _in_order(self, weight: GroupedWeight, layer: str, part: str, groups: int) -> GroupedWeight:
-        """The weight with the inputs of each group side by side.
+        """Reorder a weight's inputs so that the inputs of a group are neighbours.
 
-        If GPTQ chose groups by activation (`desc_act`), the tensor `part` has the group of each input.
+        If GPTQ chose groups by activation (`desc_act`), the tensor `part` contains the group number of each input.
         """
         if not self._has(layer, part):
             return weight
@@ -213,7 +216,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         if group_of.shape != (inputs,):
             raise ValueError(f"{part} has the shape {list(group_of.shape)} where there are {inputs} inputs")
         together = torch.arange(inputs) // -(-inputs // groups)
-        if group_of.equal(together) or (group_of < 0).all():  # negative: there is no order
+        if group_of.equal(together) or (group_of < 0).all():  # negative group numbers: inputs are in order
             return weight
         order = group_of.argsort(stable=True)
         if not group_of[order].equal(together):
@@ -222,7 +225,8 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
 
 class PackedFiles:
-    """A quantised checkpoint for code that needs its weights in floating point; unquantised weights stay as stored."""
+    """A quantised checkpoint for networks that need weights in floating point. Quantised weights are dequantised; other
+    weights stay as stored."""
 
     def __init__(self, files: WeightFiles, packed: PackedWeights) -> None:
         self._files = files
@@ -233,7 +237,7 @@ class PackedFiles:
         return self._files.identity()
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Implements `Weights.check`; quantised weights are checked when they are read."""
+        """Implements `Weights.check`. Quantised weights are checked later, when `load_into` reads them."""
         self._packed.check_scales()
         self._files.check({name: place for name, place in expected.items() if name not in self._packed}, cuts)
 
@@ -243,7 +247,7 @@ class PackedFiles:
         self._files.check_none_left({*taken, *parts}, ignored)
 
     def own(self, tied: Mapping[str, str]) -> frozenset[str]:
-        """Implements `Weights.own`. A quantised tensor always has values of its own."""
+        """Implements `Weights.own`. A quantised tensor always has separate values."""
         packed = frozenset(name for name in tied if name in self._packed)
         return packed | self._files.own(tied)
 
@@ -261,7 +265,7 @@ class PackedFiles:
 
 
 def widened(weight: QuantizedWeight) -> Tensor:
-    """The weights in float32, [outputs, inputs]."""
+    """Dequantise a weight to float32, [outputs, inputs]."""
     if isinstance(weight, Float8Weight):
         return float8.widened(weight)
     inputs = weight.numbers.shape[1]
@@ -289,7 +293,8 @@ def _of_outputs(part: Tensor, outputs: int) -> Tensor:
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Unpack words: [rows, columns] int32 to [rows, columns, numbers of a word] uint8, the lowest bits first."""
+    """Unpack words, [rows, columns] int32, to [rows, columns, numbers of a word] uint8. A word's lowest bits are its
+    first number."""
     if words.dtype is not torch.int32:
         raise ValueError(f"{list(words.shape)} {words.dtype} are no words of packed numbers")
     whole = words.clone(memory_format=torch.contiguous_format).view(torch.uint8).view(*words.shape, 4)
@@ -297,8 +302,8 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def _grouped(numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> GroupedWeight:
-    """`(number - zero) * scale`. numbers: [outputs, inputs] uint8; scales: [outputs, groups]; zeros: like scales, or
-    one."""
+    """The weight `(number - zero) * scale`. numbers: [outputs, inputs] uint8; scales: [outputs, groups]; zeros:
+    [outputs, groups], or one number for all."""
     (outputs, inputs), groups = numbers.shape, scales.shape[-1]
     if scales.dim() != 2 or len(scales) != outputs or (zeros.dim() and zeros.shape != scales.shape) or not groups:
         raise ValueError(
@@ -309,7 +314,7 @@ def _grouped(numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Group
         raise ValueError(f"groups of {inputs / groups:g} inputs are not read; they must be 16, or a multiple of 32")
     fine = size == 16 and groups > 1
     repeats = 1 if fine else -(-size // 32)
-    scales = scales.half().float()  # rounded before the product with zeros: otherwise a small scale would move the zero
+    scales = scales.half().float()  # rounded first: otherwise rounding of a small scale would shift the zero point
     minimums = None if not fine and bool((zeros == 1 << bits - 1).all()) else zeros * scales
 
     def of_blocks(part: Tensor) -> Tensor:
@@ -322,5 +327,5 @@ def _grouped(numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Group
         numbers.contiguous(),
         of_blocks(scales),
         None if minimums is None else of_blocks(minimums),
-        8 if fine else bits,  # no product has 4 bits and groups of 16
+        8 if fine else bits,  # kernels have no product for 4 bits and groups of 16
     )

@@ -1,6 +1,6 @@
-"""The quantization_config of a config.json: storage of a checkpoint's linear layers.
+"""Reads the quantization_config of a config.json, which describes how a checkpoint stores its linear layers.
 
-Every key is read here, is listed as harmless (with the reason), or raises a ValueError that names it.
+Every key is read here, or is listed as harmless with the reason. Any other key raises a ValueError that names the key.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from worker_service.loading.quantized.quantization_keys import COUNT, FLAG, SIZE
 from worker_service.wording import named, shown
 
 _NOTES = frozenset({
-    # Settings of the search for the numbers.
+    # Settings of the algorithm that chose the quantised numbers.
     "act_bits", "act_data_type", "act_dynamic", "act_group_aware", "act_group_size", "act_sym", "amp",
     "autoround_version", "batch_size", "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset",
     "enable_alg_ext", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "gptaq",
@@ -21,59 +21,61 @@ _NOTES = frozenset({
     "model_seqlen", "module_name_preceding_first_block", "mse", "nsamples", "offload_to_disk", "offload_to_disk_path",
     "pad_token_id", "quantizer", "scale_dtype", "seqlen", "super_bits", "super_group_size", "tokenizer", "train_bs",
     "true_sequential",
-    # The tensors show which layers are quantised, and in which order.
+    # Lists of quantised layers, which the tensors show anyway.
     "block_name_to_quantize", "ignored_layers", "lm_head", "modules_in_block_to_quantize", "modules_to_not_convert",
     "quant_block_list", "quant_lm_head", "static_groups", "supported_types", "to_quant_block_names",
     # Settings of other programs' kernels.
     "backend", "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "max_input_length",
     "modules_to_fuse", "pack_impl", "use_cuda_fp16", "use_exllama",
 })  # fmt: skip
-"""Keys of GPTQ, AWQ, AutoRound and fp8 that change nothing."""
+"""Keys of GPTQ, AWQ, AutoRound and fp8 that have no effect here."""
 _OBJECT: Kind = ("an object", lambda value: isinstance(value, dict))
 _OF_INTEGERS: Mapping[str, Kind] = {
     "bits": COUNT, "group_size": SIZE, "desc_act": FLAG, "sym": FLAG, "data_type": one_of("int"),
     "act_bits": one_of(16, 32), "dynamic": _OBJECT, "extra_config": _OBJECT, "pack_dtype": one_of("int32"),
     "packing_format": TEXT, "checkpoint_format": TEXT, "format": TEXT, "method": TEXT,
 }  # fmt: skip
-"""Keys of layouts of whole numbers. AutoRound writes some of them into files of GPTQ and AWQ, too."""
+"""Keys for weights of whole numbers. AutoRound writes some of these keys into GPTQ and AWQ files, too."""
 _OF_GPTQ = {**_OF_INTEGERS, "is_marlin_format": one_of(False)}
 _OF_AWQ = {**_OF_INTEGERS, "w_bit": COUNT, "q_group_size": SIZE, "zero_point": FLAG, "version": TEXT}
 _OF_A_LAYER: Mapping[str, Kind] = {
     "bits": COUNT, "group_size": SIZE, "desc_act": FLAG, "sym": FLAG, "data_type": TEXT,
 }  # fmt: skip
-"""Keys of layers that differ from the rest: in GPTQ's "dynamic" and AutoRound's "extra_config"."""
+"""Keys for single layers with other settings, in GPTQ's "dynamic" and AutoRound's "extra_config"."""
 _OF_FP8: Mapping[str, Kind] = {
     "activation_scheme": TEXT, "fmt": one_of("e4m3", "float8_e4m3fn"), "weight_block_size": block_size,
     "scale_fmt": one_of("float", "ue8m0"), "dequantize": one_of(False), "expert_dtype": one_of("fp8"),
     "quant_type": TEXT,
 }  # fmt: skip
 _ONE_LESS = ("gptq", "auto_round:auto_gptq", "auto_round:gptq")
-"""Layouts of GPTQ's words that store each zero point minus 1."""
+"""GPTQ formats that store each zero point minus 1."""
 _GPTQ = (*_ONE_LESS, "gptq_v2", "auto_round", "auto_round:gptqmodel")
 _AWQ = ("gemm", "auto_round:auto_awq", "auto_round:awq")
 
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """A checkpoint's layout, with the values that its reader needs."""
+    """A checkpoint's layout, with the settings that are needed to read it."""
 
     layout: str
     """"gptq", "awq", "compressed-tensors" or "fp8"."""
     bits: int = 0
-    """Bits of GPTQ's numbers if all layers have the same."""
+    """Bits of a GPTQ number, if all layers have the same number of bits; otherwise 0."""
     group_size: int | None = None
-    """GPTQ and AWQ: inputs that share a scale, -1 for all; None if the file does not state it, or layers differ."""
+    """Number of inputs that share a scale in GPTQ and AWQ; -1: all inputs; None: unknown, or different in some
+    layers."""
     layers_differ: bool = False
     stores_one_less: bool = False
     """Whether GPTQ's zero points are stored minus 1."""
     is_ordered: bool = False
-    """Whether GPTQ's groups may contain any inputs; each layer then has a tensor with the group of each input."""
+    """Whether GPTQ's groups may contain inputs that are not neighbours. If true, each layer has a tensor with the group
+    number of each input."""
     stores_input_scales: bool = False
-    """Whether each fp8 layer must have a scale for its inputs."""
+    """Whether each fp8 layer must have a stored input scale."""
     block: Block | None = None
-    """Outputs and inputs that share a scale, if fp8 weights have blocks."""
+    """The size of a block of fp8 weights with one scale; None if weights have no blocks."""
     groups: tuple[Group, ...] = ()
-    """Storage of each group of layers in compressed-tensors."""
+    """The groups of layers in compressed-tensors."""
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "QuantizationConfig":
@@ -129,12 +131,12 @@ def _of_awq(json: Mapping[str, Any], layout: str) -> QuantizationConfig:
 
 
 def _layers_that_differ(json: Mapping[str, Any]) -> list[str]:
-    """Patterns of layers whose quantisation differs from the rest, in the form "dynamic.PATTERN"."""
+    """Layers with other settings than the rest of the model, as "dynamic.PATTERN" or "extra_config.PATTERN"."""
     found = []
     for name, whole in (("dynamic", None), ("extra_config", 16)):
         for pattern, layer in (json.get(name) or {}).items():
             where = f"{name}.{named(pattern)}"
-            if name == "dynamic" and pattern.startswith("-:"):  # "-:" marks layers that are not quantised
+            if name == "dynamic" and pattern.startswith("-:"):  # "-:" marks unquantised layers
                 continue
             if not isinstance(layer, dict):
                 raise ValueError(f"{where} is {shown(layer)}; it must be an object")

@@ -1,4 +1,5 @@
-"""Checks the keys of a quantization_config: each has a kind of values, or changes nothing, or is refused by name."""
+"""Checks the keys of a quantization_config. A key has a kind of valid values, or has no effect. Any other key is
+refused by name."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
@@ -6,7 +7,7 @@ from typing import Any, TypeAlias
 from worker_service.wording import named, shown
 
 Kind: TypeAlias = "tuple[str, Callable[[Any], bool]]"
-"""A description of valid values, and a function that tells whether a value is valid."""
+"""A kind of values: a description for messages, and a function that returns whether a value is valid."""
 FLAG: Kind = ("true or false", lambda value: type(value) is bool)
 TEXT: Kind = ("a text", lambda value: isinstance(value, str))
 COUNT: Kind = ("a whole number above 0", lambda value: type(value) is int and value > 0)
@@ -15,15 +16,16 @@ TEXTS: Kind = ("a list of texts", lambda value: isinstance(value, list) and all(
 
 
 def one_of(*values: Any) -> Kind:
-    """A kind that accepts only these values. Without values, it accepts only null."""
+    """A kind that accepts only these values. `check_keys` treats null as a missing value."""
     words = " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values) or "null"
     return words, lambda value: any(type(value) is type(one) and value == one for one in values)
 
 
 def check_keys(where: str, json: Mapping[str, Any], kinds: Mapping[str, Kind], notes: Collection[str] = ()) -> None:
-    """Raise ValueError for a key whose value does not fit its kind, or that is in neither `kinds` nor `notes`.
+    """Raise ValueError for an unknown key, or for a key with an invalid value.
 
-    Notes may have any value. Null, {} and [] count as missing. where: prefix of a key in messages.
+    kinds: known keys with their valid values; notes: known keys that may have any value; where: prefix of keys in
+    messages. A key with the value null, {} or [] counts as missing.
     """
     for name, value in json.items():
         if value is None or value in ({}, []) or name == "quant_method" or (name in notes and name not in kinds):
@@ -39,8 +41,8 @@ def check_keys(where: str, json: Mapping[str, Any], kinds: Mapping[str, Kind], n
 
 
 def agreed(json: Mapping[str, Any], *names: str) -> Any:
-    """The value that these keys agree on; None if all are missing. Raises ValueError if two differ; case does not
-    count."""
+    """The common value of these keys; None if all keys are missing. Raises ValueError if two values differ in more than
+    case."""
     found = {name: json[name] for name in names if json.get(name) is not None}
     for name, value in found.items():
         first = next(iter(found))

@@ -1,1 +1,1 @@
-"""Families that run in transformers' code, with our paged attention."""
+"""Networks that run in transformers' code, with this project's paged attention."""

@@ -1,10 +1,12 @@
-"""Our attention for transformers' networks, registered there under the name `NAME`.
+"""Registers this project's attention in transformers, under the name `NAME`.
 
-Under this name transformers calls `_describe_mask` for a step's masks, one for each kind of layer. Every layer hands
-its mask, queries, keys and values to `_attend`. A mask is a description, not a tensor, so a window applies exactly
-where the network's own code applies it. The network runs inside a `within` block, whose caller chooses the attention.
+In each step, transformers calls `_describe_mask` once for each kind of layer. The result describes the layer's mask
+instead of filling a tensor. Every layer passes the mask, queries, keys and values to `_attend`. The network's own code
+thus decides which layers have a window. The network runs inside a `within` block, whose argument computes the
+attention.
 
-A network that needs more than a scaled softmax over a causal window raises ValueError: it would compute wrong results.
+If a network requires any other attention than a scaled softmax over a causal window, a ValueError is raised. The
+network's results would be wrong.
 """
 
 from collections.abc import Iterator
@@ -17,24 +19,25 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "pagewire"
-"""Value of a network's `attn_implementation`."""
+"""Name of this attention in transformers, the value of a network's `attn_implementation`."""
 
 _WITHOUT_EFFECT = frozenset(
     {"cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
      "position_ids", "return_dict", "sliding_window", "use_cache"}
 )  # fmt: skip
-"""Further arguments of layers: the mask already holds their meaning, or inference does not use them."""
+"""Further arguments that layers pass to attention. The arguments are ignored, because the mask already contains their
+meaning, or because inference does not use them."""
 
 
 class Attention(Protocol):
-    """Computes a layer's attention; layers call it in order."""
+    """Computes the attention of each layer. Layers call `attend` in order."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, soft_cap: float | None
     ) -> Tensor:
         """query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; all contiguous.
 
-        scale, window, soft_cap: as for `paged_attention`. Returns the shape of query.
+        scale, window, soft_cap: as in `paged_attention`. Returns the shape of query.
         """
 
 
@@ -43,7 +46,7 @@ _attention: ContextVar[Attention] = ContextVar("attention")
 
 @contextmanager
 def within(attention: Attention) -> Iterator[None]:
-    """Networks that run in this block use `attention`."""
+    """While this block runs, networks use `attention`."""
     token = _attention.set(attention)
     try:
         yield
@@ -53,15 +56,16 @@ def within(attention: Attention) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _CausalMask:
-    """Each token attends to itself and to earlier tokens: all of them, or the last ones up to the window."""
+    """A causal mask: each token attends to itself and to all earlier tokens. With a window, a token attends only to the
+    last `window` tokens."""
 
     window: int | None
 
 
 def _describe_mask(*, config: Any, use_vmap: bool, local_size: int | None = None, **kwargs: Any) -> _CausalMask:
-    """Replaces the transformers function that fills a mask.
+    """Replaces the transformers function that fills a mask. Raises ValueError for an unsupported mask.
 
-    `local_size` is a window or a chunk. With `use_vmap` the mask has additions.
+    `local_size` is a window or a chunk. `use_vmap` is true if the network adds a condition to the causal mask.
     """
     if "allow_is_causal_skip" not in kwargs:
         raise ValueError("its tokens attend to later ones")
@@ -82,7 +86,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads, num_tokens, head_dim].
 
-    Returns [1, num_tokens, num_heads, head_dim], and no weights.
+    Returns [1, num_tokens, num_heads, head_dim], and None in place of attention weights.
     """
     if not getattr(module, "is_causal", True):
         raise ValueError("its tokens attend to later ones")

@@ -1,4 +1,5 @@
-"""The config.json of a network that runs in transformers' own code, and the reasons for a refusal."""
+"""Reads the config.json of a network that runs in transformers' own code, and refuses unsupported networks with a
+reason."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from worker_service.models.config.transformers_keys import check_known, rope_par
 
 @dataclass(frozen=True)
 class TransformersConfig:
-    """A network, the class that computes it, and the sizes that its cache needs."""
+    """A network, the class that computes the network, and the sizes of the cache."""
 
     network: Any
     """The configuration object of transformers."""
@@ -25,11 +26,11 @@ class TransformersConfig:
     vocabulary_size: int
     max_model_len: int
     own_tensors: frozenset[str] = frozenset()
-    """Names of tied tensors that have values of their own in the checkpoint."""
+    """Names of the tied tensors for which the checkpoint has separate values."""
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "TransformersConfig":
-        """Raises ValueError if the file describes no supported network."""
+        """Read a config.json. Raises ValueError if the network is not supported."""
         network = parse(json)
         network_class = AutoModelForCausalLM._model_mapping.get(type(network), None)
         if (reason := _why_not(network, network_class)) is not None:
@@ -65,12 +66,12 @@ class TransformersConfig:
 
     @property
     def hidden_size(self) -> int:
-        """Numbers in a token's hidden state."""
+        """Size of a token's hidden state."""
         return self.needs.hidden_size
 
     @property
     def num_layers(self) -> int:
-        """Layers whose keys and values the cache holds."""
+        """Number of layers with keys and values in the cache."""
         return self.needs.num_layers
 
     @property
@@ -80,17 +81,17 @@ class TransformersConfig:
 
     @property
     def head_dim(self) -> int:
-        """Numbers in a head's key, and in its value."""
+        """Size of a head's key and of its value."""
         return self.needs.head_dim
 
     @property
     def sliding_window(self) -> int | None:
-        """Tokens to which a token attends at most, itself included, in any layer; None if some layer has no window."""
+        """The largest sliding window of all layers, in tokens; None if a layer has no window."""
         return self.needs.sliding_window
 
 
 def _why_not(network: Any, network_class: Any) -> str | None:
-    """The reason why a network cannot run, as far as its configuration shows; None if there is no reason."""
+    """The reason in the configuration why a network cannot run; None if the configuration shows no reason."""
     if network.is_encoder_decoder:
         return "of networks with an encoder and a decoder, bart, t5 and whisper are supported"
     if network_class is None:
@@ -112,7 +113,7 @@ def _why_not(network: Any, network_class: Any) -> str | None:
 
 
 def _check_rotary_dims(network: Any, needs: Survey) -> None:
-    """Raise ValueError if the network's code rotates another part of each head than the file states."""
+    """Raise ValueError if the network's code does not rotate the part of each head that config.json states."""
     for parameters in rope_parameters_of(network):
         kind = parameters.get("rope_type", "default")
         if kind != "default" and not needs.rotary_dims:
@@ -125,7 +126,7 @@ def _check_rotary_dims(network: Any, needs: Survey) -> None:
 
 
 def _lengths(network: Any) -> Iterator[int]:
-    """The longest sequence for each kind of positions."""
+    """The maximum sequence length of each kind of positions."""
     length = int(network.max_position_embeddings)
     for parameters in rope_parameters_of(network) or [{}]:
         yield scaled_length(parameters.get("rope_type", "default"), parameters, length)

@@ -1,12 +1,13 @@
-"""Any other causal network: its own code in transformers runs with our paged attention in its layers.
+"""Runs a causal network without a native version: transformers' code, with this project's paged attention in the
+layers.
 
-All tokens of a step go through the network as one row. Only attention looks across tokens, and its metadata separates
-the sequences. This is slower than the native decoder, because nothing is fused or packed. Families whose layers have
-another shape than the native decoder's run here too:
+The network computes all tokens of a step as one row. Only attention combines tokens, and the attention metadata
+separates the sequences. Networks in transformers' code are slower than the native decoder, because few operations are
+fused. Examples of families whose layers differ from the native decoder's layers:
 
-    OLMo 2    norms only after each half of a layer, and over all heads
-    Cohere    attention and feed-forward side by side
-    Granite   multipliers
+    OLMo 2    Norms come only after each half of a layer; query and key norms cover all heads.
+    Cohere    Attention and feed-forward network are computed in parallel.
+    Granite   Embeddings, residuals and logits have multipliers.
 """
 
 from collections.abc import Callable
@@ -25,10 +26,11 @@ from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantiza
 
 
 class TransformersModel:
-    """The network from token ids to logits."""
+    """A network that computes logits from token ids with transformers' code."""
 
     def __init__(self, config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights without values; tensors that the configuration determines get their values."""
+        """Allocate the weights without values. Tensors that the configuration determines, such as frequencies, are
+        filled."""
         self.config = config
         self._network = build_network(config, dtype, device, NAME)
         self._body = self._network.get_decoder()
@@ -46,8 +48,8 @@ class TransformersModel:
         self._head.pack()
 
     def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
-        """Implements `CausalModel.allocate_adapters` for the body's plain linear layers that see every token: not
-        experts."""
+        """Implements `CausalModel.allocate_adapters`. Adapters are for the body's plain linear layers whose inputs are
+        all tokens, so experts have no adapters."""
         places = {}
         names = {id(module): name for name, module in self._network.named_modules()}
         for module in self._body.modules():
@@ -82,7 +84,7 @@ class TransformersModel:
             output = self._body(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
-                # Without this mask, transformers would search the positions for the ends of texts.
+                # If no mask were passed, transformers would search the positions for the ends of texts.
                 attention_mask=token_ids.new_ones((1, len(token_ids))),
                 use_cache=False,
             )
@@ -95,7 +97,7 @@ class TransformersModel:
 
 
 class _CachedAttention:
-    """Attention over the paged cache. The n-th call of a forward pass is layer n."""
+    """Attention over the paged cache. In a forward pass, call number n is for layer n."""
 
     def __init__(self, slots: Tensor, metadata: AttentionMetadata, cache: Tensor) -> None:
         self._slots = slots

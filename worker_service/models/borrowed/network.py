@@ -1,6 +1,6 @@
-"""Our parts in networks of transformers: allocation, packed layers, and the head without the body.
+"""Parts for networks of transformers: allocation, packed linear layers, and a head that runs without the body.
 
-A network's own code caps and scales its logits, but our float32 product computes them.
+Logits are a product in float32. The network's own code then caps and scales the logits.
 """
 
 import copy
@@ -15,10 +15,10 @@ from worker_service.models.layers.linear import Linear
 
 
 def build_network(config: Any, dtype: torch.dtype, device: torch.device, attention: str, **options: Any) -> Any:
-    """Allocate the weights of a configuration's `network_class`, without values.
+    """Allocate a network of a configuration's `network_class`, with weights that have no values yet.
 
-    Tensors that the configuration determines get their values. Tied tensors share memory, except the config's
-    `own_tensors`. attention: the name of the attention in the network's layers.
+    Tensors that the configuration determines, such as frequencies, are filled. Tied tensors share memory, except the
+    config's `own_tensors`. attention: the network's `attn_implementation`.
     """
     with device, no_init_weights():
         network = config.network_class._from_config(
@@ -34,7 +34,7 @@ def build_network(config: Any, dtype: torch.dtype, device: torch.device, attenti
 
 
 class Head:
-    """The network's head: computes logits from the body's states."""
+    """The network's head, which computes logits from the body's states."""
 
     def __init__(self, network: Any, body: nn.Module) -> None:
         self._network = _with_part(network, _path(network, body), _GivenBody())
@@ -49,18 +49,18 @@ class Head:
             self._product.pack()
 
     def __call__(self, **inputs: Any) -> Tensor:
-        """inputs: the network's inputs, with the body's states, [1, rows, hidden_size], in place of embeddings. Returns
-        [rows, vocabulary_size] float32."""
+        """Compute logits. inputs: the network's inputs, but the body's states, [1, rows, hidden_size], replace
+        embeddings. Returns [rows, vocabulary_size] float32."""
         logits: Tensor = self._network(**inputs, use_cache=False).logits[0]
         return logits.float()
 
 
 class PackedLinear(nn.Module):
-    """Replaces a linear layer; `pack` packs the current weights."""
+    """Replaces a linear layer of a network. `pack` packs the current weights."""
 
     def __init__(self, linear: nn.Linear, *, wide: bool = False) -> None:
         super().__init__()
-        self.weight = linear.weight  # some networks read its dtype
+        self.weight = linear.weight  # some networks read the weight's dtype
         self._linear = Linear(linear.weight, linear.bias, wide=wide)
 
     def pack(self) -> None:
@@ -72,14 +72,14 @@ class PackedLinear(nn.Module):
 
 
 class _GivenBody(nn.Module):
-    """Replaces the module that computes hidden states, and returns its input states unchanged."""
+    """Replaces the body of a network. The input contains hidden states, which are returned unchanged."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
         return _Output(inputs_embeds)
 
 
 class _Output:
-    """The output of any body: hidden states, and None in all other fields that heads read."""
+    """The output of a body. The output contains hidden states. All other fields that heads read are None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -98,7 +98,7 @@ def _path(module: nn.Module, part: nn.Module) -> list[str]:
 
 
 def _with_part(module: nn.Module, path: list[str], part: nn.Module) -> Any:
-    """A shallow copy of the module with the same weights, in which `part` replaces the submodule at `path`."""
+    """A shallow copy of the module that shares its weights. In the copy, `part` replaces the submodule at `path`."""
     name, *rest = path
     other = copy.copy(module)
     other._modules = {**module._modules, name: _with_part(getattr(module, name), rest, part) if rest else part}

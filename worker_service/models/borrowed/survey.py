@@ -1,7 +1,8 @@
-"""Finds out which cache a network of transformers needs, and whether it can run, before a weight is read.
+"""Determines the cache sizes of a network of transformers, and whether the network can run, before weights are read.
 
-The network's code runs once over two tokens on torch's meta device, where tensors have shapes but no data. Families
-name heads and layers differently in their configurations; the computed shapes are unambiguous.
+The network's code runs once over two tokens on torch's meta device, where tensors have shapes but no data.
+Configurations of different families have different names for heads and layers. The shapes of computed tensors are
+unambiguous.
 """
 
 import copy
@@ -21,7 +22,7 @@ from worker_service.models.config.config_limits import check_padding
 
 @dataclass(frozen=True)
 class Survey:
-    """Results of the survey."""
+    """The result of running a network on the meta device."""
 
     num_layers: int
     num_kv_heads: int
@@ -34,11 +35,11 @@ class Survey:
     ignored_tensors: Collection[str]
     """Same as `ModelConfig.ignored_tensors`."""
     rotary_dims: frozenset[int]
-    """Numbers of each head that are rotated, one entry for each kind of positions."""
+    """How many numbers of each head are rotated. Kinds of positions may differ, so this is a set."""
 
 
 class _Observer:
-    """An attention that only records its arguments."""
+    """An attention that records its arguments and computes nothing."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -61,11 +62,11 @@ class _Observer:
 
 
 def survey(network_class: Any, config: Any) -> Survey:
-    """Raises ValueError with the reason why a network cannot run."""
+    """Run a network on the meta device. Raises a ValueError with the reason if the network cannot run."""
     observer = _Observer()
     try:
         with torch.device("meta"), torch.inference_mode():
-            # Among transformers' implementations of experts, "batched_mm" reads no data.
+            # "batched_mm" is transformers' only implementation of experts that reads no data.
             network = network_class._from_config(
                 _without_data(config), attn_implementation=NAME, experts_implementation="batched_mm"
             )
@@ -85,7 +86,7 @@ def survey(network_class: Any, config: Any) -> Survey:
     except Exception as error:
         if "Padding_idx" in str(error):
             check_padding(config)
-        # Model code that was not written for the meta device may raise any error.
+        # On the meta device, a network's code may raise any error.
         raise ValueError(f"its code does not run with our attention: {error or type(error).__name__}") from error
     if not observer.shapes:
         raise ValueError("it has no layer with attention")
@@ -109,7 +110,7 @@ def survey(network_class: Any, config: Any) -> Survey:
 
 
 def _without_data(config: Any) -> Any:
-    """A copy whose rotary frequencies do not depend on positions; shapes never depend on them."""
+    """A copy of the configuration with rotary frequencies that do not depend on positions. Shapes are unchanged."""
     other = copy.deepcopy(config)
     parameters = getattr(other, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):

@@ -1,8 +1,9 @@
-"""The weights of a network of transformers under the names and in the shapes of its checkpoints.
+"""Views of a transformers network's weights, with the names and shapes of the network's checkpoints.
 
-Some families hold several checkpoint tensors, most often experts, as one parameter, or under another name. When
-transformers saves a model, it splits, renames and reshapes such parameters. Here the same steps are applied to views of
-the parameters, without a copy. Checkpoint tensors are thus read straight into their places in the parameters.
+In some families, a parameter has another name than in the checkpoint, or contains several checkpoint tensors, such as
+experts. When transformers saves a model, it splits, renames and reshapes such parameters to checkpoint tensors. This
+module applies transformers' steps to views of the parameters, without a copy. Checkpoint tensors are thus read directly
+into their places in the parameters.
 """
 
 from typing import Any
@@ -12,16 +13,16 @@ from transformers.core_model_loading import revert_weight_conversion
 
 
 class _View(Tensor):
-    """A tensor that stays a view of its memory when `contiguous` is called."""
+    """A tensor whose method `contiguous` returns the tensor itself, not a copy."""
 
     def contiguous(self, *_: Any, **__: Any) -> "_View":
         return self
 
 
 def tied_tensors(network: Any) -> dict[str, tuple[str, str]]:
-    """Tensors that a network ties to others, by name in a checkpoint.
+    """The tied tensors of a network, by name in a checkpoint.
 
-    Value: the tensor's name in the network, and the other tensor's name in a checkpoint.
+    Value: the tied tensor's name in the network, and the checkpoint name of the tensor to which it is tied.
     """
     return {
         _name_in_checkpoint(network, name): (name, _name_in_checkpoint(network, other))
@@ -36,8 +37,9 @@ def _name_in_checkpoint(network: Any, name: str) -> str:
 
 
 def checkpoint_places(network: Any) -> dict[str, Tensor]:
-    """Places of a checkpoint's tensors, by name. Raises ValueError if a tensor has no place of its own in memory."""
-    # A tied weight has several names; a checkpoint has the first.
+    """Places of a checkpoint's tensors, by name. Raises ValueError if a tensor is not a view of the network's
+    memory."""
+    # A tied weight has several names. A checkpoint contains the first name.
     weights: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():

@@ -1,1 +1,1 @@
-"""Readers of config.json: every key is obeyed, or refused by name."""
+"""Readers of config.json. A key is used, is known to have no effect, or is refused by name."""

@@ -1,7 +1,8 @@
-"""Keys of a config.json that change nothing, each with the reason, and the refusal of unknown keys.
+"""Keys of a config.json that have no effect on the network, grouped by reason. Unknown keys are refused.
 
-Every key of a config.json is read by its family's reader, or listed here; otherwise the model is refused. A key that
-changes the network of any family must not be listed: a reader that forgets the key would go unnoticed.
+If a key of a config.json is neither read by the family's reader nor listed here, the model is refused. A key that
+changes the network of any family must not be listed here. If a key with an effect were listed, a reader that forgets
+the key would not be noticed.
 """
 
 import re
@@ -19,7 +20,8 @@ BOOKKEEPING = frozenset({
     "tokenizer_model_max_length", "tokenizer_padding_side", "transformers.js_config", "transformers_version",
     "unsloth_fixed", "unsloth_training", "unsloth_version",
 })  # fmt: skip
-"""Origin of the file, and the program that wrote it. `_sliding_window_pattern` occurs only beside `layer_types`."""
+"""Keys about the file's origin and the program that wrote it. `_sliding_window_pattern` has no effect, because files
+with this key also have `layer_types`."""
 
 EXECUTION = frozenset({
     "attn_implementation", "cache_implementation", "chunk_size_feed_forward", "dtype", "experts_implementation",
@@ -27,10 +29,11 @@ EXECUTION = frozenset({
     "reference_compile", "repad_logits_with_grad", "return_dict", "tf_legacy_loss", "torch_dtype", "torchscript",
     "transformers_weights", "use_bfloat16", "use_cache", "use_parallel_embedding", "validate_runner_input",
 })  # fmt: skip
-"""Settings of other programs that compute or store the same network. `--dtype auto` takes `dtype`."""
+"""Settings of other programs that compute or store the network. `--dtype auto` reads `dtype` elsewhere."""
 
 CODE = frozenset({"auto_map", "custom_generate", "custom_pipelines", "trust_remote_code"})
-"""References to code beside a model. The service never runs this code: `model_type` names the network."""
+"""References to code files in the model's folder. The service never runs these files, because `model_type` names the
+network."""
 
 TRAINING = frozenset({
     "activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "aux_loss_alpha", "classif_dropout",
@@ -51,14 +54,14 @@ GENERATION = frozenset({
     "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
     "target_lookbehind", "task_specific_params", "temperature", "top_k", "top_p", "typical_p", "unk_token_id",
 })  # fmt: skip
-"""Settings of text generation: the scheduler's task, not the network's."""
+"""Settings of text generation. The scheduler generates text; the network does not read these keys."""
 
 LABELS = frozenset({
     "_num_labels", "id2label", "label2id", "num_labels", "problem_type", "summary_activation", "summary_first_dropout",
     "summary_proj_to_labels", "summary_type", "summary_use_proj",
 })  # fmt: skip
-"""Settings of a classifier's head. `architectures` shows whether there is a head; an unread head is refused for its
-tensors."""
+"""Settings of a classifier's head. `architectures` shows whether a network has a head. If a head is not supported, its
+unused tensors cause a refusal."""
 
 HARMLESS = BOOKKEEPING | EXECUTION | CODE | TRAINING | GENERATION | LABELS
 
@@ -69,11 +72,13 @@ _NEUTRAL: Mapping[str, object] = {
     "shared_expert_intermediate_size": 0, "tie_encoder_decoder": False, "use_bidirectional_attention": False,
     "use_mrope": False,
 }  # fmt: skip
-"""Values that keys must have if the family's reader does not read them. Other values mean another network."""
+"""Keys with the required value if the family's reader does not read the key. Any other value describes another
+network."""
 
 _MAX_SHOWN = 8
 _GENERATES = re.compile("(forcausallm|lmheadmodel|model)$")
-"""Endings, in lower case, of class names of networks that continue text; "model" is a body without its head."""
+"""Endings, in lower case, of the class names of networks that generate text. "model" is the ending of a body without a
+head."""
 
 
 def check_all_read(keys: ReadKeys, family: object) -> None:
@@ -83,7 +88,7 @@ def check_all_read(keys: ReadKeys, family: object) -> None:
 
 
 def refuse(keys: Mapping[str, Any], family: object) -> None:
-    """Raise ValueError that names these keys, if there are any."""
+    """Raise a ValueError that names these keys. Does nothing without keys."""
     if keys:
         said = ", ".join(f"{named(name)} = {shown(value)}" for name, value in [*keys.items()][:_MAX_SHOWN])
         more = f" and {len(keys) - _MAX_SHOWN} more" if len(keys) > _MAX_SHOWN else ""
@@ -97,7 +102,7 @@ def check_generates(json: Mapping[str, Any], *own: str) -> None:
     """Raise ValueError if `architectures` names a network of another family, or a head that does not compute next-token
     logits.
 
-    own: names that do not follow from `model_type`.
+    own: class names of the family that cannot be derived from `model_type`.
     """
     family = str(json.get("model_type"))
     families = {name.replace("_", "").lower() for name in (family, family.removesuffix("_text"))}

@@ -6,7 +6,7 @@ from typing import Any
 from worker_service.read_keys import LARGEST
 
 MAX_LAYERS = 512
-"""Layers. transformers' code takes 15 ms a layer to run a network once without its data."""
+"""Maximum number of layers. transformers' code needs 15 ms for each layer to run a network once without data."""
 MAX_EXPERTS = 2**12
 SIZES: Mapping[str, tuple[int, int]] = {
     "vocab_size": (1, LARGEST),
@@ -22,8 +22,8 @@ SIZES: Mapping[str, tuple[int, int]] = {
     "head_dim": (1, 2**16),
     "max_position_embeddings": (1, LARGEST),
 }
-"""Minimum and maximum. The maximum exceeds any existing network, yet a model of this size can be described without its
-memory."""
+"""Minimum and maximum of each size. The maximum exceeds all existing networks. A network of maximum size can still be
+described without allocating its memory."""
 
 
 def check_padding(network: Any) -> None:

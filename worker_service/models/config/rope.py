@@ -20,11 +20,13 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
              "mscale_all_dim", "truncate"),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }  # fmt: skip
-"""Keys of each type of positions. `rope_theta` is in all types, and `partial_rotary_factor` in some families."""
+"""Keys of each type of positions. In addition, all types have `rope_theta`, and some families have
+`partial_rotary_factor`."""
 _YARN_FACTOR = "attn_factor"
-"""YaRN's first code: a further factor on cosines and sines. vLLM has it as here; transformers does not know it."""
+"""A factor on cosines and sines from YaRN's first code. vLLM applies this factor in the same way; transformers does not
+support it."""
 NOTES = ("finetuned",)
-"""Keys that record how a scaled model was made. They change nothing."""
+"""Keys that record how a scaled model was trained. These keys have no effect."""
 _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = LARGEST
 N = TypeVar("N", int, float)
@@ -32,14 +34,15 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """The angle by which each pair of a head's numbers turns from one position to the next."""
+    """The rotation of a head: the angle of each pair of numbers, per position."""
 
     inverse_frequencies: Tensor
-    """[rotary_dim / 2] float32: radians per position. Numbers of a head from rotary_dim on do not turn."""
+    """[rotary_dim / 2] float32: radians per position. Only the first rotary_dim numbers of a head are rotated."""
     scale: float = 1.0
     """Factor on cosines and sines."""
     max_positions: int | None = None
-    """Tokens of the longest sequence for these frequencies; None: config.json's length without scaling."""
+    """Maximum sequence length for the frequencies, in tokens. None means that positions are not scaled, and that
+    config.json's length is the maximum."""
 
 
 def read_rope(
@@ -52,14 +55,14 @@ def read_rope(
 ) -> Rope:
     """Read `rope_parameters`, or the older pair `rope_theta` and `rope_scaling`.
 
-    default_theta: the family's default. parts_of_heads: whether the family's code obeys `partial_rotary_factor`.
-    original: the family's default for the original length; a family with this default takes another length only from
-    the top of the file. Raises ValueError for an unsupported type.
+    default_theta: the family's default. parts_of_heads: whether the family's code reads `partial_rotary_factor`.
+    original: the family's default for the original length. If a family has a default original length, its code reads
+    another original length only from the top of the file. Raises ValueError for an unsupported type.
     """
     newer, older = json.group("rope_parameters"), json.group("rope_scaling")
     if newer.plain and older.plain and newer.plain != older.plain:
         raise ValueError("rope_parameters and rope_scaling say different things")
-    json.without_effect(*(["rope_parameters"] if older.plain else []))  # it is empty, or equal to rope_scaling
+    json.without_effect(*(["rope_parameters"] if older.plain else []))  # empty, or equal to rope_scaling
     parameters = older if older.plain else newer
     theta = read_theta(parameters, json, "rope_theta", default_theta)
     share = 1.0
@@ -79,16 +82,16 @@ def rope_of(
     original: int | None = None,
     is_scaled_length: bool = False,
 ) -> Rope:
-    """Rope from the values in `parameters`; theta and share are given.
+    """The `Rope` for the values in `parameters`, except theta and share, which are arguments.
 
-    share: the part of a head that turns. original: as for `read_rope`. is_scaled_length: whether the family's
-    max_position_embeddings is the length after scaling.
+    share: the part of a head that is rotated, 1 for all. original: see `read_rope`. is_scaled_length: whether the
+    family's max_position_embeddings is the length after scaling.
     """
     if kinds := [name for name in parameters if name.endswith("_attention")]:
         raise ValueError(f"rope_parameters that differ between kinds of layers are not supported ({named(kinds[0])})")
-    # Phi-3's first files call longrope "su" or "yarn".
+    # In Phi-3's first files, "su" and "yarn" mean longrope.
     others = ("su", "yarn") if json.plain.get("model_type") == "phi3" else ()
-    name = "rope_type" if "rope_type" in parameters else "type"  # the older name
+    name = "rope_type" if "rope_type" in parameters else "type"  # the key's older name
     kind = parameters.choice(name, {*ROPE_KEYS, *others}, "default")
     parameters.neutral(type=kind)
     kind = "longrope" if kind in others else kind
@@ -126,7 +129,7 @@ def read_theta(parameters: ReadKeys, json: ReadKeys, outer: str, default: float)
 
 
 def _said(kind: str, parameters: ReadKeys, pairs: int) -> dict[str, Any]:
-    """The values of the `ROPE_KEYS` that are present, without the original length."""
+    """The values of all keys in `ROPE_KEYS` that are present, except the original length."""
 
     def number_or_none(name: str) -> float | None:
         return parameters.number(name, None, null=None)
@@ -135,7 +138,7 @@ def _said(kind: str, parameters: ReadKeys, pairs: int) -> dict[str, Any]:
         return parameters.number(name, None, null=None, least=0)
 
     reads: dict[str, Callable[[str], Any]] = {
-        # If there is no factor, it follows from the lengths.
+        # A missing factor is computed from the lengths.
         "factor": number_or_none if kind in ("yarn", "longrope") else parameters.number,
         "low_freq_factor": parameters.number,
         "high_freq_factor": parameters.number,
@@ -153,7 +156,7 @@ def _said(kind: str, parameters: ReadKeys, pairs: int) -> dict[str, Any]:
 
 
 def _original(kind: str, parameters: ReadKeys, json: ReadKeys, default: int | None) -> int | None:
-    """The maximum text length of the model before its positions were scaled."""
+    """The model's maximum text length before positions were scaled."""
     if kind == "default":
         # The original length has no effect without scaling.
         for keys in (parameters, json):
@@ -169,14 +172,14 @@ def _original(kind: str, parameters: ReadKeys, json: ReadKeys, default: int | No
 
 
 def scaled_length(kind: str, parameters: Mapping[str, Any], length: int, *, is_scaled: bool = False) -> int:
-    """The longest sequence for positions of this type, where max_position_embeddings is `length`.
+    """The maximum sequence length for positions of this type. length: the file's max_position_embeddings.
 
-        yarn, linear   original length * factor; the frequencies are the same for every text
-        dynamic        `length`: for longer texts the frequencies would change, and cached keys cannot follow
-        longrope       the original length, for the same reason
-        llama3         `length`, which is the scaled length
+        `yarn, linear`   original length * factor; the frequencies are equal for all texts.
+        `dynamic`        `length`; longer texts would need other frequencies, but cached keys cannot be rotated again.
+        `longrope`       the original length; longer texts would need other frequencies.
+        `llama3`         `length`, which is the scaled length.
 
-    With `is_scaled`, `length` is the scaled length for yarn and linear, too.
+    If `is_scaled`, `length` is already the scaled length for yarn and linear.
     """
     factor, original = parameters.get("factor"), parameters.get(_ORIGINAL)
     if kind == "longrope":
@@ -192,16 +195,17 @@ def _scaled(kind: str, said: Mapping[str, Any], json: ReadKeys, head_dim: int) -
         rotary_dim = int(head_dim * said["partial_rotary_factor"])
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         return 1.0 / said["rope_theta"] ** exponents, 1.0
-    # Imported for scaled types only: the import takes two seconds.
+    # Imported only for scaled types, because the import takes two seconds.
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     from worker_service.models.config.transformers_json import parse
 
-    # The frequencies depend on the head size, not on the family. transformers gets only values that were read here.
+    # The frequencies depend on the head size, not on the family. transformers receives only values that were checked
+    # here.
     sizes = {name: json.integer(name) for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")}
     rope = {**said, "rope_type": kind}
     if kind == "yarn":
-        rope.setdefault("factor", None)  # it then follows from the lengths
+        rope.setdefault("factor", None)  # transformers computes the factor from the lengths
     network = parse({"model_type": "llama", **sizes, "head_dim": head_dim, "rope_parameters": rope})
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](network)
     return frequencies, float(scale)
@@ -210,8 +214,8 @@ def _scaled(kind: str, said: Mapping[str, Any], json: ReadKeys, head_dim: int) -
 def _agreed(
     parameters: ReadKeys, inner: str, json: ReadKeys, outer: str, read: Callable[[ReadKeys, str], N | None]
 ) -> N | None:
-    """The value of `inner` in the parameters, or of `outer` at the top of the file. Raises ValueError if they
-    disagree."""
+    """The value of `inner` in the parameters, or of `outer` at the top of the file. Raises ValueError if both are
+    present and differ."""
     found, other = read(parameters, inner), read(json, outer)
     if found is not None and other is not None and found != other:
         raise ValueError(f"{outer} is {shown(other)}, and {inner} {shown(found)} among the parameters of positions")

@@ -1,4 +1,4 @@
-"""Parses a config.json with transformers; this service hands configs to transformers only here."""
+"""Parses a config.json with transformers. No other module passes a config.json to transformers."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -12,16 +12,16 @@ from worker_service.models.config.config_keys import BOOKKEEPING, CODE, EXECUTIO
 from worker_service.models.config.transformers_values import check_sizes, check_values
 from worker_service.wording import named
 
-# The service has its own log.
+# transformers' messages are disabled, because the service has its own log.
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 _PROPERTIES = frozenset({"model_type", "num_labels", "rope_scaling"})
-"""Keys that every class takes without having a field for them."""
+"""Keys that every configuration class accepts, although the class has no field for the key."""
 
 
 def parse(json: Mapping[str, Any]) -> Any:
-    """The configuration of a family that transformers knows. Raises ValueError."""
+    """Parse the config.json of a family that transformers supports. Raises ValueError."""
     family = json.get("model_type", "of no stated type")
     if family not in CONFIG_MAPPING:
         raise ValueError(f"a model {family} is not supported: transformers does not know it")
@@ -31,17 +31,18 @@ def parse(json: Mapping[str, Any]) -> Any:
     wanted = {
         name: value
         for name, value in json.items()
-        # Some of these keys would fetch code, or read other files.
+        # Keys that could load code or read other files are left out.
         if name not in BOOKKEEPING | CODE | EXECUTION
-        # Other such keys would replace a method, or private state of transformers.
+        # Keys that would overwrite a method or private state of transformers are left out.
         and (name in own or not (name.startswith("_") or hasattr(config_class, name)))
-        # transformers warns about a null rope_scaling. A null alias would set the key that it stands for to null.
+        # A null rope_scaling is left out, because transformers would print a warning. A null alias is left out, because
+        # it would overwrite the aliased key with null.
         and not (value is None and (name == "rope_scaling" or name in config_class.attribute_map))
     }
     try:
         network = AutoConfig.for_model(**wanted)
     except Exception as error:
-        # Each family has its own checks; an unchecked value may raise any error.
+        # A value that a family's class does not check may raise any error.
         why = " ".join(str(error).split())
         if isinstance(error, ZeroDivisionError):
             zeros = [named(name) for name, value in wanted.items() if value == 0 and name not in HARMLESS]

@@ -1,6 +1,6 @@
-"""Accepts keys of a config.json that transformers' code reads, and refuses other keys.
+"""Refuses keys of a config.json that transformers' code does not read.
 
-transformers itself keeps any key of a file, whether its code reads the key or not.
+transformers itself accepts any key, whether or not its code reads the key.
 """
 
 import inspect
@@ -25,16 +25,17 @@ _REPEATED = {
     "activation_function": "hidden_act", "layer_norm_eps": "norm_eps", "layer_norm_epsilon": "norm_epsilon",
     "n_ctx": "max_position_embeddings", "norm_eps": "layer_norm_eps", "use_embedding_sharing": "tie_word_embeddings",
 }  # fmt: skip
-"""Keys of older code, each with the newer key that must have the same value."""
+"""Older keys. If a file also has the newer key, both values must be equal."""
 _REPEATED_OF_ROPE = {
     "partial_rotary_factor": "partial_rotary_factor", "rope_pct": "partial_rotary_factor", "rope_theta": "rope_theta",
     "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor",
 }  # fmt: skip
-"""Keys at the top of a file, each with its key in the parameters of positions, which transformers may prefer. Both must
-have the same value."""
+"""Keys at the top of a file, each with the equivalent key in `rope_parameters`. The values of both keys must be equal,
+because transformers may prefer either key."""
 _FULL_LAYERS = {"_sliding_window_pattern": 1, "global_attn_every_n_layers": 0, "layer_switch": 1,
                 "sliding_window_pattern": 1}  # fmt: skip
-"""Keys with a value n: every n-th layer has full attention. Value: the layer from which to count."""
+"""Keys whose value n means that every n-th layer has full attention. Value: the number that is added to layer numbers
+before counting."""
 _IN_FLOAT32 = {"attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True}
 _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     "apertus": {"post_norm": False, "qk_norm": True},
@@ -45,19 +46,19 @@ _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     "ernie4_5": {"compression_ratio": 1},
     "gpt2": {"n_special": 0, "predict_special_tokens": True},
     "modernbert": {"position_embedding_type": "sans_pos"},
-    # The first files write "gelu" and mean the variant in hidden_act.
+    # The first published files have activation_function "gelu", but the variant in hidden_act is used.
     "starcoder2": {"activation_function": "gelu", "mlp_type": "default", "norm_type": "layer_norm", **_IN_FLOAT32},
     "stablelm": {"rotary_scaling_factor": 1},
 }  # fmt: skip
-"""Values in published files, by family, for keys that transformers' code does not read. Its code always computes like
-this."""
+"""Keys in published files that transformers' code does not read, by family. Value: the setting that the code always
+uses."""
 
 
 def check_known(json: Mapping[str, Any], network: Any, network_class: Any) -> None:
     """Raise ValueError if a key is unknown to the configuration and to the network's code, and is not listed as
     harmless.
 
-    network: the file, read by `parse`.
+    network: the result of `parse`.
     """
     keys, read = ReadKeys(json), _matches(_READS, network_class)
     keys.without_effect("architectures", "model_type", *(name for name in json if _is_known(name, network, read)))
@@ -80,7 +81,8 @@ def rope_parameters_of(network: Any) -> list[Mapping[str, Any]]:
 
 
 def _is_known(name: str, network: Any, read: frozenset[str]) -> bool:
-    """Whether the configuration, its class or the network's code knows a key. read: keys that the code reads."""
+    """Whether the configuration, its class or the network's code uses a key. read: keys that the network's code
+    reads."""
     config_class = type(network)
     own = {field.name for field in fields(config_class)}
     if name in own.union(config_class.attribute_map, config_class.attribute_map.values()):
@@ -93,16 +95,16 @@ def _is_known(name: str, network: Any, read: frozenset[str]) -> bool:
 
 @cache
 def _matches(pattern: re.Pattern[str], of_class: type) -> frozenset[str]:
-    """All matches of one of the patterns above in the source of the class's module."""
+    """All matches of a pattern in the source code of the class's module."""
     return frozenset(pattern.findall(inspect.getsource(sys.modules[of_class.__module__])))
 
 
 def _check_full_layers(keys: ReadKeys, network: Any) -> None:
-    """Raise ValueError if a key implies other kinds of layers than the network has."""
+    """Raise ValueError if a key contradicts the network's kinds of layers."""
     kinds, own = getattr(network, "layer_types", None), {field.name for field in fields(network)}
     for name, first in _FULL_LAYERS.items():
         every = keys.plain.get(name)
-        if kinds is None or every is None or name in own:  # the class's default stands beside other layer_types
+        if kinds is None or every is None or name in own:  # if layer_types is given, a default has no effect
             continue
         if type(every) is not int or every < 1:
             raise ValueError(f"{name} is {shown(every)}; it must be a whole number from 1 on")
@@ -113,7 +115,7 @@ def _check_full_layers(keys: ReadKeys, network: Any) -> None:
 
 
 def _check_repeated_of_rope(keys: ReadKeys, network: Any) -> None:
-    """Raise ValueError if the top of a file states other positions than the network has."""
+    """Raise ValueError if keys at the top of a file contradict the network's parameters of positions."""
     newer, older = keys.plain.get("rope_parameters") or {}, keys.plain.get("rope_scaling") or {}
     if newer and older and newer != older:
         raise ValueError("rope_parameters and rope_scaling say different things")
@@ -133,5 +135,5 @@ def _check_rope(parameters: ReadKeys, family: str, read: frozenset[str]) -> None
     kind = parameters.plain.get("rope_type")
     parameters.without_effect(*read)
     parameters.without_effect("type", "rope_theta", "partial_rotary_factor", *NOTES, *ROPE_KEYS.get(str(kind), ()))
-    parameters.without_effect("rope_type", "original_max_position_embeddings")  # without effect in other types
+    parameters.without_effect("rope_type", "original_max_position_embeddings")  # other types ignore these keys
     check_all_read(parameters, f"{family} with positions of type {kind}")

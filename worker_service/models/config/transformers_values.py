@@ -1,7 +1,7 @@
-"""Refuses values that transformers' configuration classes accept or crash on, and that no network can have.
+"""Refuses invalid values that transformers' configuration classes would accept or crash on.
 
-transformers compares each value with the type that its class declares for the key. It accepts NaN, infinity, negative
-sizes and contradicting values, and it builds as many layers as a file states.
+transformers checks only the type of a value. transformers accepts NaN, infinity, negative sizes and contradicting
+values, and creates as many layers as a file states.
 """
 
 import math
@@ -14,16 +14,17 @@ from worker_service.models.config.config_keys import HARMLESS
 from worker_service.wording import named, shown
 
 _COUNTED: Mapping[str, int] = {"layer": 512, "block": 512, "expert": 4_096, "head": 1_024, "label": 1 << 16}
-"""Maximum number of objects, by a word in the key. transformers creates these objects one after another before it looks
-at any tensor: 10 to 20 ms a layer. The deepest published network has 126 layers."""
+"""Maximum of a count, by a word in its key. Before transformers reads any tensor, it creates an object for each layer,
+expert or head. A layer takes 10 to 20 ms. The deepest published network has 126 layers."""
 _MAX_HEADS = 1 << 15
-"""Heads of all layers together. StableLM's code creates two objects for each; the published maximum is 16,128."""
+"""Maximum number of heads in all layers together. StableLM's code creates two objects for each head. The maximum of
+published networks is 16,128."""
 _NO_COUNT = re.compile("dim|epsilon|eps|index|length|size|token|window")
 _NO_AMOUNT = re.compile("index|token_id")
 _FROM_ONE = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
                  "type_vocab_size", "vocab_size")  # fmt: skip
 _DIVISORS = re.compile(r".*(eps|epsilon|soft_?cap(ping)?|logits_scaling)")
-"""Keys of numbers by which a network divides, or which it adds under a root."""
+"""Keys whose values must be above 0: a network divides by the value, or adds the value under a root."""
 _OF_ROPE = (
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor", "low_freq_factor",
     "mscale", "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor", "rope_theta",
@@ -34,7 +35,7 @@ _OF_ROPE_AT_TOP = ("partial_rotary_factor", "rope_pct", "rope_theta", "rotary_em
 
 
 def check_values(json: Mapping[str, Any], config_class: Any) -> None:
-    """Raise ValueError, naming the key, for a value that must not reach the class."""
+    """Raise a ValueError that names the key if a value is invalid for the configuration class."""
     for name, value in _numbers(json):
         if not math.isfinite(value):
             raise ValueError(f"{named(name)} is {value}; it must be a finite number")
@@ -54,13 +55,13 @@ def check_values(json: Mapping[str, Any], config_class: Any) -> None:
     _check_positions("", {name: json[name] for name in _OF_ROPE_AT_TOP if name in json}, _OF_ROPE_AT_TOP)
     for name in ("rope_parameters", "rope_scaling"):
         _check_positions(f"{name}.", json.get(name) or {}, _OF_ROPE)
-    said = json.get("is_encoder_decoder")  # transformers does not check its type
+    said = json.get("is_encoder_decoder")  # transformers does not check the type
     if said is not None and not isinstance(said, bool):
         raise ValueError(f"is_encoder_decoder is {shown(said)}; it must be true or false")
 
 
 def check_sizes(network: Any) -> None:
-    """Raise ValueError if a size that every network needs is missing or below 1."""
+    """Raise ValueError if a size that every network requires is missing or below 1."""
     for name in _FROM_ONE:
         size = getattr(network, name, None)
         if size is not None and not (type(size) is int and size >= 1):
@@ -79,12 +80,12 @@ def _check_aliases(json: Mapping[str, Any], config_class: Any) -> None:
 
 
 def _check_positions(where: str, parameters: object, names: Collection[str]) -> None:
-    """Raise ValueError if one of these parameters is not a number that positions can have."""
+    """Raise ValueError if one of the named parameters of positions is not a valid number."""
     if not isinstance(parameters, Mapping):
         raise ValueError(f"{where[:-1]} is {shown(parameters)}; it must be an object")
     for name, value in parameters.items():
         if name not in names:
-            if isinstance(value, Mapping):  # the parameters of a kind of layer
+            if isinstance(value, Mapping):  # the parameters of one kind of layers
                 _check_positions(f"{where}{name}.", value, names)
             continue
         is_list = name in ("long_factor", "short_factor")
@@ -98,7 +99,7 @@ def _check_positions(where: str, parameters: object, names: Collection[str]) -> 
 def _numbers(json: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
     """Every number of a file with its key, such as "rope_scaling.factor"."""
     left: list[tuple[str, Any]] = [*json.items()]
-    while left:  # no recursion: a file may be nested deeper than Python can recurse
+    while left:  # a loop, because a file may be nested deeper than Python's recursion limit
         name, value = left.pop()
         if isinstance(value, Mapping):
             left += [(f"{name}.{key}", within) for key, within in value.items()]

@@ -1,1 +1,1 @@
-"""Decoders of our own: families, layers in order, heads that draft."""
+"""Native decoders: families, layers, and drafting heads."""

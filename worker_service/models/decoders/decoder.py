@@ -1,13 +1,14 @@
-"""Llama's decoder in the variants of `DecoderConfig`.
+"""The native decoder: Llama's network, with the variants of `DecoderConfig`.
 
-A layer has two halves: attention, then a gated feed-forward network or a mixture of them. Each half reads the
-normalised residual stream and adds to the stream itself.
+A layer has two halves. The first half is attention. The second half is a gated feed-forward network or a mixture of
+experts. The input of each half is the normalised residual stream. The output is added to the residual stream.
 
-Query, key and value projections are fused into one product, gate and up into another. Weights are allocated once, in
-their final places. `checkpoint_tensors` maps each tensor of a checkpoint to its part of them.
+Query, key and value projections are fused into one product. Gate and up projections are fused into a second product.
+Weights are allocated once, in their final places. `checkpoint_tensors` maps each tensor of a checkpoint to its part of
+the allocated weights.
 
-With several ranks, each rank holds its `Shard` of the network: some of the heads, inner units and tokens. It computes
-one summand of each half of a layer and of the embeddings, and some of the logits.
+With several ranks, each rank holds a `Shard` of the network: some of the heads, inner units and tokens. The output of a
+half and the embeddings are sums over the ranks. Each rank computes some of the logits.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,12 +75,12 @@ class DecoderLayer:
 
     @property
     def projections(self) -> list[Projection]:
-        """All products of the layer."""
+        """All linear layers of the layer, with the names of their projections."""
         return self._attention_projections + self._mlp.projections
 
     @property
     def adapted(self) -> list[Projection]:
-        """The products to which adapters may add."""
+        """The linear layers that can have adapters."""
         return self._attention_projections + self._mlp.adapted
 
     @property
@@ -93,7 +94,7 @@ class DecoderLayer:
         return [(self._qkv, qkv), (self._out, {"self_attn.o_proj": config.hidden_size})]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Places to fill, by the tensors' names within the layer in a checkpoint."""
+        """The tensors that must be filled from a checkpoint, by their names after the layer's prefix."""
         tensors = {"input_layernorm.weight": self._attention_norm}
         for linear, names in self.projections:
             tensors |= linear.parts(names)
@@ -122,9 +123,9 @@ class DecoderLayer:
         """Add `delta` and this layer's attention to `residual` in place, and return the output of the feed-forward
         half.
 
-        delta: [num_tokens, hidden_size], the output of the previous layer, None in the first layer. residual:
-        [num_tokens, hidden_size] float32. rotation: cosines and sines from `rotary_tables`, None in layers without
-        positions. layer_cache, slots: as for `store_kv`; adapter_slots: as for `Linear`.
+        delta: [num_tokens, hidden_size], the result of the previous layer, or None in the first layer. residual:
+        [num_tokens, hidden_size] float32. rotation: cosines and sines from `rotary_tables`, or None in a layer without
+        positions. layer_cache, slots: see `store_kv`. adapter_slots: see `Linear`.
         """
         config, ops = self._config, self._ops
         eps, offset = config.rms_norm_eps, config.norm_offset
@@ -156,7 +157,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """The network from token ids to logits."""
+    """A native decoder, which computes logits from token ids."""
 
     def __init__(
         self,
@@ -170,8 +171,9 @@ class Decoder:
     ) -> None:
         """Allocate this rank's weights without values. batch_invariant: see `ops_for`.
 
-        fill: copies checkpoint tensors to places. With it, layer matrices get memory only in `pack`, one layer at a
-        time; `fill` then loads the matrices that are needed in floating point. `pack` raises whatever `fill` raises.
+        fill: function that copies checkpoint tensors to places. If `fill` is given, `pack` allocates the matrices of
+        one layer at a time, and calls `fill` for matrices that are needed in floating point. `pack` raises all errors
+        of `fill`.
         """
         self.config = config
         self._ranks = ranks
@@ -186,9 +188,10 @@ class Decoder:
         ]
         self._fill = fill
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        # Networks are trained with this factor in the dtype of their weights.
+        # In training, the embedding scale had the dtype of the weights.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        # Not empty_like: on the meta device torch imports sympy for it, a fifth of a worker's start.
+        # `empty_like` is avoided. On the meta device, `empty_like` makes torch import sympy, which takes a fifth of a
+        # worker's start.
         head = self._embedding.weight if config.tied_embeddings else table()
         self._lm_head = Linear(head, wide=True, ops=self._ops)
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
@@ -202,11 +205,11 @@ class Decoder:
         return self._embedding
 
     def show_states(self, before: Sequence[int], show: Callable[[Sequence[Tensor], Tensor], None]) -> None:
-        """Register `show`, which each forward pass calls with the states before the layers in `before`, and with their
-        slots.
+        """Register the function `show`. Each forward pass calls `show` with the states before the layers in `before`,
+        and with the tokens' slots.
 
-        States are [num_tokens, hidden_size] each, in the dtype of the weights. In `before`, num_layers stands for the
-        states after the last layer, and num_layers + 1 for the same states after the last norm.
+        The states before a layer are [num_tokens, hidden_size], in the dtype of the weights. In `before`, num_layers
+        means the states after the last layer. num_layers + 1 means the states after the last norm.
         """
         self._shown, self._show = tuple(before), show
 
@@ -258,7 +261,7 @@ class Decoder:
         cache: Tensor,
         adapter_slots: Tensor | None = None,
     ) -> Tensor:
-        """Implements `CausalModel.forward`; the hidden states are normalised."""
+        """Implements `CausalModel.forward`. The returned hidden states are normalised."""
         rotations = {
             rope: rotary_tables(positions, frequencies, rope.scale) for rope, frequencies in self._frequencies.items()
         }
@@ -284,19 +287,19 @@ class Decoder:
         logits, cap = self._lm_head(hidden), self.config.logit_soft_cap
         if cap is not None:
             logits = cap * torch.tanh(logits / cap)
-        # Every rank has all logits, and thus samples the same tokens without communication.
+        # Every rank receives all logits, so all ranks sample the same tokens without further communication.
         return self._ranks.all_gather(logits)[:, : self.config.vocabulary_size].contiguous()
 
 
 def _pack_layer(
     layer: DecoderLayer, name: str, quantization: Quantization, quantized: Quantized, fill: Fill | None
 ) -> None:
-    """Pack a layer. Weights from the meta device have memory in floating point only during this call."""
+    """Pack a layer. Weights that were on the meta device occupy memory in floating point only during this call."""
     projections = [
         (linear, {f"{name}.{part}": size for part, size in parts.items()}) for linear, parts in layer.projections
     ]
     if fill is not None:
-        fill(_materialised(projections, quantization, quantized))  # only the layer still references them afterwards
+        fill(_materialised(projections, quantization, quantized))  # afterwards, only the layer references the weights
     for linear, parts in projections:
         weights = [quantized.get(f"{part}.weight") for part in parts]
         if any(weight is not None for weight in weights):
@@ -308,7 +311,8 @@ def _pack_layer(
 def _materialised(
     projections: Sequence[Projection], quantization: Quantization, quantized: Quantized
 ) -> dict[str, Tensor]:
-    """Places of weights that are still on the meta device and are needed in floating point; allocates them."""
+    """Allocate the weights that are still on the meta device and are needed in floating point. Returns the allocated
+    places by name."""
     places: dict[str, Tensor] = {}
     for linear, parts in projections:
         needed = [f"{part}.weight" for part in parts if f"{part}.weight" not in quantized]

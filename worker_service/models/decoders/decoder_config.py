@@ -1,4 +1,4 @@
-"""Sizes and switches of a native decoder: all differences between families of networks."""
+"""Sizes and switches of a native decoder. All differences between native families are described here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,12 +9,12 @@ from worker_service.models.config.rope import Rope
 
 @dataclass(frozen=True)
 class MixtureNames:
-    """Names of a mixture's parts in a checkpoint: router and experts within a layer; gate, up and down within an
-    expert."""
+    """Names of a mixture's parts in a checkpoint. Names of router and experts follow the layer's prefix. Names of gate,
+    up and down follow the expert's prefix."""
 
     router: str
     experts: str
-    """Prefix of an expert's number."""
+    """The name before an expert's number."""
     gate: str
     up: str
     down: str
@@ -22,16 +22,16 @@ class MixtureNames:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture of feed-forward networks, the experts; each token uses some of them.
+    """A mixture of feed-forward networks, the experts. Each token uses some of the experts.
 
-    Raises ValueError if a token would use more experts than there are.
+    Raises ValueError if `num_chosen` exceeds `num_experts`.
     """
 
     num_experts: int
     num_chosen: int
-    """Experts for each token."""
+    """Number of experts that each token uses."""
     intermediate_size: int
-    """Inner units of one expert."""
+    """Number of inner units of one expert."""
     renormalise: bool
     """Whether the weights of a token's experts are divided by their sum."""
     names: MixtureNames
@@ -43,19 +43,19 @@ class Mixture:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Settings that may differ from layer to layer."""
+    """The settings of one layer. Layers of a network may have different settings."""
 
     rope: Rope | None
     """Rotation of queries and keys; None for a layer without positions."""
     window: int | None
-    """Tokens to which a token attends at most, itself included; None for all."""
+    """Sliding window in tokens, including the token itself; None if a token attends to all earlier tokens."""
     mixture: Mixture | None = None
-    """The mixture, equal in all layers that have one; None for a dense layer."""
+    """The layer's mixture; None for a dense layer. All mixtures of a network are equal."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A network. Raises ValueError if its sizes contradict each other."""
+    """A native decoder. Raises ValueError if sizes contradict each other."""
 
     vocabulary_size: int
     hidden_size: int
@@ -66,7 +66,7 @@ class DecoderConfig:
     max_model_len: int
     rms_norm_eps: float
     activation: str
-    """One of the activations of `gated_activation`."""
+    """Name of an activation of `gated_activation`."""
     layers: tuple[LayerConfig, ...]
     tied_embeddings: bool
     attention_scale: float
@@ -75,16 +75,16 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether each head's queries and keys are normalised before they are rotated."""
+    """Whether each head's queries and keys are normalised before the rotation."""
     post_norms: bool = False
-    """Whether the output of each half of a layer is normalised, too."""
+    """Whether the output of each half of a layer is normalised, in addition to its input."""
     norm_offset: float = 0.0
-    """Added to the weights of all norms."""
+    """Number that is added to the weights of all norms."""
     embedding_scale: float = 1.0
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     fused_checkpoint: bool = False
-    """Whether checkpoints hold query, key and value as one tensor, and gate and up as another."""
+    """Whether a checkpoint stores query, key and value as one tensor, and gate and up as one tensor."""
 
     def __post_init__(self) -> None:
         turning = [2 * len(layer.rope.inverse_frequencies) for layer in self.layers if layer.rope is not None]
@@ -103,7 +103,7 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        """Layers whose keys and values the cache holds."""
+        """Number of layers with keys and values in the cache."""
         return len(self.layers)
 
     @property
@@ -117,10 +117,10 @@ class DecoderConfig:
 
     @property
     def mixture(self) -> Mixture | None:
-        """The mixture of the layers that have one; None if all layers are dense."""
+        """The network's mixture of experts; None if all layers are dense."""
         return next((layer.mixture for layer in self.layers if layer.mixture is not None), None)
 
     @property
     def sliding_window(self) -> int | None:
-        """Tokens to which a token attends at most, itself included, in any layer; None if some layer has no window."""
+        """The largest sliding window of all layers, in tokens; None if a layer has no window."""
         return widest(layer.window for layer in self.layers)

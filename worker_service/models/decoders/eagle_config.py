@@ -1,7 +1,7 @@
 """Reads the config.json of an EAGLE-3 head in its two published forms. (Li et al., 2025.)
 
-The older form, by EAGLE's authors, has the sizes of the head's layer at its top. The newer form, by vLLM's speculators,
-has them under `transformer_layer_config`, and adds keys.
+The older form, by EAGLE's authors, has the sizes of the head's layer at the top of the file. The newer form, by vLLM's
+speculators, has the sizes under `transformer_layer_config`, and has more keys.
 """
 
 from collections.abc import Mapping
@@ -15,36 +15,37 @@ from worker_service.models.decoders.head_layer import num_state_layers
 from worker_service.read_keys import ReadKeys
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
-"""Families that the head's one layer may follow."""
+"""Families with which the head's layer can be built."""
 _FEWEST_LAYERS = 3
 _MAX_STATE_LAYERS = 16
-"""States that a head may read. Published heads read one to four."""
+"""Maximum number of cache layers for one state of a head. Published heads need one to four cache layers."""
 _NEUTRAL: Mapping[str, object] = {
     "eagle_decoder_type": "llama", "has_lm_head": True, "next_layer_regularization": "none", "parallel_draft_step": 1,
     "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
 }  # fmt: skip
-"""Keys that some files state, with the only values that are supported."""
+"""Keys that some files contain, each with the only supported value."""
 _NOTES = ("embed_requires_grad", "has_no_defaults_at_init", "speculators_config", "speculators_version")
-"""Keys about a head's training and its purpose."""
+"""Keys about a head's training and purpose, which are ignored."""
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """An EAGLE-3 head for a target."""
+    """An EAGLE-3 head for a target network."""
 
     layer: DecoderConfig
-    """A network of one layer with the target's vocabulary."""
+    """The head's layer, as a network of one layer with the target's vocabulary."""
     draft_vocabulary_size: int
-    """Tokens that have a logit: often only the most frequent ones."""
+    """Number of tokens with a logit. Often, only the most frequent tokens have a logit."""
     target_hidden_size: int
     states_before: tuple[int, ...]
-    """Layers of the target whose inputs the head reads; num_layers stands for the output of the last layer."""
+    """Numbers of the target's layers whose inputs the head reads. num_layers means the output of the last layer."""
     norm_before_residual: bool
     """Whether the residual stream of the head's layer starts from the normalised state."""
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any], target: DecoderConfig) -> "EagleConfig":
-        """Raises ValueError if the file describes no head for this target."""
+        """Read the config.json of a head. Raises ValueError if the head is not supported, or if the head does not fit
+        the target."""
         keys = ReadKeys(json)
         keys.choice("speculators_model_type", ("eagle3",), "eagle3")
         if keys.boolean("norm_before_fc", False, null=False):
@@ -84,9 +85,10 @@ def _layer(sizes: ReadKeys) -> DecoderConfig:
 
 
 def _states_before(keys: ReadKeys, num_layers: int) -> tuple[int, ...]:
-    """The target's layers whose inputs the head reads.
+    """Numbers of the target's layers whose inputs the head reads.
 
-    Numbers under `eagle_config` name layers whose outputs are read (SGLang's SpecForge).
+    SGLang's SpecForge writes layer numbers under `eagle_config`. In this form, the head reads the outputs of the
+    numbered layers.
     """
     own, name = keys.group("eagle_config"), "eagle_aux_hidden_state_layer_ids"
     if not all(part.boolean("use_aux_hidden_state", True, null=True) for part in (own, keys)):

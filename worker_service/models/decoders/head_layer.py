@@ -1,8 +1,8 @@
-"""The layer of a drafting head, and the states that the head keeps beside its keys and values.
+"""The layer of a drafting head, and the states that the head stores beside its keys and values.
 
-A head computes a token from a state of the token before it. The state is the target's, or the head's own if the token
-before is itself a draft. States lie in the head's cache, in the place of further layers' keys and values. A block that
-is moved, copied or shared thus takes its states along.
+A head computes a token from the state of the previous token. If the previous token is a draft, the state was computed
+by the head; otherwise by the target network. The head's cache stores states like keys and values of additional layers.
+A block that is moved, copied or shared thus includes its states.
 """
 
 from collections.abc import Sequence
@@ -22,46 +22,47 @@ from worker_service.models.layers.linear import Linear
 
 
 def num_state_layers(config: DecoderConfig) -> int:
-    """Layers of keys and values that have room for one state."""
+    """Number of cache layers, each with keys and values, that one state occupies."""
     return -(-config.hidden_size // (2 * config.num_kv_heads * config.head_dim))
 
 
 class Head(Protocol):
-    """A network that drafts from a target's states.
+    """A network that drafts tokens from the states of a target network.
 
-    cache: [num_blocks, 1 + num_state_layers, 2, block_size, num_kv_heads, head_dim]; slots: [num_tokens] int64, the
-    slots of these tokens' keys and values in the target's cache.
+    cache: the head's cache, [num_blocks, 1 + num_state_layers, 2, block_size, num_kv_heads, head_dim]. slots:
+    [num_tokens] int64, the tokens' slots, which are equal in the target's cache and the head's cache.
     """
 
     @property
     def states_before(self) -> Sequence[int]:
-        """The states that the head reads; see `Decoder.show_states`."""
+        """Which states of the target the head reads. The numbers are the argument `before` of `Decoder.show_states`."""
 
     def read(self, states: Sequence[Tensor], slots: Tensor, cache: Tensor) -> None:
-        """Compute and keep the head's input states from the target's states, [num_tokens, target's hidden_size]
-        each."""
+        """Compute the head's input states from the target's states, and store the input states. states: [num_tokens,
+        target's hidden_size] for each entry of `states_before`."""
 
     def keep(self, states: Tensor, slots: Tensor, cache: Tensor) -> None:
-        """Keep the head's own states, [num_tokens, hidden_size]."""
+        """Store states that the head computed, [num_tokens, hidden_size]."""
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
     ) -> Tensor:
-        """Compute tokens, each from the kept state of the token before it. Returns states, [num_tokens, hidden_size].
+        """Compute tokens, each from the stored state of the previous token. Returns states, [num_tokens, hidden_size].
 
-        token_ids: [num_tokens] int64. positions, slots: [num_tokens] int64, of the tokens before them.
+        token_ids: [num_tokens] int64. positions, slots: [num_tokens] int64, the position and the slot of each previous
+        token.
         """
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """states: [rows, hidden_size] from `forward`. Returns [rows, vocabulary_size] float32, -inf for tokens without
-        a logit."""
+        """Compute logits. states: [rows, hidden_size] from `forward`. Returns [rows, vocabulary_size] float32, with
+        -inf for tokens without a logit."""
 
 
 class HeadLayer:
-    """One layer over its cache; the input is already normalised."""
+    """The attention and feed-forward halves of a head's layer. The caller normalises the input."""
 
     def __init__(self, config: DecoderConfig, num_inputs: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights without values. num_inputs: width of the input of its attention."""
+        """Allocate the weights without values. num_inputs: width of attention's input."""
         self._config = config
         self._dtype = dtype
         self._ops: Ops = ops_for(device)
@@ -82,7 +83,7 @@ class HeadLayer:
         self._frequencies, self._rope_scale = rope.inverse_frequencies.to(device), rope.scale
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Implements `Loadable.checkpoint_tensors`; names are within the layer."""
+        """Implements `Loadable.checkpoint_tensors`. Names are without the layer's prefix."""
         query, key, value = self._qkv_sizes
         hidden, inner = self._config.hidden_size, self._config.intermediate_size
         tensors = {
@@ -110,7 +111,8 @@ class HeadLayer:
         attention: AttentionMetadata,
         cache: Tensor,
     ) -> None:
-        """Add the layer's output for x, [num_tokens, num_inputs], to residual, [num_tokens, hidden_size] float32."""
+        """Add the outputs of both halves to `residual` in place. x: [num_tokens, num_inputs]; residual: [num_tokens,
+        hidden_size] float32."""
         config, ops = self._config, self._ops
         rotation = rotary_tables(positions, self._frequencies, self._rope_scale)
         attended = ops.qkv_attention(
@@ -137,7 +139,7 @@ class HeadLayer:
             self._ops.store_kv(parts[:, number, 0], parts[:, number, 1], cache[:, 1 + number], slots)
 
     def kept(self, slots: Tensor, cache: Tensor) -> Tensor:
-        """The kept states in these slots, [num_tokens, hidden_size] float32."""
+        """The stored states of these slots, [num_tokens, hidden_size] float32."""
         block_size = cache.shape[3]
         blocks = torch.div(slots, block_size, rounding_mode="floor")
         found = cache[blocks, 1:, :, slots - blocks * block_size]

@@ -1,6 +1,6 @@
-"""The second half of a decoder's layer: a gated feed-forward network, or a mixture of several.
+"""The second half of a decoder's layer: a gated feed-forward network, or a mixture of experts.
 
-Only a dense network takes adapters; experts and router take none.
+Only a feed-forward network can have adapters. Experts and routers have no adapters.
 """
 
 from functools import partial
@@ -17,26 +17,27 @@ from worker_service.models.layers.expert_linear import ExpertLinear
 from worker_service.models.layers.linear import Linear
 
 Projection = tuple[Linear, dict[str, int]]
-"""A product of fused projections, with each projection's name in a checkpoint and number of outputs."""
+"""A linear layer of fused projections. Each projection has a name in a checkpoint and a number of outputs."""
 
 
 class Mlp(Protocol):
-    """Interface of a dense or mixture half-layer."""
+    """Interface of the second half of a layer, dense or with experts."""
 
     @property
     def projections(self) -> list[Projection]:
-        """All products."""
+        """All linear layers, with the names of their projections."""
 
     @property
     def adapted(self) -> list[Projection]:
-        """The products to which adapters may add."""
+        """The linear layers that can have adapters."""
 
     def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:
-        """x: [rows, hidden_size]; adapter_slots: as for `Linear`. Returns this rank's summand of the result."""
+        """Compute the half. x: [rows, hidden_size]; adapter_slots: see `Linear`. The result is the sum of all ranks'
+        return values."""
 
 
 class DenseMlp:
-    """`down(activation(gate(x)) * up(x))`. (Shazeer, 2020.)"""
+    """The gated feed-forward network `down(activation(gate(x)) * up(x))`. (Shazeer, 2020.)"""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class DenseMlp:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """inner: this rank's part of the intermediate size; deferred, ops: as for `Linear`."""
+        """inner: number of inner units on this rank; deferred: see `Linear.allocate`; ops: see `Linear`."""
         self._config, self._inner, self._ops = config, inner, ops or ops_for(device)
         allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=self._ops)
         hidden, wide = config.hidden_size, self._ops.WIDE_PRODUCTS
@@ -77,10 +78,11 @@ class DenseMlp:
 
 
 class MixtureMlp:
-    """A router chooses several experts for each row; the output is their weighted sum.
+    """A mixture of experts. A router chooses several experts for each row. The result is the weighted sum of the
+    experts' outputs.
 
-    The router's logits are float32, and `pack` leaves the router unquantised: small differences decide a token's
-    experts. Each rank holds a part of every expert, and the whole router.
+    The router's logits are float32, and `pack` leaves the router unquantised, because small differences decide which
+    experts a token uses. Each rank holds a part of every expert, and the whole router.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class MixtureMlp:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """inner: this rank's part of an expert's intermediate size; deferred, ops: as for `ExpertLinear`."""
+        """inner: number of an expert's inner units on this rank; deferred, ops: see `ExpertLinear`."""
         self._config, self._mixture, self._inner = config, mixture, inner
         self._ops: Ops = ops or ops_for(device)
         router = torch.empty(mixture.num_experts, config.hidden_size, dtype=dtype, device=device)
@@ -116,11 +118,11 @@ class MixtureMlp:
 
     @property
     def adapted(self) -> list[Projection]:
-        """Implements `Mlp.adapted`: experts take no adapters."""
+        """Implements `Mlp.adapted`. The list is empty, because experts have no adapters."""
         return []
 
-    def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:  # noqa: ARG002 (dense ones use it)
-        """Implements `Mlp.__call__`; returns float32."""
+    def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:  # noqa: ARG002 (dense networks use it)
+        """Implements `Mlp.__call__`. Returns float32."""
         weights, experts = choose_experts(self._router(x), self._mixture.num_chosen, self._mixture.renormalise)
         rows = group_rows(experts, self._mixture.num_experts)
         inner = self._gate_up(x.index_select(0, rows.tokens), rows.ends)

@@ -1,8 +1,9 @@
-"""MiMo's head for multi-token prediction: a layer that was trained along with the model.
+"""MiMo's head for multi-token prediction: a layer that was trained together with the model.
 
-Its input is the token's embedding and the model's last state of the token before it. The model's own head computes the
-logits. (Xiaomi LLM-Core Team, 2025; the idea in this form: DeepSeek-AI, 2024.) In files with several such layers, each
-layer is trained for drafts at one distance. Here the first layer drafts at all distances.
+The layer's inputs are a token's embedding, and the model's last state of the previous token. The model's output head
+computes the logits. (Xiaomi LLM-Core Team, 2025; the method was published by DeepSeek-AI, 2024.) If a file has several
+layers for multi-token prediction, each layer was trained to draft the token at one distance. Only the first layer is
+used here, for all distances.
 """
 
 from collections.abc import Sequence
@@ -19,14 +20,14 @@ from worker_service.models.decoders.head_layer import HeadLayer
 from worker_service.models.layers.linear import Linear
 
 NAME = "model.mtp_layers.0"
-"""Name of the layer in a checkpoint."""
+"""Name of the layer for multi-token prediction in a checkpoint."""
 
 
 class MtpHead:
-    """The `Head` of multi-token prediction."""
+    """The implementation of `Head` for multi-token prediction."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights without values. config: the model's."""
+        """Allocate the weights without values. config: the model's config."""
         self.states_before = (config.num_layers + 1,)
         self._eps = config.rms_norm_eps
         self._ops: Ops = ops_for(device)
@@ -65,10 +66,10 @@ class MtpHead:
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
     ) -> Tensor:
-        """Implements `Head.forward`; the states are normalised, like the model's."""
+        """Implements `Head.forward`. The returned states are normalised, like the model's states."""
         assert self._target is not None
         ops, eps = self._ops, self._eps
-        # The layer was trained with zeros in place of the embedding that follows the first state.
+        # In training, the embedding after the first state was replaced by zeros.
         embedded = self._target.embedding(token_ids).masked_fill((positions == 0).unsqueeze(1), 0)
         normed = ops.rms_norm(self._layer.kept(slots, cache), self._state_norm, eps)
         residual = self._input(torch.cat([normed, ops.rms_norm(embedded, self._token_norm, eps)], dim=1)).float()

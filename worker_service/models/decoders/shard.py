@@ -1,12 +1,13 @@
 """The part of a network that one rank holds. (Shoeybi et al., 2019.)
 
-Projections into a half of a layer are cut by outputs: by heads or by inner units. Projections out of it are cut by
-inputs, so each half needs one sum over the ranks. Each expert of a mixture is cut in the same way; every rank holds the
-whole router. The embedding and the logits' head are cut by tokens: whole, they would be a rank's largest weights. The
-price is a sum over one more vector per token.
+Each half of a layer has input projections and an output projection. Input projections are split by outputs: by heads or
+by inner units. The output projection is split by inputs, so each half requires one sum over the ranks. Each expert of a
+mixture is split like a dense half. Every rank holds the whole router. The embedding and the logits' head are split by
+tokens, because unsplit they would be a rank's largest weights. The cost is one additional sum over the ranks, of one
+vector per token.
 
-An adapter is cut like the weights of its projection: B if outputs are cut, A if inputs are cut. If inputs are cut,
-ranks add the adapter's product before the sum.
+An adapter is split like the weight of its projection. If the projection's outputs are split, B is split. If its inputs
+are split, A is split; the ranks add the adapter's product before the sum over the ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,27 +21,29 @@ from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.parallel.ranks import Ranks
 
 _ALIGNMENT = 16
-"""Inner units that stay together if possible: products of odd sizes are slow."""
+"""Number of neighbouring inner units that one rank holds together if possible, because products of odd sizes are
+slow."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's stretches of a network."""
+    """The heads, inner units and tokens of a network that one rank holds. Each is a range."""
 
     heads: range
     kv_heads: range
     inner: range
-    """Stretch of the intermediate size."""
+    """The inner units of dense layers that the rank holds."""
     expert_inner: range
-    """Stretch of each expert's intermediate size; empty without experts."""
+    """The inner units of each expert that the rank holds; empty if the network has no experts."""
     vocabulary: range
 
     @classmethod
     def of(cls, config: DecoderConfig, rank: int, size: int) -> "Shard":
-        """The part of rank `rank` of `size`. Raises StartError if the network cannot be cut into `size` parts.
+        """The shard of rank number `rank` of `size` ranks. Raises StartError if the network cannot be split into `size`
+        parts.
 
-        Key-value heads stay together with their query heads. If there are more ranks than key-value heads, several
-        ranks hold the same key-value head, each with some of its query heads.
+        A rank holds key-value heads together with their query heads. If there are more ranks than key-value heads,
+        several ranks hold the same key-value head, each with some of its query heads.
         """
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         group, copies = num_heads // num_kv_heads, max(1, size // num_kv_heads)
@@ -59,7 +62,7 @@ class Shard:
         of_a_head = _stretch(group, rank % copies, copies) if copies > 1 else range(group * len(kv_heads))
         first = group * kv_heads.start + of_a_head.start
         inner, *of_experts = (_inner(units, rank, size) for units in inner_sizes)
-        tokens = -(-config.vocabulary_size // size)  # equal in all ranks but the last, so that logits can be joined
+        tokens = -(-config.vocabulary_size // size)  # equal on all ranks but the last, to concatenate logits
         return cls(
             range(first, first + len(of_a_head)),
             kv_heads,
@@ -69,7 +72,8 @@ class Shard:
         )
 
     def cuts(self, config: DecoderConfig) -> Mapping[str, Cut]:
-        """The parts of a checkpoint's tensors, by their names in `Decoder`; tensors without an entry are held whole."""
+        """This rank's part of each checkpoint tensor, by the tensor's name. If a tensor has no entry, the rank holds
+        the whole tensor."""
         hidden, head_dim = range(config.hidden_size), config.head_dim
         query, key = (_times(heads, head_dim) for heads in (self.heads, self.kv_heads))
         sizes = [count * head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
@@ -107,8 +111,8 @@ class Shard:
 
 
 def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
-    """This rank's number of key-value heads, and its part of the checkpoint. Raises StartError if the model cannot be
-    cut."""
+    """This rank's number of key-value heads, and this rank's part of each checkpoint tensor. Raises StartError if the
+    model cannot be split."""
     if ranks.size == 1:
         return config.num_kv_heads, UNCUT
     if not isinstance(config, DecoderConfig):
@@ -121,12 +125,12 @@ def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
 
 
 def _stretch(total: int, part: int, parts: int) -> range:
-    """One of `parts` stretches of nearly equal length."""
+    """The range number `part` if `total` is split into `parts` ranges of nearly equal length."""
     return range(total * part // parts, total * (part + 1) // parts)
 
 
 def _inner(units: int, rank: int, size: int) -> range:
-    """A rank's stretch of an intermediate size."""
+    """The range of inner units that a rank holds."""
     together = gcd(_ALIGNMENT, units) if units >= _ALIGNMENT * size else 1
     return _times(_stretch(units // together, rank, size), together)
 
@@ -136,7 +140,8 @@ def _times(stretch: range, factor: int) -> range:
 
 
 def _joined(parts: Sequence[tuple[int, range]]) -> tuple[int, list[range]]:
-    """Stretches of tensors of the given lengths, shifted to the tensor that concatenates these tensors."""
+    """Concatenate tensors. parts: for each tensor, the length and a range in the tensor. Returns the total length, and
+    the ranges in the concatenated tensor."""
     total, stretches = 0, []
     for length, stretch in parts:
         stretches.append(range(total + stretch.start, total + stretch.stop))

@@ -1,1 +1,1 @@
-"""Encoders, and encoders with decoders."""
+"""Encoders, and networks of an encoder and a decoder."""

@@ -1,7 +1,7 @@
-"""An encoder: its own code in transformers with our attention, on texts of any lengths in one flat batch.
+"""Runs an encoder in transformers' code with this project's attention. A batch contains texts of any lengths.
 
-All tokens of a step go through the network as one row, without padding. Only attention looks across tokens; it computes
-texts of equal length together. With packed weights, a text's result is batch-invariant to the bit.
+The network computes all tokens of a step as one row, without padding. Only attention combines tokens. Attention
+computes texts of equal length together. With packed weights, the result of a text is batch-invariant.
 """
 
 import copy
@@ -25,23 +25,23 @@ from worker_service.models.encoders.encoder_config import EncoderConfig
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized
 
 NAME = "pagewire-encoder"
-"""Value of a network's `attn_implementation`."""
+"""Name of this attention in transformers, the value of a network's `attn_implementation`."""
 
 SHORT = 32
-"""Tokens of texts up to which attention on a CPU is two matrix products.
+"""Maximum tokens of a text for which attention on a CPU is computed as two matrix products.
 
-Time per layer of MiniLM on two cores for 2,048 tokens, torch's function against two products. Texts of 16 tokens: 5.4
-ms against 1.9; of 32: 6.0 against 3.8; of 64: 7.0 against 12.8.
+Time per layer of MiniLM with torch's attention function, and with two products. 16 tokens per text: 5.4 ms and 1.9 ms.
+32 tokens: 6.0 ms and 3.8 ms. 64 tokens: 7.0 ms and 12.8 ms. Conditions: 2,048 tokens in all, two cores.
 """
 
 _FAR = 1 << 30
-"""Tokens: a distance beyond any window."""
+"""A distance in tokens that is larger than any window."""
 
 _lengths: ContextVar[Sequence[int]] = ContextVar("lengths")
 
 
 class Encoder:
-    """The network from token ids to states."""
+    """A network that computes states from token ids."""
 
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the weights without values."""
@@ -64,15 +64,15 @@ class Encoder:
                     packed.pack()
 
     def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
-        """Implements `Loadable.allocate_adapters`: an encoder takes no adapters."""
+        """Implements `Loadable.allocate_adapters`. The result is empty, because encoders have no adapters."""
         del num_slots, max_rank
         return {}
 
     def forward(self, token_ids: Tensor, positions: Tensor, types: Tensor, lengths: Sequence[int]) -> Tensor:
         """Compute texts. Returns states, [num_tokens, hidden_size].
 
-        token_ids, positions, types: [num_tokens] int64, text after text, with texts of equal length side by side;
-        types: 1 for the second text of a pair. lengths: tokens of each text.
+        token_ids, positions, types: [num_tokens] int64, text after text; texts of equal length are neighbours. types: 1
+        for tokens of the second text of a pair, otherwise 0. lengths: number of tokens of each text.
         """
         others = {"token_type_ids": types[None]} if self.config.has_types else {}
         with _within(lengths):
@@ -83,7 +83,7 @@ class Encoder:
         return states
 
     def classify(self, states: Tensor) -> Tensor:
-        """states: [tokens, hidden_size] of one text. Returns the output of the network's classifier, [num_labels]."""
+        """Run the network's classifier. states: [tokens, hidden_size] of one text. Returns [num_labels] float32."""
         head = copy.copy(self._network)
         body = _GivenStates(states, getattr(self._body, "pooler", None))
         head._modules = {**self._network._modules, self._network.base_model_prefix: body}
@@ -101,7 +101,8 @@ def _within(lengths: Sequence[int]) -> Iterator[None]:
 
 
 class _GivenStates(nn.Module):
-    """Replaces the body, and returns states that were computed before, pooled like the body's."""
+    """Replaces the body of a network. Returns states that were computed earlier, and the pooler's output for these
+    states."""
 
     def __init__(self, states: Tensor, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -115,13 +116,14 @@ class _GivenStates(nn.Module):
 
 @dataclass(frozen=True)
 class _Mask:
-    """Attention mask: the whole text, or tokens at most `window` away."""
+    """An attention mask. Without a window, a token attends to the whole text. With a window, a token attends to tokens
+    at most `window` away."""
 
     window: int | None
 
 
 def _describe_mask(*, config: Any, use_vmap: bool, mask_function: Any, **_: Any) -> _Mask:
-    """Replaces the function that fills a mask."""
+    """Replaces the transformers function that fills a mask. Raises ValueError for an unsupported mask."""
     if use_vmap:
         raise ValueError("its attention has a mask of its own")
     here = torch.tensor(0)
@@ -138,7 +140,8 @@ def _attend(
     scaling: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query, key, value: [1, num_heads, num_tokens, head_dim]. Returns [1, num_tokens, num_heads, head_dim]."""
+    """Compute attention. query, key, value: [1, num_heads, num_tokens, head_dim]. Returns [1, num_tokens, num_heads,
+    head_dim]."""
     del module
     assert isinstance(attention_mask, _Mask)
     attended = []
@@ -156,7 +159,8 @@ def _attend(
 
 
 def _attend_short(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None) -> Tensor:
-    """Attention of torch's function, [texts, heads, tokens, head_dim], faster for short texts."""
+    """Attention with the arguments of torch's function, [texts, heads, tokens, head_dim]. For short texts, this
+    function is faster than torch's function."""
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(2, 3)
     if attn_mask is not None:
         scores.masked_fill_(~attn_mask, float("-inf"))
@@ -164,7 +168,8 @@ def _attend_short(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[length, length] bool: True where tokens are at most `window` apart; None if all are."""
+    """The mask of a window, [length, length] bool: True if two tokens are at most `window` apart. Returns None if all
+    entries would be True."""
     if window is None or window >= length - 1:
         return None
     places = torch.arange(length, device=device)

@@ -1,4 +1,4 @@
-"""The config.json of an encoder: every token attends to all tokens of its text, before and after it."""
+"""Reads the config.json of an encoder, a network in which a token attends to earlier and later tokens of its text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,49 +17,51 @@ from worker_service.wording import named
 
 _FILLS_GAPS = ("ForMaskedLM", "ForPreTraining")
 _HEADS = {"bert": "cls", "roberta": "lm_head", "xlm-roberta": "lm_head", "modernbert": "head|decoder"}
-"""Parts of each network that predicted masked tokens in its first training."""
+"""Regular expressions for the names of the masked-language-model head, by family."""
 _UNUSED = (
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
     "pooler_type", "sbert_ce_default_activation_function", "sentence_transformers",
 )  # fmt: skip
-"""Keys of a pooler that no supported network has, and a key for classifier scores that the scheduler reads."""
+"""Ignored keys: keys of poolers that no supported network has, and a key for classifier scores that only the scheduler
+reads."""
 MAX_LABELS = 1 << 16
-"""Labels. transformers creates a name for each before it looks at anything else."""
+"""Maximum number of labels, because transformers first creates a name for each label."""
 
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """A network of one of `registry.ENCODERS`, and the class that computes it. It needs no cache."""
+    """A network of a family in `registry.ENCODERS`, and the class that computes the network. Encoders need no cache."""
 
     network: Any
     """The configuration object of transformers."""
     network_class: Any
     prefix: str
-    """Prefix of the body's tensor names in a checkpoint. A checkpoint of the body alone may lack it."""
+    """Prefix of the body's tensor names in a checkpoint. A checkpoint that contains only the body may lack the
+    prefix."""
     vocabulary_size: int
     hidden_size: int
     max_model_len: int
     num_labels: int
-    """Outputs of the classifier for a text; 0 without a classifier."""
+    """Number of classifier outputs for a text; 0 if the network has no classifier."""
     first_position: int
-    """First position of a text: RoBERTa reserves smaller positions for padding."""
+    """Position of a text's first token. RoBERTa reserves smaller positions for padding."""
     has_types: bool
     """Whether the network distinguishes the two texts of a pair."""
     ignored_tensors: tuple[str, ...]
-    """Name patterns of checkpoint tensors that this network does not use: the pooler, and the masked-language-model
-    head."""
+    """Regular expressions for names of checkpoint tensors that this network does not use: pooler and
+    masked-language-model head."""
 
     num_layers = num_kv_heads = head_dim = 0
     sliding_window = None
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "EncoderConfig":
-        """Raises ValueError if the file describes no supported network."""
+        """Read a config.json. Raises ValueError if the network is not supported."""
         keys = ReadKeys(json)
         keys.integer("num_labels", None, null=None, most=MAX_LABELS)
         names = architectures(json) or [""]
-        # Neither key changes the result. With the first, odd token counts may fail; with the second, outputs have no
-        # names.
+        # chunk_size_feed_forward and return_dict are overwritten, because their values do not change results. A nonzero
+        # chunk size may fail for odd numbers of tokens. If return_dict were false, outputs would have no names.
         network, name = parse({**json, "chunk_size_feed_forward": 0, "return_dict": True}), names[0]
         classifies = name.endswith("ForSequenceClassification")
         mapping = (AutoModelForSequenceClassification if classifies else AutoModel)._model_mapping
@@ -85,7 +87,7 @@ class EncoderConfig:
         return cls(
             network=network,
             network_class=network_class,
-            prefix="" if classifies else f"{body.base_model_prefix}.",  # a classifier's own names have the prefix
+            prefix="" if classifies else f"{body.base_model_prefix}.",  # a classifier's names include the prefix
             vocabulary_size=network.vocab_size,
             hidden_size=network.hidden_size,
             max_model_len=longest - first,
@@ -99,19 +101,19 @@ class EncoderConfig:
     own_tensors: ClassVar[frozenset[str]] = frozenset()
 
     def untied(self, own: frozenset[str]) -> "EncoderConfig":
-        """Implements `ModelConfig.untied`: an encoder ties no tensors."""
+        """Implements `ModelConfig.untied`. An encoder has no tied tensors."""
         del own
         return self
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of the network's constructor: bodies are built without the pooler of their first training."""
+        """Arguments of the network's constructor. A network without a classifier is built without a pooler."""
         has_pooler = not self.num_labels and "add_pooling_layer" in signature(self.network_class.__init__).parameters
         return {"add_pooling_layer": False} if has_pooler else {}
 
 
 def _first_position(network: Any) -> int:
-    """The first position of a text: in RoBERTa, the padding token's id plus 1."""
+    """The position of a text's first token in RoBERTa: the padding token's id plus 1."""
     token, longest = network.pad_token_id, network.max_position_embeddings
     if token is None or not 0 <= token < longest - 1:
         raise ValueError(

@@ -1,11 +1,12 @@
-"""A network of encoder and decoder: its own code in transformers with our attention in both parts.
+"""Runs a network of an encoder and a decoder in transformers' code, with this project's attention in both parts.
 
-The encoder reads one input at a time, so the result is batch-invariant. `encode` runs it once; each decoder layer
-computes keys and values from the encoder's states, which are stored in blocks. The decoder computes all tokens of a
-step as one row, like other networks. Its layers attend to two block tables: the decoder's tokens and the encoder's.
+The encoder reads one input at a time, so its result is batch-invariant. `encode` runs the encoder once for each input.
+Each decoder layer then computes keys and values from the encoder's states, and stores them in blocks. The decoder
+computes all tokens of a step as one row. Each decoder layer attends to two block tables: one for the decoder's tokens,
+one for the encoder's tokens.
 
-T5 adds to each score a number that depends on the distance of two tokens (Raffel et al., 2020). BART (Lewis et al.,
-2020) and Whisper (Radford et al., 2023) add an embedding of the position to the token.
+T5 adds a bias to each attention score, which depends on the distance of two tokens (Raffel et al., 2020). BART (Lewis
+et al., 2020) and Whisper (Radford et al., 2023) add an embedding of the position to the token's embedding.
 """
 
 from collections.abc import Iterator
@@ -28,18 +29,19 @@ from worker_service.models.encoders.encoder_decoder_config import EncoderDecoder
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized
 
 NAME = "pagewire-encoder-decoder"
-"""Value of a network's `attn_implementation`."""
+"""Name of this attention in transformers, the value of a network's `attn_implementation`."""
 
 _CROSS = ("EncDecAttention", "encoder_attn")
-"""Module names of a decoder layer's attention to the encoder's tokens."""
+"""Names of a decoder layer's modules for cross attention."""
 _SELF = ("SelfAttention", "self_attn")
 
 
 class EncoderDecoder:
-    """The network from an encoder's input and token ids to logits."""
+    """A network that computes logits from an encoder's input and a decoder's token ids."""
 
     def __init__(self, config: EncoderDecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights without values; tensors that the configuration determines get their values."""
+        """Allocate the weights without values. Tensors that the configuration determines, such as sinusoids, are
+        filled."""
         self.config = config
         network = self._network = build_network(config, dtype, device, NAME)
         self._dtype, self._device = dtype, device
@@ -48,11 +50,11 @@ class EncoderDecoder:
         self._layers = {id(m): layer for names in (_SELF, _CROSS) for layer, m in enumerate(self._named(names))}
         self._cross = self._named(_CROSS)
         self._bias: Tensor | None = None
-        self._adapters: dict[int, Linear] = {}  # key: id() of the layer to whose product the adapters add
+        self._adapters: dict[int, Linear] = {}  # key: id() of the linear layer with the adapters
         self._head = Head(network, self._decoder)
 
     def _named(self, names: tuple[str, ...]) -> list[Any]:
-        """The decoder's modules of these names, layer after layer."""
+        """The decoder's modules with these names, in the order of layers."""
         return [module for name, module in self._decoder.named_modules() if name.rpartition(".")[2] in names]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
@@ -75,10 +77,10 @@ class EncoderDecoder:
                         setattr(module, name, _AdaptedLinear(child, self._adapters.get(id(child))))
 
     def _bias_by_distance(self) -> Tensor:
-        """T5's bias by distance, [num_heads, distances] float32; for larger distances the last bias holds.
+        """T5's bias by distance, [num_heads, distances] float32. The last bias applies to all larger distances.
 
-        In transformers the decoder's first layer computes the bias for all layers, in each step and for each pair of
-        tokens.
+        The table replaces a slower computation. In transformers, the decoder's first layer computes the bias for all
+        layers in each step, for each pair of tokens.
         """
         attention = self._named(_SELF)[0]
         farthest = self.config.network.relative_attention_max_distance
@@ -101,10 +103,10 @@ class EncoderDecoder:
         return places
 
     def encode(self, given: Tensor, slots: Tensor, cache: Tensor, adapter_slots: Tensor | None = None) -> None:
-        """Run the encoder over one input, and store each decoder layer's keys and values of the result.
+        """Run the encoder over one input. Each decoder layer's cross-attention keys and values are stored in the cache.
 
         given: a text, [num_tokens] int64, or a sound, [num_mel_bins, num_frames] float32; slots: [num_tokens] int64;
-        cache and adapter_slots: as for `CausalModel.forward`.
+        cache and adapter_slots: see `CausalModel.forward`.
         """
         with _within(_Whole(), adapter_slots):
             if self.config.num_mel_bins:
@@ -129,9 +131,11 @@ class EncoderDecoder:
         adapter_slots: Tensor | None = None,
         queries: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """Implements `CausalModel.forward`. cross: the same sequences, with the encoder's tokens as their contexts.
+        """Implements `CausalModel.forward`. cross: metadata of the same sequences for cross attention; contexts are the
+        encoder's tokens.
 
-        queries: filled with each layer's scaled cross-attention queries, [num_tokens, num_heads, head_dim].
+        queries: if given, the function stores each layer's scaled cross-attention queries here, [num_tokens, num_heads,
+        head_dim].
         """
         nothing = torch.zeros((1, 1, self.config.hidden_size), dtype=self._dtype, device=self._device)
         paged = _Paged(self._layers, positions, slots, attention, cross, cache, self._bias, queries)
@@ -139,7 +143,7 @@ class EncoderDecoder:
             output = self._decoder(
                 input_ids=token_ids[None],
                 attention_mask=token_ids.new_ones((1, len(token_ids))),
-                # Without these states a network would skip cross attention; our attention ignores their values.
+                # The network skips cross attention if encoder states are missing. `_Paged` ignores their values.
                 encoder_hidden_states=nothing,
                 use_cache=False,
             )
@@ -148,22 +152,22 @@ class EncoderDecoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Implements `CausalModel.compute_logits`."""
-        states = (hidden[None],)  # stands for the encoder's states, which nothing reads
+        states = (hidden[None],)  # a placeholder for the encoder's states, which the head does not read
         return self._head(encoder_outputs=states, decoder_inputs_embeds=hidden[None])
 
 
 class _Attention(Protocol):
-    """Computes a layer's attention; layers call it in order. query, key, value: [1, num_heads, num_tokens,
-    head_dim]."""
+    """Computes the attention of each layer. query, key, value: [1, num_heads, num_tokens, head_dim]."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        """Returns [1, num_tokens, num_heads, head_dim]."""
+        """Compute attention for `module`. Returns [1, num_tokens, num_heads, head_dim]."""
 
 
 class _Whole:
-    """Attention of an encoder: all tokens attend to each other. bias: [1, num_heads, num_tokens, num_tokens]."""
+    """The attention of an encoder, in which all tokens attend to each other. bias: [1, num_heads, num_tokens,
+    num_tokens]."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
@@ -175,7 +179,7 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _Paged:
-    """Attention of a decoder, over the paged cache."""
+    """The attention of a decoder over the paged cache."""
 
     layers: dict[int, int]
     positions: Tensor
@@ -189,7 +193,7 @@ class _Paged:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        del bias  # the network's bias is for one whole row of tokens; `self.bias` replaces it
+        del bias  # the network's bias assumes one sequence per row; `self.bias` replaces it
         ops = ops_for(self.cache.device)
         layer = self.layers[id(module)]
         layer_cache = self.cache[:, layer]
@@ -218,7 +222,7 @@ def _within(attention: _Attention, adapter_slots: Tensor | None) -> Iterator[Non
 
 
 class _AdaptedLinear(PackedLinear):
-    """Replaces a linear layer, and adds adapters to its product."""
+    """Replaces a linear layer of a network, and adds the outputs of adapters."""
 
     def __init__(self, linear: nn.Linear, adapter: Linear | None) -> None:
         super().__init__(linear)
@@ -228,14 +232,15 @@ class _AdaptedLinear(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         product = super().forward(x)
         slots = _adapter_slots.get()
-        # In a decoder's pass, cross attention computes keys and values of a single row that nothing reads.
+        # In a decoder's pass, cross attention computes keys and values of a placeholder row. Adapters skip this row.
         if self._adapter is not None and slots is not None and slots.numel() == product[..., 0].numel():
             self._adapter.add_lora(product.flatten(0, -2), x.flatten(0, -2), slots)
         return product
 
 
 class _Positions(nn.Module):
-    """Replaces a decoder's embedding of positions, which counts from the first token of a row."""
+    """Replaces a decoder's embedding of positions. The original module counts positions from the first token of a
+    row."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -249,7 +254,8 @@ class _Positions(nn.Module):
 
 
 def _describe_mask(**_: Any) -> str:
-    """Replaces the function that fills a mask: our attention knows which tokens see each other."""
+    """Replaces the transformers function that fills a mask. No mask is needed, because `_Whole` and `_Paged` decide to
+    which tokens a token attends."""
     return NAME
 
 

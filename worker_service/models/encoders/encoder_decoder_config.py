@@ -1,4 +1,4 @@
-"""The config.json of a network of two parts: an encoder that reads a whole text or sound, and a decoder."""
+"""Reads the config.json of a network with an encoder, which reads a whole text or sound, and a decoder."""
 
 import copy
 from collections.abc import Callable, Collection, Mapping
@@ -21,21 +21,21 @@ _NEUTRAL: Mapping[str, object] = {
     "add_bias_logits": False, "add_final_layer_norm": False, "extra_pos_embeddings": 2, "normalize_before": False,
     "normalize_embedding": True, "static_position_embeddings": False,
 }  # fmt: skip
-"""Values that older code wrote for BART; its current code always uses them."""
+"""Keys of older BART files. Value: the only value that transformers' current code implements."""
 _LARGEST = 1 << 20
-"""Maximum of any size; all existing networks are smaller."""
+"""Maximum of each size. All existing networks have smaller sizes."""
 _FARTHEST = 1 << 16
 _SOUND_TOKENS = 1500
 _FRAMES_PER_TOKEN = 2
-"""Frames that Whisper's second convolution combines into one token."""
+"""Number of frames that Whisper's second convolution combines into one token."""
 
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig:
-    """A network of one of `registry.ENCODER_DECODERS`, and the class that computes it.
+    """A network of a family in `registry.ENCODER_DECODERS`, and the class that computes the network.
 
-    Layers, heads and lengths are the decoder's unless the name says otherwise. Number and size of heads are the same in
-    its cross attention as in its self-attention.
+    Fields for layers, heads and lengths describe the decoder, except fields with `encoder` in the name. Cross attention
+    and self-attention have equal numbers and sizes of heads.
     """
 
     network: Any
@@ -48,25 +48,26 @@ class EncoderDecoderConfig:
     head_dim: int
     max_model_len: int
     max_encoder_len: int
-    """Tokens that the encoder reads: the maximum for a text, the fixed number for a sound."""
+    """Number of tokens that the encoder reads: the maximum for a text, the fixed number for a sound."""
     num_mel_bins: int = 0
-    """Numbers in a frame of a sound; 0 for text."""
+    """Number of mel bins in a frame of a sound; 0 for a network that reads text."""
     median_filter_width: int = 1
-    """Encoder tokens over which attention weights are smoothed to time words."""
+    """Width of the median filter, in encoder tokens. The filter smooths the attention weights from which times of words
+    are computed."""
     own_tensors: frozenset[str] = frozenset()
-    """Tied tensors that have values of their own in the checkpoint.
+    """Tied tensors for which the checkpoint has separate values.
 
-    T5 always ties its head; its tie_word_embeddings says whether states are scaled before the logits.
+    T5 always ties its head. In T5, tie_word_embeddings decides only whether states are scaled before the logits.
     """
 
     sliding_window = None
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "EncoderDecoderConfig":
-        """Raises ValueError if the file describes no supported network."""
+        """Read a config.json. Raises ValueError if the network is not supported."""
         keys = ReadKeys(json)
         keys.neutral(**_NEUTRAL)
-        keys.without_effect("n_positions")  # T5's; `_t5` reads it
+        keys.without_effect("n_positions")  # a key of T5; `_t5` reads it
         network = parse(json)
         if not network.is_encoder_decoder:
             raise ValueError(f"is_encoder_decoder is false; a model {network.model_type} is supported with both parts")
@@ -109,12 +110,12 @@ class EncoderDecoderConfig:
 
     @property
     def num_frames(self) -> int:
-        """Frames of a sound."""
+        """Number of frames of a sound."""
         return self.max_encoder_len * _FRAMES_PER_TOKEN
 
     @property
     def feature_bytes(self) -> int:
-        """Bytes of a sound's features; 0 for text."""
+        """Bytes of a sound's features; 0 for a network that reads text."""
         return self.num_mel_bins * self.num_frames * 4
 
 
@@ -132,7 +133,7 @@ def _t5(network: Any) -> dict[str, Any]:
             f"relative_attention_num_buckets is {shown(buckets)} and relative_attention_max_distance {shown(farthest)}"
             f"; the first must be a whole number from 4 on, and the second one from there to {_FARTHEST}"
         )
-    # Nothing in the network limits its lengths; this is its length in training.
+    # The network has no maximum length. The length in training is used as the limit.
     longest = _size(network, "n_positions", 512)
     return {
         "num_layers": _size(network, "num_decoder_layers"),
@@ -166,7 +167,7 @@ def _whisper(network: Any) -> dict[str, Any]:
 
 
 def _decoder(network: Any) -> dict[str, Any]:
-    """The decoder's sizes in BART and Whisper."""
+    """The decoder's sizes in the config.json of BART or Whisper."""
     width = _size(network, "d_model")
     for name in ("encoder_attention_heads", "decoder_attention_heads"):
         if width % _size(network, name):

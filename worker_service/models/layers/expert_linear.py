@@ -1,4 +1,4 @@
-"""One linear layer of a mixture's experts: each expert has its own weight and some of the rows."""
+"""One linear layer of all experts of a mixture. Each expert has a weight and multiplies some of the rows."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,11 +13,11 @@ from worker_service.models.layers.linear import Linear, Quantization, joined
 
 
 class ExpertLinear:
-    """`x[row] @ weights[expert].T`. A row's sums are batch-invariant: they do not depend on the other rows.
+    """Computes `x[row] @ weights[expert].T`. The result is batch-invariant.
 
-    If the kernels multiply all experts at once, the weights are one stack, in floating point or in fp8, filled expert
-    by expert. Otherwise each expert is packed alone, and a step reads only experts that have rows. At most one expert's
-    weight is in memory twice at any time.
+    If the kernels multiply all experts in one call, the weights are stored in one tensor in floating point or in fp8,
+    the stack. If the kernels multiply experts separately, each expert's weight is packed separately. A step then reads
+    only the weights of experts that have rows. At any time, at most one expert's weight is in memory twice.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ExpertLinear:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """Allocate the weights without values. wide, deferred, ops: as for `Linear`."""
+        """Allocate the weights without values. wide, ops: see `Linear`; deferred: see `Linear.allocate`."""
         self._ops: Ops = ops or ops_for(device)
         self._wide = wide
         self._stack: _Stack | None = None
@@ -48,7 +48,7 @@ class ExpertLinear:
             ]
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x: [rows, inputs], at least one row; ends: see `ExpertRows` of `kernels.linear.experts`.
+        """Multiply. x: [rows, inputs], at least one row; ends: see `ExpertRows` of `kernels.linear.experts`.
 
         Returns [rows, outputs].
         """
@@ -61,32 +61,34 @@ class ExpertLinear:
 
 
 class _Stack:
-    """The weights of all experts, allocated when the first expert needs its place."""
+    """The weights of all experts in one tensor. The memory is allocated when the first expert's weight is stored."""
 
     def __init__(self, num_experts: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self.device = (num_experts, outputs, inputs), dtype, device
         self._wide: Tensor | None = None
         self.narrow: Float8Weight | None = None
-        """Numbers and scales of all experts, [num_experts, ...] each."""
+        """The fp8 weights of all experts: numbers [num_experts, outputs, inputs] and scales [num_experts, outputs,
+        groups]."""
         self._has_wide = False
 
     def wide(self) -> Tensor:
-        """Weights in floating point, [num_experts, outputs, inputs]."""
+        """The weights in floating point, [num_experts, outputs, inputs]."""
         if self._wide is None:
             self._wide = torch.empty(self._shape, dtype=self._dtype, device=self.device)
         return self._wide
 
     def keep_wide(self) -> None:
-        """Record that an expert stays in floating point. Raises ValueError if another expert is in fp8."""
+        """Record that an expert's weight stays in floating point. Raises ValueError if another expert's weight is in
+        fp8."""
         self._has_wide = True
         self._check()
 
     def put(self, number: int, weight: Float8Weight) -> None:
-        """Store an expert's fp8 weight. Raises ValueError if another expert has a different number of scales, or is not
-        in fp8."""
+        """Store an expert's fp8 weight. Raises ValueError if another expert's weight has a different number of scales,
+        or is not in fp8."""
         groups = weight.scales.shape[1]
         if self.narrow is None:
-            self._wide = None  # views of it are being filled, and are packed next
+            self._wide = None  # experts hold views of the old tensor until `pack`
             numbers = torch.empty(self._shape, dtype=weight.numbers.dtype, device=self.device)
             scales = torch.empty((*self._shape[:2], groups), dtype=torch.float32, device=self.device)
             self.narrow = Float8Weight(numbers, scales)
@@ -101,14 +103,14 @@ class _Stack:
 
 
 class _Stacked(Linear):
-    """One expert, whose weight is packed into its place in a stack."""
+    """The linear layer of one expert. `pack` stores the expert's weight in its place in the stack."""
 
     def __init__(self, weight: Tensor, stack: _Stack, number: int, ops: Ops) -> None:
         super().__init__(weight, device=stack.device, ops=ops)
         self._stack, self._number = stack, number
 
     def materialise(self, quantization: Quantization = "none") -> bool:
-        """Implements `Linear.materialise`. A weight that stays in floating point is allocated in its final place."""
+        """Implements `Linear.materialise`. A weight that will stay in floating point is allocated in the stack."""
         if quantization == "fp8" or not self.weight.is_meta:
             return super().materialise(quantization)
         self.weight = self._stack.wide()[self._number]

@@ -1,4 +1,4 @@
-"""A linear layer whose weights are packed once for the products of all steps."""
+"""A linear layer. The weight is packed once, and all steps multiply by the packed weight."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,15 +16,16 @@ from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, QuantizedWeigh
 from kernels.reference import wide_linear
 
 Quantization = Literal["none", "fp8", "int8", "w8a8", "int4", "gguf"]
-"""w8a8: weights and inputs of products in 8 bits. gguf: quantised as in the GGUF file that the weights come from."""
+"""A quantisation scheme. w8a8: weights and inputs of products are rounded to 8 bits. gguf: weights stay quantised as in
+their GGUF file."""
 Quantized = Mapping[str, QuantizedWeight]
-"""Weights that are already quantised, by their names in a checkpoint."""
+"""Weights that a checkpoint stores quantised, by their names in the checkpoint."""
 NONE_QUANTIZED: Quantized = MappingProxyType({})
 
 
 def packing(ops: Ops, quantization: Quantization) -> Callable[[Tensor, bool], Product | None]:
-    """The kernels' function that packs a weight as `quantization`. With `gguf`, weights that the file did not quantise
-    stay in floating point."""
+    """The kernel function that packs a weight for a quantisation scheme. If the scheme is `gguf`, weights that the file
+    did not quantise stay in floating point."""
     if quantization == "fp8":
         return lambda weight, wide: ops.pack_float8(quantize_float8(weight), wide)
     return {
@@ -35,15 +36,15 @@ def packing(ops: Ops, quantization: Quantization) -> Callable[[Tensor, bool], Pr
 def can_pack(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> bool:
     """Whether the kernels can quantise weights of this type on this device."""
     some = torch.ones(2, 2, dtype=dtype, device=device)
-    scheme: Quantization = "int4" if quantization == "gguf" else quantization  # both have the same products
+    scheme: Quantization = "int4" if quantization == "gguf" else quantization  # gguf uses the products of int4
     return packing(ops_for(device), scheme)(some, False) is not None
 
 
 def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> Quantization:
-    """The quantisation of the logits' head.
+    """The quantisation scheme of the logits' head.
 
-    In 4 bits the head would cost 5% of perplexity, where all other weights cost 0.2%. fp8 checkpoints leave the head
-    unquantised.
+    The head is not quantised to 4 bits, because 4 bits in the head would increase perplexity by 5%. 4 bits in all other
+    weights increase perplexity by 0.2%. fp8 checkpoints leave the head unquantised.
     """
     if quantization == "fp8":
         return "none"
@@ -53,14 +54,14 @@ def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Qu
 
 
 class Linear:
-    """`x @ weight.T + bias`. weight: [outputs, inputs]; bias: [outputs] or None.
+    """Computes `x @ weight.T + bias`. weight: [outputs, inputs]; bias: [outputs] or None.
 
-        wide         the result is float32, the type of its sums, instead of the dtype of x
-        adds_bias    False on all ranks but one if results are summed over ranks; every rank loads the bias
-        batch_invariant  packed products are batch-invariant, even if the kernels do not promise it
-        quantisable  `pack` may quantise the weight
-        device       of the weight, if the weight is still on the meta device
-        ops          the kernels; by default the device's fastest
+        `wide`         results are the float32 sums; by default they are rounded to the dtype of x.
+        `adds_bias`    whether this rank adds the bias; if ranks' results are summed, only one rank adds the bias.
+        `batch_invariant`  packed products are batch-invariant, even if the kernels are not.
+        `quantisable`  whether `pack` may quantise the weight.
+        `device`       final device of a weight that is still on the meta device.
+        `ops`          the kernels; by default the device's fastest.
 
     Until `pack` or `pack_parts` is called, products use the unpacked weight.
     """
@@ -103,15 +104,16 @@ class Linear:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> "Linear":
-        """Allocate the weights without values. If `deferred`, `materialise` allocates the weight."""
+        """Allocate weight and bias without values. If `deferred`, the weight is on the meta device until `materialise`
+        allocates it."""
         bias = torch.empty(outputs, dtype=dtype, device=device) if biased else None
         weight = torch.empty(outputs, inputs, dtype=dtype, device="meta" if deferred else device)
         return cls(weight, bias, wide=wide, adds_bias=adds_bias, device=device, ops=ops)
 
     def materialise(self, quantization: Quantization = "none") -> bool:  # noqa: ARG002 (experts use it)
-        """Allocate the weight if it is still on the meta device; returns whether it was.
+        """Allocate the weight if it is still on the meta device. Returns whether the weight was on the meta device.
 
-        quantization: the scheme that `pack` will get.
+        quantization: the scheme that `pack` will receive.
         """
         if not self.weight.is_meta:
             return False
@@ -119,23 +121,24 @@ class Linear:
         return True
 
     def pack(self, quantization: Quantization = "none") -> None:
-        """Pack the current weights if packing helps, and free the unpacked ones.
+        """Pack the current weight and free the unpacked weight, if a packed product is faster.
 
-        Raises ValueError for weights that cannot be quantised as requested.
+        Raises ValueError if the weight cannot be quantised as requested.
         """
         scheme = quantization if self._quantisable else "none"
         pack = packing(self._ops, scheme)
-        if self._batch_invariant and scheme in ("none", "gguf"):  # quantised products are batch-invariant anyway
+        if self._batch_invariant and scheme in ("none", "gguf"):  # quantised products are always batch-invariant
             pack = self._ops.pack_batch_invariant
         self._product = pack(self.weight, self._wide)
         if self._product is not None:
             self.free()
 
     def pack_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
-        """Replace consecutive parts of the outputs, of these sizes, with weights that are already quantised.
+        """Use weights that are already quantised for consecutive parts of the outputs.
 
-        None in `parts` means that this part of the weight is packed unquantised. If no part is None, the weight needs
-        no memory. Raises ValueError if a part does not fit.
+        parts: the weight of each part; None for a part that is packed unquantised from the current weight. sizes:
+        outputs of each part. If no part is None, the current weight may still be on the meta device. Raises ValueError
+        if a part has a wrong shape or if the kernels have no product for it.
         """
         ops = self._ops
         self.check_parts(parts, sizes)
@@ -155,7 +158,7 @@ class Linear:
         self.free()
 
     def check_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
-        """Raise ValueError if a part does not fit."""
+        """Raise ValueError if a part has a wrong shape."""
         for size, part in zip(sizes, parts, strict=True):
             needed = [size, self._shape[1]]
             if part is not None and list(part.numbers.shape) != needed:
@@ -167,11 +170,11 @@ class Linear:
 
     @property
     def table(self) -> Table | None:
-        """The packed weights if their rows can be read, otherwise None."""
+        """The packed weight if its rows can be read, otherwise None."""
         return self._product if isinstance(self._product, Table) else None
 
     def allocate_adapters(self, parts: Sequence[int], num_slots: int, max_rank: int) -> LoraWeights:
-        """Allocate slots for adapters, filled with zeros. parts: number of outputs of each projection."""
+        """Allocate slots for adapters, filled with zeros. parts: number of outputs of each fused projection."""
         _, inputs = self._shape
         zeros = partial(torch.zeros, device=self._device)
         self._adapter = LoraWeights(
@@ -183,10 +186,10 @@ class Linear:
         return self._adapter
 
     def __call__(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
-        """x: [rows, inputs]. Returns [rows, outputs].
+        """Multiply. x: [rows, inputs]. Returns [rows, outputs].
 
-        adapter_slots: [rows] int32, the slot of each row's adapter, negative for none, or None if no row has an
-        adapter.
+        adapter_slots: [rows] int32, the slot of each row's adapter, negative for a row without an adapter; None if no
+        row has an adapter.
         """
         if self._product is not None:
             product = self._product(x, self._added)
@@ -202,7 +205,8 @@ class Linear:
         self._ops.add_lora(product, x, adapter_slots, self._adapter)
 
     def parts(self, names: dict[str, int]) -> dict[str, Tensor]:
-        """Consecutive slices of the outputs, by name. names: size of each slice."""
+        """Views of weight and bias for consecutive parts of the outputs, by name. names: number of outputs of each
+        part."""
         weights = dict(zip(names, torch.split(self.weight, list(names.values())), strict=True))
         tensors = {f"{name}.weight": weight for name, weight in weights.items()}
         if self.bias is not None:
@@ -216,7 +220,8 @@ def _unpacked(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Ten
 
 
 def joined(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
-    """All parts as one weight, if none is None and all have the same layout: one product is faster than several."""
+    """Concatenate quantised weights, because one product is faster than several products. Returns None if a part is
+    None, or if layouts differ."""
     in_floats = [part for part in parts if isinstance(part, Float8Weight)]
     if in_floats:
         kinds = {
@@ -251,7 +256,7 @@ def _product(ops: Ops, weight: QuantizedWeight, device: torch.device, wide: bool
 
 
 class _Ordered:
-    """A packed weight whose groups cover inputs in the given order."""
+    """A packed weight whose columns are reordered inputs. order: the input of each column."""
 
     def __init__(self, table: Table, order: Tensor) -> None:
         self._table, self._order = table, order
@@ -265,7 +270,7 @@ class _Ordered:
 
 
 def _beside(products: Sequence[Product], sizes: Sequence[int]) -> Product:
-    """A product whose outputs are the concatenated outputs of several products."""
+    """A product that concatenates the outputs of several products."""
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         biases = [None] * len(products) if bias is None else torch.split(bias, list(sizes))
