@@ -1,4 +1,4 @@
-"""An adapter's files: read from PEFT's folder, copied, and sent to a worker."""
+"""An adapter's files: how they are read from PEFT's folder, copied, and sent to a worker."""
 
 import asyncio
 import hashlib
@@ -20,12 +20,12 @@ NAME = re.compile(r"(?!\.+$)[\w.@:-]{1,128}")
 
 
 class CopyLostError(Exception):
-    """An adapter's copy can no longer be read, for the reason in the message."""
+    """An adapter's copy can no longer be read. The message contains the reason."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A copy of an adapter's folder in PEFT's format: changes of the folder do not affect requests in flight."""
+    """A copy of an adapter's folder in PEFT's format. A change of the folder does not affect requests in flight."""
 
     name: str
     fingerprint: str
@@ -34,7 +34,7 @@ class Adapter:
     num_bytes: int
 
     def kept(self) -> "Adapter":
-        """The adapter, with its copy in the place of any equal copy, so that only one is kept."""
+        """Move the adapter's copy to a path that equal copies share, so that one copy is kept. Returns the adapter."""
         return replace(self, weights=self.weights.replace(self.weights.with_name(self.fingerprint)))
 
 

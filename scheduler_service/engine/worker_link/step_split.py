@@ -1,18 +1,18 @@
-"""The time of a worker's steps, split into ten phases and summed over all steps since the scheduler started.
+"""The time of a worker's steps, split into ten phases. Each phase is summed over all steps since the scheduler started.
 
-schedule, encode, decode, update and publish are measured here, around the calls of these names. move, forward, sample
-and guess come with each answer. wire is the rest of the round trip.
+The scheduler measures schedule, encode, decode, update and publish, around the calls of these names. The worker's
+answers contain move, forward, sample and guess. wire is the rest of the round trip.
 
-A step that was sent ahead first waits for the step before it, which is not the wire's time. So its round trip begins at
-its sending, or at the previous answer's arrival if that is later. Such round trips lie end to end, and each moment
-belongs to one step.
+A step that was sent ahead first waits for the step before it. This wait is not part of wire. Therefore a round trip
+begins when its step is sent, or when the previous answer arrives if that is later. Round trips follow each other
+without overlap, and each moment belongs to one step.
 
-So wire is exactly the time in which steps were in flight and the worker was in none of its four phases: protobuf, gRPC
-and the network both ways, the worker's own codec and bookkeeping, and delays of this event loop. Transfers while the
-worker computes another step are not part of wire. The scheduler's own phases are counted in full, overlapped or not, so
-the sum of all phases is at least the time that passed.
+wire is therefore the time in which steps were in flight and the worker was in none of its four phases. It contains
+protobuf, gRPC and the network in both directions, the worker's codec and bookkeeping, and delays of this event loop.
+wire does not contain transfers while the worker computes another step. The scheduler's phases are counted in full, even
+if they overlap the worker's. The sum of all phases is therefore at least the elapsed time.
 
-Measuring costs 1.3 µs a step on an EPYC (Zen 5), nine readings of the clock included.
+A measurement takes 1.3 µs a step on an EPYC (Zen 5). This includes nine readings of the clock.
 """
 
 from collections import deque
@@ -28,11 +28,11 @@ class StepSplit:
     num_steps: int = 0
     """Number of answered steps."""
     schedule: int = 0
-    """Time of planning, empty plans included."""
+    """Nanoseconds of planning, empty plans included."""
     encode: int = 0
     wire: int = 0
-    """Time of transfer. Over few steps it may be negative: the delay of a late answer is subtracted from the next
-    one.
+    """Nanoseconds of transfer. The sum over few steps may be negative: the delay of a late answer is subtracted from
+    the next step.
     """
     move: int = 0
     forward: int = 0
@@ -44,7 +44,7 @@ class StepSplit:
 
 
 class RoundTrips:
-    """The steps in flight of one session; their times are added to `split`. Times are nanoseconds of one clock."""
+    """The steps in flight of one session. Their times are added to `split`. Times are nanoseconds of one clock."""
 
     def __init__(self, split: StepSplit) -> None:
         self._split = split
@@ -57,7 +57,7 @@ class RoundTrips:
 
     @property
     def waiting_since(self) -> int | None:
-        """The time from which the worker can compute the oldest step in flight; None without one."""
+        """The time from which the worker can compute the oldest step in flight. None if no step is in flight."""
         return max(self._sent_at[0], self._answered_at) if self._sent_at else None
 
     def sent(self, at: int) -> None:

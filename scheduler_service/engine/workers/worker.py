@@ -16,18 +16,18 @@ class WorkerStatus(enum.StrEnum):
     """The status of a worker."""
 
     CONNECTING = enum.auto()
-    """No session is open, and the loop keeps trying; `last_error` has the reason."""
+    """No session is open, and the loop tries to connect. `last_error` contains the reason."""
     SERVING = enum.auto()
     DRAINING = enum.auto()
-    """The worker finishes its requests and gets no new ones."""
+    """The worker finishes its requests and receives no new requests."""
     DRAINED = enum.auto()
-    """An operator drained the worker, it has no requests left, and no session is open."""
+    """An operator drained the worker. The worker has no requests left, and no session is open."""
     SUPERSEDED = enum.auto()
-    """Another scheduler has a session with the worker; this scheduler waits for its end."""
+    """Another scheduler has a session with the worker. This scheduler waits until that session ends."""
 
 
 class Worker:
-    """One worker; at most `most_in_flight` steps are sent ahead of their answers."""
+    """One worker. At most `most_in_flight` steps are sent ahead of their answers."""
 
     def __init__(self, client: WorkerClient, most_in_flight: int) -> None:
         self.client = client
@@ -45,7 +45,7 @@ class Worker:
         self.last_error = "not connected yet"
         self.instance_id = ""
         self.in_flight: deque[SchedulerOutput] = deque()
-        """Steps that were sent and not answered."""
+        """Steps that were sent and are not answered."""
         self.woken = asyncio.Event()
         """Set when there may be a step to send."""
         self.is_leaving = False
@@ -54,17 +54,17 @@ class Worker:
         self.undrained = asyncio.Event()
         self.undrained.set()
         self.drained_by = float("inf")
-        """Time at which requests that remain after an operator's drain move elsewhere."""
+        """Time at which the requests that remain after an operator's drain move to other workers."""
         self._most_in_flight = most_in_flight
 
     @property
     def draining(self) -> bool:
-        """Whether it gets no new requests, because it shuts down or an operator has drained it."""
+        """Whether the worker receives no new requests, because it shuts down or an operator has drained it."""
         return self.is_leaving or not self.undrained.is_set()
 
     @property
     def admits(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the worker accepts requests."""
         return self.scheduler is not None and not self.draining
 
     @property
@@ -77,10 +77,12 @@ class Worker:
 
     @property
     def may_send(self) -> bool:
-        """Whether another step may be in flight."""
+        """Whether another step may be sent ahead of its answer."""
         return len(self.in_flight) < self._most_in_flight
 
     def wake(self) -> None:
-        """Check again whether there is a step to send. No effect while no further step may be in flight."""
+        """Check again whether a step can be sent. The call has no effect while the maximum number of steps is in
+        flight.
+        """
         if self.may_send:
             self.woken.set()
