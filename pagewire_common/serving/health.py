@@ -1,6 +1,7 @@
-"""The health service, which needs no key: no caller can delay another caller.
+"""The health service. It requires no key, and no caller can delay another caller.
 
-grpcio's own service holds a lock while it writes to a watcher, so a watcher that does not read blocks all others.
+grpcio's own health service holds a lock while it writes to a watcher. A watcher that does not read would block all
+other watchers.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from pagewire_common.calls.patient_writer import PatientWriter
 
 MAX_WATCHES = 4096
 MAX_SECONDS = 60.0
-"""Seconds that a watcher may leave a status unread."""
+"""Maximum seconds that a watcher may leave a status unread."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
