@@ -70,7 +70,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if getattr(parsed, "model", None) and parsed.target:
         parser.error(f"--model is for a server of the command's own; the target {parsed.target} runs already")
     if parsed.command != "new-key" and not parsed.target and parsed.command != "serve":
-        parsed.retry_for = 0.0  # a command does not restart its own server
+        parsed.retry_for = 0.0  # if the command's own server ends, it is not restarted
     if parsed.command != "new-key":
         _take_credentials(parsed)
     if parsed.command == "serve":
@@ -84,7 +84,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def _take_credentials(parsed: argparse.Namespace) -> None:
     """Read the target's credentials from the environment.
 
-    A command's own server speaks plain text and uses the server's key.
+    If a command starts its own server, the client uses plain text and the server's key.
     """
     if not parsed.target:
         parsed.tls, parsed.api_key = None, from_environment("PAGEWIRE_API_KEY") or ""

@@ -1,4 +1,4 @@
-"""The options of `pagewire_client serve`. Parsing them needs none of the gateway's libraries."""
+"""The options of `pagewire_client serve`. They are parsed without the gateway's libraries."""
 
 import argparse
 import os
@@ -56,7 +56,9 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", s
 
 
 def http_listen(arguments: argparse.Namespace) -> str:
-    """HOST:PORT from flags, or else from the environment. Raises ValueError if flags contradict each other."""
+    """HOST:PORT from flags. Without flags, HOST:PORT from the environment. Raises ValueError if flags contradict each
+    other.
+    """
     whole, host, port = arguments.listen, arguments.host, arguments.port
     if whole is not None:
         if host is not None or port is not None:
@@ -77,7 +79,7 @@ def http_listen(arguments: argparse.Namespace) -> str:
 
 
 def _is_on(name: str) -> bool:
-    """The boolean value of an environment variable; an unknown word ends the command."""
+    """The boolean value of an environment variable. An unknown word ends the command."""
     word = os.environ.get(name, "").lower()
     if word in ("", "0", "false", "no", "off", "n", "f"):
         return False
