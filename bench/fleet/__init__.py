@@ -1,1 +1,1 @@
-"""Measures the overhead of a fleet, and its behaviour under failures and load; see __main__.py."""
+"""Measures the overhead of a fleet, and its behaviour under failures and load. See __main__.py."""

@@ -1,4 +1,4 @@
-"""A scheduler and workers as child processes; a worker can be killed and restarted at the same address."""
+"""A scheduler and workers as child processes. A worker can be killed and restarted at the same address."""
 
 import asyncio
 import signal
@@ -62,7 +62,7 @@ class Fleet:
         self.workers[address] = ServiceProcess("worker_service", ["--listen", address, *self._worker_arguments])
 
     def kill(self, address: str) -> None:
-        """Send SIGKILL, without waiting."""
+        """Send SIGKILL to a worker, without waiting for its end."""
         self.workers[address].process.send_signal(signal.SIGKILL)
 
     def restart(self, address: str) -> None:
