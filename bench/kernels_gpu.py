@@ -8,8 +8,8 @@ The program requires only torch and triton. In one run it measures
 - decodes of 64 further tokens after a shared prompt: the prompt's keys are read per sequence, or once for all.
 
 Decodes and prompts are also measured with torch's `scaled_dot_product_attention` on the same keys and values in a dense
-layout. FlashInfer is measured if it is installed. All calls are captured in a CUDA graph, so that host time does not
-count. Calls use several layers in turn, so that no keys are read from the level 2 cache. Results are compared with
+layout. FlashInfer is measured too, if it is installed. All calls are captured in a CUDA graph, so that host time does
+not count. Calls use several layers in turn, so that no keys are read from the level 2 cache. Results are compared with
 torch's results before calls are timed.
 """
 
@@ -181,8 +181,8 @@ def sdpa_microseconds(setting: Setting) -> tuple[Tensor, float]:
 
 
 def flashinfer_microseconds(setting: Setting, expected: Tensor, flashinfer: Any) -> float | None:
-    """Microseconds of a call. None if FlashInfer is absent or fails, for example without a compiler. The reason is
-    printed.
+    """Microseconds of a call. Returns None if FlashInfer is absent or fails, for example without a compiler. Then the
+    reason is printed.
     """
     if flashinfer is None:
         return None
@@ -218,8 +218,8 @@ def import_flashinfer() -> Any:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a kernel reads and writes. In a graph `copy_` would use the copy engine, which is
-    slower.
+    """Bytes per second that a kernel reads and writes. The kernel replaces `copy_`, because `copy_` in a graph uses the
+    slower copy engine.
     """
     source = torch.randint(2**30, (2**29,), dtype=torch.int32, device=device)
     destination = torch.empty_like(source)

@@ -9,11 +9,11 @@ A time is measured from one answer to the next. Figures are medians over steps. 
 the previous step has finished, as when a scheduler sends steps ahead. For "alone", each step is launched after the
 previous step has finished.
 
-A second table contains steps whose sequences each have one of four adapters of rank 16. It also contains steps that
-verify four wrong drafts of each sequence. These steps are launched as for "alone". A third table contains steps that
-compute a prompt, or the uncached rest of a prompt, together with the decodes of 31 sequences. These steps are launched
-ahead. All tables are printed twice, for the fastest kernels and for the kernels of `--batch-invariant`. The cost of
-`--batch-invariant` is printed for decodes and prompts.
+A second table contains steps whose sequences each have one of four adapters of rank 16. The second table also contains
+steps that verify four wrong drafts of each sequence. Steps with drafts are launched as for "alone". A third table
+contains steps that compute a prompt, or the uncached rest of a prompt, together with the decodes of 31 sequences. Steps
+with a prompt are launched ahead. All tables are printed twice, for the fastest kernels and for the kernels of
+`--batch-invariant`. The cost of `--batch-invariant` is printed for decodes and prompts.
 """
 
 import json
@@ -173,8 +173,8 @@ def measure(
 ) -> float:
     """Median milliseconds from the end of a step to the end of the next step.
 
-    `num_drafts` is the number of drafts for each sequence. `prompt` is a further sequence in each step; it leaves after
-    the step.
+    `num_drafts` is the number of drafts for each sequence. `prompt` is a further sequence in each step; the sequence is
+    removed after the step.
     """
     session = Session(1, limits)
     blocks = torch.randperm(limits.num_device_blocks, generator=torch.Generator().manual_seed(0))
@@ -204,7 +204,7 @@ def measure(
         if running is not None and not ahead:
             ends.append(finish(session, running))
             running = None
-        chunks = session.apply(output)  # all drafts are token 0
+        chunks = session.apply(output)  # each draft token is token 0
         before, running = running, runner.launch(output, chunks, running)
         session.advance(chunks)
         if before is not None:

@@ -1,6 +1,6 @@
 """The asyncio client of AdminService.
 
-The client reads the cluster's state, once or as a stream. It drains workers, loads adapters and empties the prefix
+The client reads the cluster's state, once or as a stream. It can also drain workers, load adapters and empty the prefix
 cache.
 """
 
@@ -38,7 +38,7 @@ class Lost:
 
 
 class Admin:
-    """One connection to a scheduler's port for operators. Create it inside the event loop that uses it.
+    """One connection to a scheduler's port for operators. Create an Admin inside the event loop that uses it.
 
     `api_key` and `tls` have the same meaning as in `Client`. Methods raise grpc.aio.AioRpcError with the server's
     status and message.
@@ -99,7 +99,9 @@ class Admin:
         return response.num_blocks
 
     async def watch(self, interval: float) -> AsyncGenerator[Sample | Lost, None]:
-        """Yield the state every `interval` seconds, for ever. For an outage of the scheduler, yield one `Lost`."""
+        """Yield the state every `interval` seconds, for ever. During an outage of the scheduler, yield a single
+        `Lost`.
+        """
         request = pb.WatchClusterStateRequest(interval_ms=round(interval * 1000))
         backoff = Backoff(float("inf"))
         is_lost = False

@@ -16,7 +16,8 @@ OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.max_receive_message_length", 64 << 20),
-    # Clients find a server that restarts within two seconds, even if its name then has another address.
+    # Clients find a server that restarts within two seconds, even if the server's name resolves to another address
+    # after the restart.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # time limit of one attempt to connect, in milliseconds
@@ -35,10 +36,10 @@ def direction(target: str, tls: Path | None, port_hint: str) -> Direction:
 
 
 def connect(target: str, tls: Path | None = None) -> grpc.aio.Channel:
-    """Open a channel. `tls` is a folder of certificates; without it the channel uses plain text.
+    """Open a channel. `tls` is a folder of certificates; without `tls` the channel uses plain text.
 
-    The server's certificate is checked against the folder's ca.crt. If that file is missing, the system's authorities
-    are used. tls.crt and tls.key are sent to servers that ask for a client certificate. Raises ValueError if the
+    The server's certificate is checked against the folder's ca.crt. If ca.crt is missing, the system's authorities are
+    used. tls.crt and tls.key are sent to servers that ask for a client certificate. Raises ValueError if the
     certificates, the target or the proxy are invalid.
     """
     _check_target(target)
@@ -67,7 +68,7 @@ def _check_target(target: str) -> None:
 
 
 def key_metadata(api_key: str) -> Metadata:
-    """Metadata that contains an API key. Empty without a key. Raises ValueError for an invalid key."""
+    """Metadata that contains an API key. The metadata is empty without a key. Raises ValueError for an invalid key."""
     if not (api_key.isascii() and (api_key.isprintable() or not api_key)):
         raise ValueError("an API key has printable ASCII characters only")
     return (("authorization", f"Bearer {api_key}"),) if api_key else None

@@ -32,11 +32,12 @@ T = TypeVar("T")
 
 
 class Client:
-    """One connection to a scheduler service. Create it inside the event loop that uses it.
+    """One connection to a scheduler service. Create a client inside the event loop that uses it.
 
     Every method raises grpc.aio.AioRpcError with the server's status and message. While the server cannot be reached or
-    is shutting down, calls are retried for `retry_for` seconds. With 0 there are no retries. A stream that broke is
-    resumed without losing or repeating a token. Attempts are logged as INFO by the logger `pagewire_client`.
+    is shutting down, calls are retried for `retry_for` seconds. If `retry_for` is 0, calls are not retried. A stream
+    that broke is resumed without losing or repeating a token. Attempts are logged as INFO by the logger
+    `pagewire_client`.
 
     `api_key` is for servers that require a key. `tls` is a folder of certificates: see `channel.connect`.
     """
@@ -79,8 +80,8 @@ class Client:
             raise TimeoutError(f"the server was not ready within {timeout} s") from None
 
     async def _is_serving(self, backoff: Backoff) -> bool:
-        """Watch until the server serves or the watch ends. Then pause, because a load balancer without servers answers
-        at once.
+        """Watch until the server serves or the watch ends. After the watch, pause: a load balancer without servers ends
+        each watch at once.
         """
         watch = self._health.Watch(health_pb2.HealthCheckRequest())
         try:
@@ -241,10 +242,10 @@ class Client:
     ) -> AsyncIterator[pb.TranscribeResponse]:
         """Transcribe a sound. Yields the language, then segments of text with their times, then the end.
 
-        `language` is an ISO 639 code or an English name; if it is empty, the language is detected. `scores` adds the
-        model's confidence to segments, and `words` the time of each word. `prompt` is the preceding text, or a text
-        with the expected names and style. If the reader leaves the loop early, the server frees the call. The call is
-        not retried.
+        `language` is an ISO 639 code or an English name; if `language` is empty, the server detects the language.
+        `scores` adds the model's confidence to segments, and `words` the time of each word. `prompt` is the preceding
+        text, or a text with the expected names and style. If the reader leaves the loop early, the server frees the
+        call. The call is not retried.
         """
         request = pb.TranscribeRequest(
             sound=pb.Sound(data=sound.data, content_type=sound.content_type),
@@ -272,8 +273,8 @@ class Client:
     async def abort(self, request_id: str, *, tenant: str = "") -> bool:
         """End a tenant's call in flight. Returns whether the call existed.
 
-        If this client made the call, the call ends and is not resumed. This is also true if the server that receives
-        the abort does not have the call.
+        If this client made the call, the call ends and is not resumed. Such a call ends even if the server that
+        receives the abort does not know the call.
         """
         request = pb.AbortRequest(request_id=request_id, tenant=tenant)
         stream = self._streams.get((tenant, request_id))

@@ -9,7 +9,9 @@ from pagewire.v1 import inference_service_pb2 as pb
 
 @dataclass(slots=True)
 class Embedding:
-    """The vectors of one text. With POOLING_ALL there is a vector for each token, in other cases a single vector."""
+    """The vectors of one text. With POOLING_ALL a text has a vector for each token. With any other pooling a text has a
+    single vector.
+    """
 
     data: bytes = b""
     """Vectors in float32, little-endian, one after the other. numpy.frombuffer(data, "<f4") reads this format."""
@@ -20,12 +22,12 @@ class Embedding:
 
     @property
     def vector(self) -> "array[float]":
-        """The first vector. Only with POOLING_ALL there may be further vectors."""
+        """The text's first vector. With any pooling but POOLING_ALL, it is the text's only vector."""
         return self._numbers(self.data[: 4 * self.dimensions])
 
     @property
     def vectors(self) -> "list[array[float]]":
-        """All vectors."""
+        """All vectors of the text."""
         size = 4 * self.dimensions
         return [self._numbers(self.data[start : start + size]) for start in range(0, len(self.data), size)]
 

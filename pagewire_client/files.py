@@ -10,7 +10,7 @@ MAX_TEXT_BYTES = 16 << 20
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """Read a file. Raises ValueError if it cannot be read or has more than `most` bytes."""
+    """Read a file. Raises ValueError if the file cannot be read or has more than `most` bytes."""
     try:
         with path.open("rb") as file:
             data = file.read(most + 1)

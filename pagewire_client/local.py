@@ -37,7 +37,9 @@ def start_process(module: str, arguments: Sequence[str]) -> "subprocess.Popen[st
 
 
 class ServiceProcess:
-    """One service. Its listening address is read from its JSON log. Other output is printed."""
+    """The process of one service. The service's address is read from its JSON log. Other output of the service is
+    printed.
+    """
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
         self.module = module

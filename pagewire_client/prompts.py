@@ -21,7 +21,7 @@ class Sound:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a sound file. Raises ValueError if it cannot be read or has more bytes than a server accepts."""
+        """Read a sound file. Raises ValueError if the file cannot be read or has more bytes than a server accepts."""
         return cls(read_file(path, MAX_SOUND_BYTES))
 
 

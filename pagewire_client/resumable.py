@@ -62,9 +62,9 @@ class Received:
 class ResumableStream:
     """One request, in as many calls as necessary.
 
-    `start` begins a call. Its arguments are a request, the seconds until the deadline, and further metadata. `timeout`
-    applies to all calls together. `backoff` limits the time between a broken call and the next message of a later call.
-    `explain` adds advice to an error.
+    `start` begins a call. The arguments of `start` are a request, the seconds until the deadline, and further metadata.
+    `timeout` applies to all calls together. `backoff` limits the time between a broken call and the next message of a
+    later call. `explain` adds advice to an error.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ResumableStream:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._aborted.wait(), pause)
             self._request.resume.CopyFrom(self._received.state)
-        for index in self._received.open:  # the request was aborted while no server had it
+        for index in self._received.open:  # outputs that were aborted while no server had the request
             yield pb.GenerateResponse(
                 request_id=self._request.request_id, index=index, finish_reason=pb.FINISH_REASON_ABORT
             )

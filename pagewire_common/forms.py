@@ -7,17 +7,17 @@ from llguidance import LLParserLimits
 MAX_SECONDS = 0.3
 """Time limit in seconds of CPU time.
 
-In a front end the limit applies to compiling a form and finding the possible beginnings of its texts. In a worker it
-applies to an output's next token, compilation included. 300 schemas, 100 expressions and 20 grammars took at most 0.003
-s each for either, with a vocabulary of 49,152 tokens.
+In a front end the limit applies to compiling a form and finding the possible beginnings of its texts. In a worker the
+limit applies to an output's next token, compilation included. 300 schemas, 100 expressions and 20 grammars took at most
+0.003 s each, in a front end and in a worker. The vocabulary had 49,152 tokens.
 """
 
 
 def parser_limits() -> LLParserLimits:
     """Limits below llguidance's defaults, because a client sends the form. Errors do not quote the form.
 
-    Lexemes are not tested on every token in advance. The test would take longer in a worker, which has the tokens, and
-    could fail only in a worker.
+    Lexemes are not tested on every token in advance. Only a worker has the tokens, so the test would take longer in a
+    worker and could fail there.
     """
     return LLParserLimits(
         initial_lexer_fuel=400_000,

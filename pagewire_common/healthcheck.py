@@ -1,7 +1,7 @@
 """Exit 0 if the server at HOST:PORT reports SERVING: python -m pagewire_common.healthcheck HOST:PORT [SERVICE].
 
-The program runs in the server's environment and uses TLS if PAGEWIRE_TLS is set. Then the certificate must be valid for
-HOST.
+The program runs in the server's environment and uses TLS if PAGEWIRE_TLS is set. With TLS, the certificate must be
+valid for HOST.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Accepts settings under the names of the previous release.
 
-An old name is valid for one release, as a flag and as a variable. Each use is logged. If a setting is given under both
-names, it is refused, because one of the two values would be ignored.
+An old name is valid for one release, as a flag and as a variable. Each use of an old name is logged. A setting under
+both names is refused, because one of the two values would be ignored.
 """
 
 import os
@@ -54,7 +54,7 @@ def translated(
         if os.environ.get(new := variable(old_names[old])):
             raise ValueError(f"{variable(old)} is the old name of {new}; give the new one alone")
         lines.append(_line(variable(old), new))
-    # Several old settings may be parts of one new setting. Some of the parts may be flags and some variables.
+    # Several old settings may be parts of one new setting. Some of the old settings may be flags and some variables.
     parts = {old: value for old, value in variables.items() if old_names[old] in {old_names[one] for one in given}}
     return [*rest, *(f"{flag(new)}={value}" for new, value in translate(parts | given).items())], lines
 

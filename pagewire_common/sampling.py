@@ -33,10 +33,10 @@ class Bounds(NamedTuple):
     excludes_low: bool = False
 
     def hold(self, value: float) -> bool:
-        """Whether the value is finite and lies in the range. False for NaN.
+        """Whether the value is finite and lies in the range. The result is false for NaN.
 
-        Messages carry 32-bit numbers. In 32 bits 0.01 is slightly smaller, so the lower bound is rounded to 32 bits
-        too.
+        Messages carry 32-bit numbers. In 32 bits the number 0.01 becomes slightly smaller. Therefore the lower bound is
+        rounded to 32 bits, too.
         """
         low = min(self.low, struct.unpack("f", struct.pack("f", self.low))[0])
         return -math.inf < value < math.inf and low <= value <= self.high and not (self.excludes_low and value == low)
@@ -66,7 +66,7 @@ class Parameter(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A parameter that is a plain number. Only the worker's sampler reads it.
+    """A parameter that is a plain number. Only the worker's sampler reads the parameter.
 
     Beam search refuses all these parameters, because it chooses the likeliest continuations of the model's own
     distribution.
@@ -90,7 +90,9 @@ def _number(default: float, bounds: Bounds, text: str, *, in_files: bool = False
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerParams:
-    """The numbers with which a worker's sampler chooses tokens. With the defaults it chooses the likeliest token."""
+    """The numbers with which a worker's sampler chooses tokens. With the defaults the sampler chooses the likeliest
+    token.
+    """
 
     temperature: float = _number(
         0.0, Bounds(0, 100), "0 takes the likeliest token (default: the model's)", in_files=True

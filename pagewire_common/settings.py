@@ -1,8 +1,8 @@
 """Settings from flags and PAGEWIRE_ environment variables. Each service has one typed class.
 
-Flags override the environment, and the environment overrides defaults. An empty variable counts as unset. An empty
-variable that restricts access is refused, because by mistake it would open the service. A bad value ends the process
-with one sentence.
+Flags override the environment, and the environment overrides defaults. An empty variable counts as unset. If the
+variable restricts access, an empty value is refused, because it would open the service by mistake. A bad value ends the
+process with one sentence.
 """
 
 import os

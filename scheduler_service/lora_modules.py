@@ -1,4 +1,6 @@
-"""The flag `--lora-modules`, with vLLM's syntax: NAME=FOLDER, or JSON with "name" and "path". It may be repeated."""
+"""The flag `--lora-modules`, with vLLM's syntax: NAME=FOLDER, or JSON with "name" and "path". The flag may be
+repeated.
+"""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The engine's process. It starts and stops the engine, the front ends and the metrics, in the right order."""
+"""The engine's process. The process starts and stops the engine, the front ends and the metrics, in the right order."""
 
 import asyncio
 import contextlib
@@ -71,8 +71,8 @@ async def admin_server(admin: AdminServicer, listen: str, security: Security = O
 
 
 async def serve(settings: SchedulerSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Then admit no more requests, let streams finish during the grace period, and
-    return.
+    """Serve until SIGTERM or SIGINT. After the signal, admit no more requests, let streams finish during the grace
+    period, and return.
     """
     stop = stop_event()
     remove_dead_folders()
@@ -108,7 +108,7 @@ async def serve(settings: SchedulerSettings) -> None:
             watching.cancel()
             await processes.stop(front_ends.say_goodbye())
             if not keeping.cancel():
-                await keeping  # the task has already ended: raise its error, if it failed
+                await keeping  # the task has already ended: if the task failed, raise its error
     log.info("stopped")
 
 

@@ -5,7 +5,7 @@ Tables are printed in Markdown. JSON is printed last.
 - `failover`: time from SIGKILL to the next token of a killed worker's streams, and how much of it is recomputation.
 - `feeding`: how many workers of 256 sequences and 20 ms a step one scheduler process keeps busy.
 - `front-ends`: the front ends' CPU time per token with few streams and with many, over one connection and over many.
-  Also the size of a step's message to the front ends.
+  The size of a step's message to the front ends is measured too.
 - `overhead`: one scheduler with one to three workers, compared with as many schedulers with one worker each.
 - `tracing`: the scheduler's CPU time per token with spans of every request, and without spans.
 - `bystanders`: the rate of streams while other calls are never read and other connections send nothing.
@@ -36,8 +36,8 @@ from worker_service.settings import WorkerSettings
 
 PARTS = ("failover", "feeding", "front-ends", "overhead", "tracing", "bystanders")
 OVERHEAD_WORKERS = (1, 2, 3)
-"""Numbers of workers, one for each case. With one worker both systems are equal, so their difference is the error of
-the measurement.
+"""Number of workers in each case. With one worker both systems are equal, so the difference of their figures is the
+error of the measurement.
 """
 OVERHEAD_COLUMNS = (
     "workers", "apart, tok/s", "together, tok/s", "overhead, %", "at least", "at most", "scheduler apart, µs a token",

@@ -1,7 +1,8 @@
 """The effect of other clients on a stream: calls that are never read, and connections that send nothing.
 
-Both runs send and compute the same further calls. In one run the calls' client never reads the answers, and a thousand
-idle connections are open too. One worker serves the default model. Eight streams are measured.
+Both runs have the same extra calls beside the measured streams. In one run the client of the extra calls never reads
+its answers. In this run a thousand idle connections are open, too. One worker serves the default model. Eight streams
+are measured.
 """
 
 import asyncio
@@ -32,9 +33,9 @@ class Bystanders:
     """Output tokens a second of the measured streams."""
 
     alone: float
-    """Rate while the further calls are read."""
+    """Rate while the client of the extra calls reads its answers."""
     beside: float
-    """Rate while the further calls are not read and the idle connections are open."""
+    """Rate while the extra calls are not read and the idle connections are open."""
     slowed_percent: float
     """Median slowdown in percent, over pairs of runs."""
     at_least_percent: float
@@ -74,7 +75,7 @@ def run(model: Path, vocabulary_size: int, tell: Callable[[str], None]) -> Bysta
                             for _ in range(NUM_SILENT_CONNECTIONS):
                                 stack.enter_context(socket.create_connection((host, int(port))))
                         async with extra_calls(fleet.target, 0 if name == "beside" else WIDEST):
-                            # different in each run, so no run finds them in the prefix cache
+                            # prompts differ in each run, so that no run finds prompts in the prefix cache
                             prompts = load.prompts(vocabulary_size, f"{number} {name}")
                             run = await drive(system, load, prompts)
                     if number:  # the first run is a warm-up

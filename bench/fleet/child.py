@@ -1,4 +1,4 @@
-"""A child process of the benchmark that keeps counters. On request it reports them as a line of JSON."""
+"""A child process of the benchmark that keeps counters. On request the child reports its counters as a line of JSON."""
 
 import asyncio
 import json

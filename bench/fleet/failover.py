@@ -1,10 +1,10 @@
 """How long the streams of a killed worker pause: the time from SIGKILL to the next token of each stream.
 
 There are two workers of the default model with one thread each. While the streams begin, one worker is drained, so that
-all streams run on the other worker. When that worker is killed, the drained worker is free.
+all streams run on the other worker. When the worker with the streams is killed, the drained worker is free.
 
-Recomputation is timed on the same worker in the same way. As many new prompts with as many tokens are sent at once, and
-the time to each first token is taken.
+Recomputation is timed on the same worker in the same way. For this, equally many new prompts of equal lengths are sent
+at once. The time to each first token is measured.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ async def _kill(
 
 
 def _end_of_pause(killed: float, times: Sequence[float]) -> float:
-    """The end of the longest pause around the kill. Tokens that the killed worker sent before may arrive after the
+    """The end of the longest pause around the kill. Tokens that the worker sent before the kill may arrive after the
     kill.
     """
     pauses = [(after - before, after) for before, after in pairwise(times) if before < killed + ON_ITS_WAY_SECONDS]

@@ -1,9 +1,10 @@
-"""How many workers one scheduler process keeps busy. Sleeping workers are added until they are idle too long.
+"""How many workers one scheduler process keeps busy. The benchmark adds sleeping workers until the workers are idle too
+long.
 
 Each worker runs 256 sequences in steps of 20 ms. Requests have 64 prompt tokens and 128 to 384 output tokens. When a
 request ends, another arrives; some requests always wait. Every token is detokenized and streamed to a client. Worker
-processes and load generator use little CPU time. The report contains the CPU time of each process. If the scheduler's
-CPU time is near one core's, Python's lock is its limit.
+processes and load generator use little CPU time. The report contains the CPU time of each process. If the scheduler
+uses nearly one core, Python's lock limits the scheduler.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ STEP_MS = 20.0
 WORKERS_A_PROCESS = 8
 MAX_IDLE_PERCENT = 5.0
 WAITING_SHARE = 0.125
-"""Further streams as a share of the running streams, so that the queue is never empty."""
+"""Share of additional streams beyond the running streams. With additional streams, requests always wait in the queue.
+"""
 RAMP_SECONDS = 60.0
 SETTLE_SECONDS = 3.0
 WINDOW_SECONDS = 8.0
@@ -135,7 +137,7 @@ def measure(
 
 
 def _ramp_up(read: Callable[[], dict[str, float]], full: float) -> None:
-    """Wait until steps have been full for a while, or until it is certain that they will not become full."""
+    """Wait until steps have been full for a while. Return earlier if steps will certainly not become full."""
     until = time.monotonic() + RAMP_SECONDS
     before = read()
     while time.monotonic() < until:
@@ -149,9 +151,11 @@ def _ramp_up(read: Callable[[], dict[str, float]], full: float) -> None:
 
 
 def search(model: Path, most: int, tell: Callable[[Feeding], None]) -> list[Feeding]:
-    """Double the number of workers until they are not kept busy. Then search between the last two numbers by bisection.
+    """Double the number of workers until the scheduler cannot keep all workers busy. Then search between the last two
+    numbers by bisection.
 
-    Raises BenchError if not even one worker is kept busy. The results are sorted by the number of workers.
+    Raises BenchError if the scheduler cannot keep a single worker busy. The results are sorted by the number of
+    workers.
     """
     seen: dict[int, Feeding] = {}
 

@@ -66,7 +66,7 @@ class Fleet:
         self.workers[address].process.send_signal(signal.SIGKILL)
 
     def restart(self, address: str) -> None:
-        """Restart a killed worker, and wait until it has a session."""
+        """Restart a killed worker, and wait until the worker has a session."""
         assert self._scheduler is not None
         self.workers[address].stop()
         self._start(address)
@@ -92,7 +92,7 @@ class Fleet:
             await AdminServiceStub(channel).DrainWorker(DrainWorkerRequest(address=address))
 
     async def give_again_to(self, address: str) -> None:
-        """Undrain a worker. Raises BenchError if it has no session within a minute."""
+        """Undrain a worker. Raises BenchError if the worker has no session within a minute."""
         async with open_channel(self.admin_target, None) as channel:
             await AdminServiceStub(channel).UndrainWorker(UndrainWorkerRequest(address=address))
         assert self._scheduler is not None

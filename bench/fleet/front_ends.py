@@ -25,7 +25,7 @@ class Case:
 
 
 CASES = (Case(1), Case(8), Case(256), Case(256, 2, 1), Case(256, 2, 32))
-"""The last two cases are gateways: one has a single connection, the other has many."""
+"""The last two cases are gateways: the first gateway has 1 connection, the second has 32."""
 
 
 @dataclass(frozen=True, slots=True)

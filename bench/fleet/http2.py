@@ -1,9 +1,9 @@
-"""A minimal HTTP/2 client. It implements only the frames that a gRPC call requires.
+"""A minimal HTTP/2 client. The client implements only the frames that a gRPC call requires.
 
 gRPC's own Python client uses about as much CPU time as the server that it loads. This client serialises the frames of
 its calls once, and opens every flow-control window to the maximum. It cuts the answers into frames and messages by
-their lengths only, which takes a few microseconds each. Frames and their flags follow RFC 9113. Headers are literals of
-RFC 7541. Each message has gRPC's prefix of five bytes.
+their lengths only. This takes a few microseconds for each message. Frames and their flags follow RFC 9113. Headers are
+literals of RFC 7541. Each message has gRPC's prefix of five bytes.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Lists a machine's Python and packages. The program runs on that machine and uses only the standard library."""
+"""Lists a machine's Python and packages. The program runs on the GPU machine and uses only the standard library."""
 
 import json
 import platform
@@ -21,7 +21,7 @@ class Inventory:
     glibc: str
     """Major and minor version of glibc, for example 2.35."""
     packages: Mapping[str, str | None]
-    """Version of each package by its normalised name. None if the version is unknown."""
+    """Version of each package by its normalised name. The value is None if the version is unknown."""
 
     @classmethod
     def of_this_machine(cls) -> Self:

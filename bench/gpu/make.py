@@ -1,4 +1,6 @@
-"""Downloads the packages that a machine lacks. Writes them in pieces, for the two folders that pack.py describes."""
+"""Downloads the packages that a machine lacks. Writes the packages in pieces, for the two folders that pack.py
+describes.
+"""
 
 import subprocess
 import sys
@@ -80,7 +82,7 @@ def download(requirement: str, machine: Inventory, folder: Path) -> Path:
 
 
 def newest(folder: Path, wanted: Requirement) -> Path | None:
-    """The folder's newest wheel that meets the requirement. None if there is none."""
+    """The folder's newest wheel that meets the requirement. Returns None if the folder has no such wheel."""
     versions = {
         version: wheel
         for wheel in folder.glob("*.whl")

@@ -52,7 +52,9 @@ def _at_least_one(text: str) -> int:
 
 
 def make(arguments: argparse.Namespace) -> None:
-    """Plan the packages. The command `make` also writes them. Raises PackError if the packages cannot work together."""
+    """Plan the packages. The command `make` also writes the packages. Raises PackError if the packages cannot work
+    together.
+    """
     # imported here, because bench.gpu.make requires the package packaging and a network
     from bench.gpu.make import plan, write
 

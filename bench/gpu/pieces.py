@@ -1,9 +1,9 @@
-"""Archives in pieces. They are written on a machine with a network, and joined on a machine without a network.
+"""Archives in pieces. Pieces are written on a machine with a network, and joined on a machine without a network.
 
 A part is a folder of packages. The part's archive is cut into pieces. manifest.json names all parts, archives and
-pieces with their sizes and digests. The pieces may arrive in any order. `join` may be called after each piece. It keeps
-the pieces that have arrived, and unpacks a part after its last piece. The file uses only the standard library, because
-it runs on the machine without a network.
+pieces with their sizes and digests. The pieces may arrive in any order. `join` may be called after each piece. Each
+call of `join` keeps the pieces that have arrived, and unpacks a part after its last piece. The file uses only the
+standard library, because it runs on the machine without a network.
 """
 
 import hashlib
@@ -65,7 +65,8 @@ def _check_name(name: str) -> None:
 def write_archive(
     archive: Path, wheels: Iterable[Path], files: Mapping[str, Path], left_out: Sequence[str] = ()
 ) -> None:
-    """Write a zip of a folder for PYTHONPATH. It contains the wheels' files, and `files` by their names in the zip.
+    """Write a zip of a folder for PYTHONPATH. The zip contains the wheels' files, and `files` by their names in the
+    zip.
 
     `left_out` contains names of files to omit. Programs of wheels are omitted too. Equal contents give equal bytes.
     """
@@ -86,7 +87,7 @@ def write_archive(
 
 
 def _place_of(name: str) -> str | None:
-    """The place of a wheel's file in the folder. None for a file that is installed elsewhere."""
+    """The place of a wheel's file in the folder. Returns None for a file that is installed elsewhere."""
     if ".data/" not in name.partition("/")[0] + "/":
         return name
     found = _IN_DATA_FOLDER.fullmatch(name)

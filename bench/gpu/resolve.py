@@ -21,15 +21,15 @@ from packaging.utils import parse_wheel_filename
 from bench.gpu.inventory import Inventory, normalised
 
 FROM_THE_MACHINE = frozenset({"torch", "torchaudio", "torchvision", "triton"})
-"""Packages that depend on the machine's CUDA. They have gigabytes and are never fetched."""
+"""Packages that depend on the machine's CUDA. These packages have gigabytes and are never fetched."""
 NOT_NEEDED = frozenset({
     # Kernels that are not used: for GPUs other than Hopper, for number formats other than bf16, or with a substitute.
     "flashinfer-cubin", "flashinfer-python", "humming-kernels", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl",
     "quack-kernels", "tilelang", "tokenspeed-mla",
-    # Packages for video, loading of weights, profiler marks, and n-gram drafts.
+    # Packages for video, for loading weights, for profiler marks, and for n-gram drafts.
     "fastsafetensors", "numba", "nvtx", "pynvvideocodec", "torchcodec",
 })  # fmt: skip
-"""Requirements that vLLM imports only on use. vLLM does not use them to serve these models."""
+"""Requirements that vLLM imports only on use. vLLM does not use these packages to serve the benchmark's models."""
 
 
 class PackError(ValueError):
@@ -47,7 +47,7 @@ class Plan:
     wheels: dict[str, Path] = field(default_factory=dict)
     """Fetched wheels by normalised name."""
     on_machine: dict[str, str | None] = field(default_factory=dict)
-    """Version on the machine of each required package that fits. None if the version is unknown."""
+    """Version on the machine of each required package that fits. The value is None if the version is unknown."""
     not_needed: set[str] = field(default_factory=set)
 
     @property
@@ -157,12 +157,12 @@ def version_of(wheel: Path) -> str:
 
 
 def _fits(version: str | None, asked: SpecifierSet) -> bool:
-    """Whether a version satisfies the requirement. An unknown version counts as satisfying."""
+    """Whether a version satisfies the requirement. An unknown version counts as satisfying the requirement."""
     return version is None or asked.contains(version, prereleases=True)
 
 
 def _pinned(asked: SpecifierSet, pin: SpecifierSet | None) -> SpecifierSet:
-    """The pinned version if the request allows it. If not, the request."""
+    """Return the pinned version if the requested range contains it. For any other pin, return the requested range."""
     return pin if pin and all(asked.contains(one.version, prereleases=True) for one in pin) else asked
 
 

@@ -35,11 +35,13 @@ class Row:
     itl_p50_ms: float
     itl_p99_ms: float
     step_ms: float | None
-    """Milliseconds of a decode step of all sequences. None unless most steps are decode steps."""
+    """Milliseconds of a decode step of all sequences. The value is None unless most steps are decode steps."""
     limit_ms: float | None
-    """Shortest possible time of such a decode step in milliseconds."""
+    """Shortest possible time of a decode step of all sequences, in milliseconds."""
     idle_percent: float | None
-    """Percentage of the load's time in which the device computed no step. None if unknown."""
+    """Percentage of the load's time in which the device computed no step. The value is None if the idle time is
+    unknown.
+    """
     idle_us: float | None
     """Idle microseconds of the device per step."""
 

@@ -7,9 +7,9 @@ Our system consists of the scheduler, a worker and a client over gRPC on this ma
 vLLM's server over HTTP. Both systems have random weights of real shapes in bf16, 90 % of the GPU's memory, and prefix
 caching. A step has at most 256 sequences and 8,192 tokens. All other settings have their defaults. Only one system is
 up at a time, because the memory does not hold the largest model twice with keys and values. The bandwidth of a copy is
-measured before each start. It shows whether the GPU has become slower.
+measured before each start. The bandwidth shows whether the GPU has become slower.
 
-DIR is the folder into which `python -m bench.gpu.pack join` unpacked vLLM. It may also be a folder with venv/, a
+DIR is the folder into which `python -m bench.gpu.pack join` unpacked vLLM. DIR may also be a folder with venv/, a
 virtual environment that can run vLLM. Without DIR, only our system runs. The time of a decode step is the median of the
 mean pauses between 16 tokens of a request, measured by the client. The limit of a decode step is the time of a copy of
 all bytes that it reads. CUDA events in our worker measure when the GPU is idle. For vLLM the idle time is unknown. With
@@ -100,7 +100,8 @@ def vllm_in(folder: Path) -> tuple[Sequence[str | Path], dict[str, str]]:
     if (folder / "venv").is_dir():
         return cpu_build(folder, CPU_CACHE_GIB)
     if (folder / "vllm" / "vllm").is_dir():
-        # FlashInfer is not packed. On Hopper its sampler is the default, but greedy requests do not use it.
+        # FlashInfer is not packed. On Hopper FlashInfer's sampler is the default, but greedy requests do not use
+        # FlashInfer.
         environment = {"PYTHONPATH": str((folder / "vllm").absolute()), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         return [sys.executable, "-m", "vllm.entrypoints.cli.main"], environment
     raise BenchError(f"{folder} has neither venv/ nor vllm/vllm/, which `python -m bench.gpu.pack join` unpacks there")

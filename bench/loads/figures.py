@@ -14,8 +14,8 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One request: its sending time, and the arrival time and the number of tokens of each message. In seconds of one
-    clock.
+    """One request: its sending time, and the arrival time and the number of tokens of each message. All times are
+    seconds of one clock.
     """
 
     began: float
@@ -32,7 +32,7 @@ class Timeline:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time of each token after the first token. None if the request has no further token."""
+        """Mean time of each token after the first token. The value is None if the request has only one token."""
         further = self.output_tokens - 1
         return (self.messages[-1][0] - self.messages[0][0]) / further if further else None
 
@@ -43,7 +43,7 @@ class Timeline:
     def mean_pauses(self, window: int) -> list[float]:
         """The mean pauses of consecutive runs of `window` tokens.
 
-        If a busy client reads several messages late and together, these means change little.
+        If a busy client reads several messages late and together, the mean pauses change little.
         """
         times = [at for at, tokens in self.messages for _ in range(tokens)][::window]
         return [(later - earlier) / window for earlier, later in pairwise(times)]
@@ -82,8 +82,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def median_interval(values: Sequence[float], coverage: float = 0.95) -> tuple[float, float]:
     """A confidence interval of the median. The two values enclose the true median with at least this coverage.
 
-    The interval is the sign test's and assumes no distribution. Of 12 values, its ends are the third smallest and the
-    third largest value. Raises ValueError if there are too few values.
+    The interval is the sign test's and assumes no distribution. Of 12 values, the ends of the interval are the third
+    smallest and the third largest value. Raises ValueError if there are too few values.
     """
     size, rank = len(values), 0
     beyond = 2 * 0.5**size  # probability that the true median lies outside the values of this rank

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from scheduler_service.simulation.trace import Arrival
 
 CONTEXT = 2048
-"""Maximum length of a sequence in tokens, which systems are started for. Longer requests of a trace are cut to it."""
+"""Maximum number of tokens of a sequence: the context with which systems are started. Longer requests of a trace are
+cut to this number.
+"""
 CACHE_GIB = 2
 """Memory in GiB for keys and values of each system."""
 WARM_UP_PROMPT_TOKENS = 8192
@@ -19,8 +21,8 @@ WARM_UP_OUTPUT_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests with arrival times. At most `concurrency` requests are in flight; further requests wait until
-    one ends.
+    """Requests with arrival times. At most `concurrency` requests are in flight; further requests wait until a request
+    ends.
     """
 
     name: str
@@ -29,8 +31,8 @@ class Load:
     arrivals: Sequence[Arrival]
     concurrency: int
     shared_tokens: int = 0
-    """Number of leading tokens that all prompts share. The prompts of the first `num_others` requests do not share
-    them.
+    """Number of leading tokens that all prompts share. The prompts of the first `num_others` requests begin
+    differently.
     """
     num_others: int = 0
     """Number of requests at the beginning whose prompts share no tokens."""
@@ -63,15 +65,17 @@ def streams(prompt_tokens: int, output_tokens: int, concurrency: int, num_reques
 
 
 def shared_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
-    """All requests are sent at once. Their prefix is new to the server: it can be computed once or for each request."""
+    """All requests are sent at once. The requests' common prefix is new to the server. A server can compute the prefix
+    once or for each request.
+    """
     arrival = Arrival(0.0, shared_tokens + own_tokens, output_tokens)
     title = f"{shared_tokens}+{own_tokens}/{output_tokens} x {num_requests}"
     return Load("prefix", title, [arrival] * num_requests, num_requests, shared_tokens)
 
 
 def busy_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
-    """The load of `shared_prefix`, half a second after four other streams have begun. Its requests are admitted
-    together.
+    """The load of `shared_prefix`, half a second after four other streams have begun. The requests with the common
+    prefix are admitted together.
     """
     others = [Arrival(0.0, 128, 192)] * 4
     arrival = Arrival(0.5, shared_tokens + own_tokens, output_tokens)

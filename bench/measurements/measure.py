@@ -1,5 +1,5 @@
-"""Runs a load on each system in turn. Only one system is under load at a time. The benchmark checks that the others are
-idle.
+"""Runs a load on each system in turn. Only one system is under load at a time. The benchmark checks that the other
+systems are idle.
 """
 
 import asyncio

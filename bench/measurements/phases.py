@@ -25,8 +25,8 @@ class Split:
 
     @property
     def overhead_percent(self) -> float:
-        """Percentage of scheduler, codec and gRPC in the sum of all phases. A phase counts even if it overlaps the
-        worker's.
+        """Percentage of scheduler, codec and gRPC in the sum of all phases. Phases of the scheduler count even while
+        the worker computes.
         """
         return 100 * (1 - self.model_us / sum(self.us.values()))
 

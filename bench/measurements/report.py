@@ -93,7 +93,7 @@ class Report:
         return table
 
     def sentences(self) -> list[str]:
-        """Sentences with the figures that no table contains."""
+        """Sentences that report the figures which no table contains."""
         lines = [f"{name} was ready after {seconds:.1f} s." for name, seconds in self.start_seconds.items()]
         measurement = self.measurements.get(TARGET_LOAD)
         if measurement and (split := measurement.split):

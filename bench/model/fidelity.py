@@ -6,8 +6,8 @@ difference of log-probabilities, how often the likeliest tokens are equal, and t
 
 Our system serves in bfloat16, with keys and values in int8. Weights are quantised if the machine has kernels for
 quantised weights. The other systems are transformers in bfloat16 and, with --peer, vLLM. Ratios are relative to
-transformers in bfloat16. An fp8 cache requires a GPU. Here transformers attends to keys and values that are rounded to
-fp8.
+transformers in bfloat16. An fp8 cache requires a GPU. This benchmark runs without a GPU: transformers attends to keys
+and values that are rounded to fp8.
 
 The texts are the first tokens of pages of Python's own manual, which every Python contains. --prompts adds the texts of
 a JSON-lines file whose objects have `turns`, as in MT-bench.

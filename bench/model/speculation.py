@@ -6,9 +6,10 @@
     python -m bench speculation --peer DIR     DIR as for bench serving: vLLM with its own n-grams, and without, too
 
 There are two sets of prompts. Repetitive texts are edits of this project's sources: a function or class, and a request
-to write it again with one name changed. Other texts are beginnings of paragraphs of the project's documentation, which
-the model continues by sampling. With --code they are beginnings of functions, for models of code. Even a small model
-follows the edits well, because it only has to copy. The benchmark checks that all methods generate the same tokens.
+to write the same code again with one name changed. Other texts are beginnings of paragraphs of the project's
+documentation, which the model continues by sampling. With --code the other texts are beginnings of functions, for
+models of code. Even a small model follows the edits well, because the answer is almost a copy. The benchmark checks
+that all methods generate the same tokens.
 """
 
 import argparse
@@ -118,7 +119,7 @@ async def drafts(server: LocalServer | Vllm) -> tuple[int, int]:
 async def compare(
     servers: Mapping[str, LocalServer | Vllm], num_sequences: int, rounds: int, others: Callable[[], Iterator[str]]
 ) -> None:
-    """Compare servers by draft method. The first of our servers and the first vLLM server make no drafts."""
+    """Compare servers by draft method. The first pagewire server and the first vLLM server make no drafts."""
     off, *drafting = servers
     references = {one: next(o for o in servers if type(servers[o]) is type(servers[one])) for one in servers}
     async with AsyncExitStack() as stack:

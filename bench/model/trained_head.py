@@ -2,12 +2,13 @@
 
     python -m bench trained_head FOLDER [--model default] [--prompts FILE] [--outputs 240] [--epochs 6]
 
-A server answers prompts like the prompts of `bench speculation`, made from other source files. With --prompts it also
-answers the questions of a file in MT-bench's format. Then a head is trained on the answers. The method is from
-"EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (Li et al., 2025). When the
-head drafts several tokens, it receives its own states in place of the model's states. Training does this too. The head
-learns the model's probabilities. It starts with the weights of the model's last layer. The answers to a tenth of the
-prompts are held out. They measure how often the head's drafts are right. Only models of the Llama family are supported.
+A server answers prompts like the prompts of `bench speculation`, made from other source files. With --prompts the
+server also answers the questions of a file in MT-bench's format. Then a head is trained on the answers. The method is
+from "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (Li et al., 2025).
+When the head drafts several tokens, its input is its own states in place of the model's states. In training the input
+is the same. The head learns the model's probabilities. The head's initial weights are the weights of the model's last
+layer. The answers to a tenth of the prompts are held out. On these answers the benchmark measures how often the head's
+drafts are right. Only models of the Llama family are supported.
 """
 
 import argparse
@@ -170,8 +171,8 @@ def states_before(num_layers: int) -> list[int]:
 def losses(head: Head, example: Example, index: Tensor) -> tuple[Tensor, list[float]]:
     """The mean loss over all depths, and the share of right drafts at each depth.
 
-    `index` [vocabulary_size] contains the logit index of each token; it is negative for tokens without a logit. A draft
-    is right if it equals the model's likeliest token.
+    `index` [vocabulary_size] contains the logit index of each token; the index is negative for tokens without a logit.
+    A draft is right if it equals the model's likeliest token.
     """
     num_places = len(example.token_ids) - 1 - DEPTH
     states = head.combine(example.states[:num_places].float())

@@ -1,15 +1,15 @@
 """The scheduler's cost in microseconds: python -m bench scheduler [PEER]. The last line is JSON.
 
 - `us_per_seq_step`: schedule + update in steady decoding with prefix caching on, for each running sequence and step.
-  `PEER` is the path of a Python that can import vllm. With it, vLLM's own scheduler is measured in turn with ours
+  `PEER` is the path of a Python that can import vllm. With `PEER`, vLLM's own scheduler is measured in turn with ours
   (`bench/systems/peer_vllm_scheduler.py`), and `vllm_over_ours` is printed.
 - `us_per_step_by_waiting`: a step of 256 sequences while few or many requests wait.
 - `us_per_step_by_workers`: a step of one worker with 32 sequences. The worker's scheduler has its own queue, or shares
   a queue with 999 other schedulers. 1,000 schedulers of each kind take turns. The figure is the mean over as many steps
-  as fill a block, and the median over workers. A worker runs these steps in a row, after as many steps that warm the
-  caches. For `…_cold` all workers run one step in turn. Each worker then finds the other workers' sequences in the
-  caches.
-- `codec_us`: encoding and decoding one step of 256 sequences and its answer. One in 16 sequences gets a new block.
+  as fill a block, and the median over workers. A worker runs the measured steps in a row, after the same number of
+  steps that warm the caches. For `…_cold` all workers run one step in turn. The processor's caches then contain other
+  workers' sequences at each step.
+- `codec_us`: encoding and decoding one step of 256 sequences and its answer. One in 16 sequences receives a new block.
 """
 
 import argparse
@@ -58,7 +58,7 @@ NUM_ROUNDS = 5
 NUM_WORKERS = 1000
 SEQS_A_WORKER = 32
 NUM_EARLIER_SEQUENCES = 1_000_000  # ids of a long session: small ids would make small messages
-# Without a network, and without log lines that could be parsed as answers.
+# PEER_ENVIRONMENT forbids downloads, and log lines on stdout that could be parsed as answers.
 PEER_PROGRAM = Path(__file__).parents[1] / "systems" / "peer_vllm_scheduler.py"
 PEER_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -146,15 +146,15 @@ def us_of_steps(scheduler: Scheduler, num_steps: int) -> float:
 
 
 def fastest(*measures: Callable[[], float]) -> list[float]:
-    """The fastest of several rounds of each measure. The measures run in turn, so that noise, which only adds time,
-    affects all.
+    """The fastest of several rounds of each measure. Noise only adds time. The measures run in turn, so that noise
+    affects all measures.
     """
     rounds = [[measure() for measure in measures] for _ in range(NUM_ROUNDS)]
     return [min(figures) for figures in zip(*rounds, strict=True)]
 
 
 def us_per_seq_step(size: int, peer: Peer | None) -> list[float]:
-    """Our scheduler's microseconds. If there is a peer, also the peer's microseconds."""
+    """Our scheduler's microseconds. If there is a peer, the list also contains the peer's microseconds."""
     scheduler = make_scheduler(size)
     measures: list[Callable[[], float]] = [lambda: us_of_steps(scheduler, LOAD.num_steps)]
     if peer:

@@ -10,14 +10,14 @@ urgent.
   requests (`scheduler_service/simulation/fairness.py`).
 - preemptions, by mode.
 
-A second table shows the value of placement, in three cases. In the first case, one of 8 workers takes four times as
-long for every step. In the second case, 8 equal workers receive requests that are turns of conversations. In the third
-case, four branches of a conversation send each turn at once, as agents do. Each case runs with the balancer, and with
-"first come". With "first come" the worker that plans first takes all requests that it has room for.
+A second table shows the value of placement, in three cases. In the first case, one of 8 workers is slow: each of its
+steps takes four times as long. In the second case, 8 equal workers receive requests that are turns of conversations. In
+the third case, four branches of a conversation send each turn at once, as agents do. Each case runs with the balancer,
+and with "first come". With "first come" the worker that plans first takes all requests that it has room for.
 
 A third table shows the value of the limit on one prompt's tokens in a step. One worker receives the requests of up to
-512 prompt tokens. Every 400 seconds it also receives long prompts that require a hundred steps together. TTFT is
-measured over the requests that arrived while a long prompt was in flight.
+512 prompt tokens. Every 400 seconds the worker also receives long prompts that require a hundred steps together. TTFT
+is measured over the requests that arrived while a long prompt was in flight.
 
 One process runs on each core, so the real time of a run includes the load of the other processes. The last line is
 JSON.
@@ -47,15 +47,17 @@ from scheduler_service.simulation.simulator import RequestTimes, Simulator
 from scheduler_service.simulation.summary import percentiles, ttft
 from scheduler_service.simulation.trace import Arrival, read_trace
 
-# Factors on a trace's speed, by number of workers. A sixth per worker loads the built-in cost model on the conversation
-# trace. A thousand workers admit every request at once unless the hour of the traces takes only seven seconds.
+# Factors on a trace's speed, by number of workers. With a sixth per worker, the conversation trace keeps workers with
+# the built-in cost model busy. A thousand workers admit every request at once unless the hour of the traces takes only
+# seven seconds.
 SPEEDUPS = {1: 1 / 6, 8: 8 / 6, 1000: 500.0}
 HEAVY = "heavy"
 TENANTS = {HEAVY: 0.8, "light 1": 0.05, "light 2": 0.05, "light 3": 0.05, "light 4": 0.05}
-URGENT = -100  # so urgent that ageing of other requests does not outweigh it
+URGENT = -100  # so urgent that no other request becomes more urgent by ageing
 PRIORITIES = {0: 0.9, URGENT: 0.1}
 
-# So slow that workers have room most of the time. Without room, placement has little choice.
+# Factor on a trace's speed. At this speed workers have room most of the time. Without room, placement has little
+# choice.
 PLACEMENT_SPEEDUP = 0.8
 PLACEMENT_REQUESTS = 6_000
 SLOWNESS = {7: 4.0}
@@ -109,7 +111,7 @@ def run_placement(case: tuple[str, str, bool]) -> Row:
     arrivals = read_trace(Path(trace), speedup=PLACEMENT_SPEEDUP, limit=PLACEMENT_REQUESTS)
     if load != "a slow worker":
         arrivals = converse(arrivals, pause=30.0, most_turns=8)
-    if load == "branches":  # keeps the number of requests and the time
+    if load == "branches":  # the number of requests and the duration of the trace stay the same
         arrivals = [arrival for arrival in arrivals[::NUM_BRANCHES] for _ in range(NUM_BRANCHES)]
     waiting = WaitingQueue()
     waiting.balancer = Balancer() if is_placed else FirstCome()

@@ -2,7 +2,7 @@
 
     python -m bench forms [--peer DIR] [--sequences 1,8,32] [--rounds 3]
 
-Outputs are sampled, and each output has 128 tokens. With the schema, an output is a list that has more tokens. Without
+Outputs are sampled, and each output has 128 tokens. The schema demands a list that is longer than 128 tokens. Without
 the schema, the end of sequence is ignored.
 """
 

@@ -94,7 +94,7 @@ class Http:
 
 
 def words_of(directory: Path) -> list[str]:
-    """Words with a leading space. In any context each word is one token."""
+    """Words with a leading space. Each of these words is one token in any context."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     words = [f" {piece[1:]}" for piece in sorted(tokenizer.get_vocab()) if piece[0] in "Ġ▁" and piece[1:].isalpha()]
     return [word for word in words if word.isascii() and len(tokenizer.encode(word, add_special_tokens=False)) == 1]
@@ -102,7 +102,7 @@ def words_of(directory: Path) -> list[str]:
 
 @contextmanager
 def serving(target: str) -> Iterator[tuple[str, int]]:
-    """The URL and the process id of `pagewire_client serve`. Raises BenchError if it does not start."""
+    """The URL and the process id of `pagewire_client serve`. Raises BenchError if the program does not start."""
     address = free_address()
     command = [sys.executable, "-m", "pagewire_client", "serve", "--target", target, "--listen", address]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)

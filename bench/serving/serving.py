@@ -2,7 +2,7 @@
 
 The peer is vLLM's CPU build with the same weights (`bench/systems/peer_vllm.py`). Both systems are up at the same time
 and run the same loads in turn. Without --peer the peer is transformers' own generate, for the loads that a static batch
-can represent. The last line is JSON. Its `ratios` are our output tokens per second divided by the peer's.
+can represent. The last line is JSON. The member `ratios` contains our output tokens per second divided by the peer's.
 """
 
 import argparse

@@ -4,10 +4,10 @@
 
 MODEL is a Whisper model's folder; SOUND is a file. The program prints real-time factors: seconds of work for a second
 of sound. Smaller is better. Every system decodes greedily, with timestamps, in English, while the other systems are
-idle. With several streams, Transcribe receives as many calls at once, with sounds that differ in their first samples.
-The peers support one sound at a time and receive the sounds one after the other. `--peers` is a folder that contains
-faster-whisper and ctranslate2, if they are not installed: `pip install --target FOLDER faster-whisper`. The model is
-converted once, into its folder `ct2`.
+idle. With several streams, Transcribe receives one call per stream at the same time. The sounds of the calls differ in
+their first samples. The peers support one sound at a time and receive the sounds one after the other. `--peers` is a
+folder that contains faster-whisper and ctranslate2, if they are not installed: `pip install --target FOLDER
+faster-whisper`. The model is converted once, into its folder `ct2`.
 """
 
 import argparse
@@ -30,7 +30,9 @@ Samples = Any
 
 
 def variants(samples: Samples, count: int) -> list[Samples]:
-    """Sounds with the same content that miss every cache, because each begins slightly later."""
+    """Sounds with the same content that miss every cache, because each sound begins slightly later than the previous
+    sound.
+    """
     return [np.roll(samples, 160 * number) for number in range(count)]
 
 

@@ -17,8 +17,8 @@ from pagewire_common.connection.channel import open_channel
 class Pagewire:
     """A scheduler and a worker with the weights of `model`, which is a folder or a GGUF file.
 
-    `cache_gib` is the memory for keys and values in GiB; by default the worker chooses it. `flags` are further flags of
-    the worker. Raises ServerError if the services do not start.
+    `cache_gib` is the memory for keys and values in GiB; by default the worker chooses the size. `flags` are further
+    flags of the worker. Raises ServerError if the services do not start.
     """
 
     name = "pagewire"

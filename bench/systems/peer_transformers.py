@@ -17,8 +17,8 @@ class Transformers:
 
     @torch.inference_mode()
     def output_tokens_per_second(self, load: Load) -> float:
-        """Output tokens per second of one batch. It has `concurrency` prompts of equal length. A batch of a few tokens
-        warms up before.
+        """Output tokens per second of one batch with `concurrency` prompts of equal length. The model generates a few
+        tokens before the measurement to warm up.
         """
         prompts = torch.tensor(load.prompts(self._model.config.vocab_size, 0)[: load.concurrency])
         output_tokens = load.arrivals[0].output_tokens

@@ -1,7 +1,7 @@
 """vLLM with the same weights, with a client over its OpenAI-compatible HTTP API.
 
 vLLM runs with the defaults of `vllm serve`, and with settings from the environment, for example
-VLLM_CPU_OMP_THREADS_BIND. Its CPU build is started from a folder with `venv/` and `model/`. `venv/` is a virtual
+VLLM_CPU_OMP_THREADS_BIND. vLLM's CPU build is started from a folder with `venv/` and `model/`. `venv/` is a virtual
 environment that can run vLLM. `model/` contains the weights as a Hugging Face directory.
 """
 
@@ -32,7 +32,7 @@ MODEL = "default"
 
 
 class Vllm:
-    """A server in its own process group. Raises BenchError if it does not start."""
+    """A server in its own process group. Raises BenchError if the server does not start."""
 
     name = "vLLM"
 
@@ -155,7 +155,7 @@ def _request(prompt: Sequence[int], output_tokens: int) -> dict[str, Any]:
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
-        "return_token_ids": True,  # without it, an event does not contain its number of tokens
+        "return_token_ids": True,  # without this field, an event does not contain its number of tokens
     }
 
 

@@ -23,8 +23,8 @@ def from_environment(name: str) -> str | None:
 
 
 def client_setting(name: str) -> str | None:
-    """The value of PAGEWIRE_CLIENT_<NAME>. For one release, the server's variable PAGEWIRE_<NAME> is read if the first
-    is unset.
+    """The value of PAGEWIRE_CLIENT_<NAME>. If this variable is unset, the server's variable PAGEWIRE_<NAME> is read,
+    for one release.
     """
     if value := from_environment(f"PAGEWIRE_CLIENT_{name}"):
         return value
@@ -51,7 +51,9 @@ def given(text: str) -> str:
 
 
 def folder(text: str) -> Path:
-    """Parse a path. Raises ArgumentTypeError for an empty text, because pathlib would read it as the current folder."""
+    """Parse a path. Raises ArgumentTypeError for an empty text, because pathlib would read an empty text as the current
+    folder.
+    """
     return Path(given(text))
 
 
@@ -61,7 +63,7 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             number = int(text)
-        except ValueError:  # int() raises it for thousands of digits too
+        except ValueError:  # int() raises ValueError for thousands of digits too
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number") from None
         if not least <= number <= most:
             raise argparse.ArgumentTypeError(f"{text[:40]} is not in [{least}, {most}]")
@@ -83,7 +85,7 @@ def seconds(least: float, most: float = float("inf")) -> Callable[[str], float]:
             number = float(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of seconds") from None
-        if not least <= number <= most:  # false for NaN
+        if not least <= number <= most:  # the comparison is false for NaN
             raise argparse.ArgumentTypeError(f"{text[:40]} is not in [{least:g}, {most:g}]")
         return number
 

@@ -60,7 +60,7 @@ WITHOUT_FLAG: Mapping[str, Mapping[str, str]] = {
     "ScoreRequest": {},
     "TranscribeRequest": {"scores": "the text is shown with its times alone"},
 }
-"""The fields of requests that no flag sets. Each has the reason."""
+"""The fields of requests that no flag sets, each with the reason."""
 
 _METAVARS = {
     FieldDescriptor.CPPTYPE_STRING: "TEXT",

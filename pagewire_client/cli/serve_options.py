@@ -1,4 +1,4 @@
-"""The options of `pagewire_client serve`. They are parsed without the gateway's libraries."""
+"""The options of `pagewire_client serve`. Parsing the options does not require the gateway's libraries."""
 
 import argparse
 import os

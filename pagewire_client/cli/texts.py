@@ -1,4 +1,4 @@
-"""The commands `embed`, `score` and `transcribe`. They print a line for each vector, document, and transcribed
+"""The commands `embed`, `score` and `transcribe`. The commands print a line for each vector, document, and transcribed
 segment.
 """
 

@@ -180,7 +180,7 @@ _NUMBERS = ("running", "swapped", "steps/s", "used", "host", "lost")
 
 
 async def watch(target: str, *, interval: float, once: bool, api_key: str = "", tls: Path | None = None) -> None:
-    """Show the cluster until cancelled. With `once`, show it once."""
+    """Show the cluster until cancelled. With `once`, show the state a single time."""
     console = Console()
     view = View(target)
     async with Admin(target, api_key=api_key, tls=tls) as admin:

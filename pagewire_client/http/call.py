@@ -121,7 +121,7 @@ class Call:
     texts: TokenTexts
 
     async def fields(self, kind: type[AnyFields]) -> AnyFields:
-        """Read and validate the JSON body. Its bytes stay reserved until the call ends. Raises HttpError."""
+        """Read and validate the JSON body. The body's bytes stay reserved until the call ends. Raises HttpError."""
         body = await read_body(self.request, self.held, self.most_bytes, self.receive_seconds)
         try:
             return kind.model_validate_json(body)

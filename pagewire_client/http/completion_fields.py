@@ -35,7 +35,7 @@ class StreamOptions(Part):
 
 
 class JsonSchema(BaseModel):
-    """A JSON schema. Its name and its description are ignored."""
+    """A JSON schema. The schema's name and description are ignored."""
 
     schema_: dict[str, Any] = Field(default_factory=dict)
     strict: bool | None = None
@@ -102,8 +102,8 @@ class CompletionFields(NumberFields):
 
 
 def sampling_params(fields: CompletionFields) -> pb.SamplingParams:
-    """Return the sampling parameters. Sets the fields that they were made from to None, except single numbers. Raises
-    HttpError.
+    """Return the sampling parameters. Fields that become sampling parameters are set to None afterwards, except single
+    numbers. Raises HttpError.
     """
     sampling = pb.SamplingParams(logit_bias=read_bias(fields.logit_bias))
     for name in _AS_THEY_ARE:

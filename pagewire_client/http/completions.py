@@ -102,7 +102,7 @@ class _Completions:
             raise invalid(f"the parameters of all prompts have {num_bytes} bytes; they may have {MAX_PARAMETER_BYTES}")
         self._call.held.take(num_bytes)
         # An echo requires further scheduler calls for each prompt, with this process's key. Therefore the client's key
-        # is checked first.
+        # is checked before an echo.
         if fields.echo:
             await self._call.stub.GetModel(pb.GetModelRequest(), metadata=self._call.metadata)
         for one in given:
@@ -121,8 +121,8 @@ class _Completions:
         return await answer_in_parts(self._call.request, whole, b"choices", self._finished())
 
     async def _prepare(self, given: str | list[int], sampling: pb.SamplingParams) -> _Prompt:
-        """Tokenize a prompt and look up token texts. These calls use this process's key and do not count for the
-        client.
+        """Tokenize a prompt and look up token texts. The scheduler calls for this use this process's key and do not
+        count for the client.
         """
         call, fields = self._call, self._fields
         asked = pb.GenerateRequest(
@@ -148,7 +148,7 @@ class _Completions:
     async def _follow_all(self, take: Callable[[int, pb.GenerateResponse], Awaitable[None]]) -> None:
         """Read all prompts' streams.
 
-        Raises the grpc.aio.AioRpcError of the first refused prompt. The other streams end at the same time, but not in
+        Raises the grpc.aio.AioRpcError of the first refused prompt. In this case the other streams end too, but not in
         the middle of an event.
         """
         tasks = [asyncio.create_task(self._follow(number, take)) for number in range(len(self._prompts))]

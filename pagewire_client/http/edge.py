@@ -1,15 +1,15 @@
-"""The two proxies around the gateway. They provide TLS, API keys, and the routes that the gateway lacks.
+"""The two proxies around the gateway. The proxies provide TLS, API keys, and the routes that the gateway lacks.
 
 The gateway supports neither API keys nor TLS: it calls schedulers in plain text and forwards no credentials. Therefore
 this process has a proxy on each side of the gateway.
 
-The front proxy receives HTTP requests and has the scheduler check the API key. It gives each request a random id, which
-the gateway keeps. The back proxy accepts gRPC from the gateway, on this machine only. It finds the request's API key by
-the id.
+The front proxy receives HTTP requests and has the scheduler check the API key. The front proxy gives each request a
+random id. The gateway keeps this id. The back proxy accepts gRPC from the gateway, on this machine only. The back proxy
+finds the request's API key by the id.
 
-Clients see ids in their answers and can name an id in a request. Therefore each id allows only one call. The scheduler
-decides which requests are refused. Only the gateway routes listed here are forwarded, because other routes reach beyond
-the scheduler. The routes of OWN call the scheduler without the gateway.
+Clients see ids in their answers and can name an id in a request. To prevent misuse, each id allows only one call. The
+scheduler decides which requests are refused. Only the gateway routes listed here are forwarded, because other routes
+reach beyond the scheduler. The routes of OWN call the scheduler without the gateway.
 """
 
 import logging
@@ -83,7 +83,9 @@ OPTIONS = (("grpc.max_receive_message_length", _LONGEST), ("grpc.max_send_messag
 
 @dataclass(slots=True)
 class _Request:
-    """One request in flight: the client's key and trace. After the request's Generate call, also its full id."""
+    """One request in flight: the client's key and trace. After the request's Generate call, the object also contains
+    the request's full id.
+    """
 
     key: str
     unread: Unread = _NOTHING
@@ -144,7 +146,7 @@ class Edge:
         # If the gateway exports spans, its span is a child of the client's span.
         trace = [(name, value) for name, value in context.invocation_metadata() if name in _TRACE] or trace
         async with self._scheduler.channel() as channel:
-            send: Any = channel.unary_stream(method)  # each of these methods has a single request message
+            send: Any = channel.unary_stream(method)  # each forwarded method has a single request message
             call = send(unread.put_into(first), metadata=(*(key_metadata(key) or ()), *trace, *unread.metadata()))
             try:
                 async for message in call:
@@ -155,7 +157,8 @@ class Edge:
                 call.cancel()
 
     def _owner_of(self, method: str, message: bytes) -> _Request | None:
-        """The request in flight to which a call belongs. It contains the key, and the fields that bypass the gateway.
+        """The request in flight to which a call belongs. The result contains the key, and the fields that bypass the
+        gateway.
 
         Returns None if the call belongs to no request: every process of this machine can connect to this port.
         """
@@ -226,7 +229,7 @@ class Edge:
         key = _bearer(request.headers.getall("Authorization", []))
         route = f"{request.method} {path}"
         own = models if _MODELS.fullmatch(route) else OWN.get(route)
-        # The scheduler calls of these requests have the client's key, so the scheduler counts them.
+        # These HTTP requests become scheduler calls with the client's key, so the scheduler counts them.
         is_counted = own is not None or path.endswith("completions")
         check: Any = scheduler.unary_unary(f"{_SERVICE}{'HealthCheck' if is_counted else 'GetModelInfo'}")
         try:

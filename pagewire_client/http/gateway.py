@@ -1,7 +1,7 @@
 """The gateway that serves OpenAI's HTTP API for a scheduler: the program smg, with pagewire's settings.
 
-The gateway has a single backend and stores no requests. It does not retry requests, because the scheduler itself waits
-for workers. If the scheduler is full and refuses a request, the client retries.
+The gateway has a single backend and stores no requests. The gateway does not retry requests, because the scheduler
+itself waits for workers. If the scheduler is full and refuses a request, the client retries.
 """
 
 import os
@@ -50,8 +50,8 @@ runpy.run_module("smg", run_name="__main__", alter_sys=True)
 class Gateway:
     """Serves HTTP at `listen`, for the scheduler at `target`, from construction until `stop`.
 
-    `traces_endpoint` is http://HOST:PORT of a collector. With it the gateway exports spans, and the scheduler's spans
-    are children of them.
+    `traces_endpoint` is http://HOST:PORT of a collector. With an endpoint, the gateway exports spans. The scheduler's
+    spans are children of the gateway's spans.
     """
 
     def __init__(self, target: str, listen: str, traces_endpoint: str | None = None) -> None:
@@ -61,7 +61,7 @@ class Gateway:
         command.append(f"--prometheus-port={_free_port()}")  # the gateway's metrics cannot be switched off
         # Calls that change the gateway's backends require this key. The key is not stored.
         command.append(f"--control-plane-api-keys=none:none:admin:{secrets.token_urlsafe()}")
-        # The gateway exports spans only at log level info. Its info lines are written to stdout.
+        # The gateway exports spans only at log level info. The gateway writes info lines to stdout.
         command.append(f"--log-level={'info' if traces_endpoint else 'error'}")
         if traces_endpoint:
             if not traces_endpoint.startswith("http://"):

@@ -20,7 +20,7 @@ LOOK_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Room:
-    """The number of free places for connections. All sockets that listen at the port share it."""
+    """The number of free places for connections. All sockets that listen at the port share this number."""
 
     num_free: int
 
@@ -80,8 +80,8 @@ class Port:
             self._renewing = asyncio.create_task(self._renew(loaded))
 
     async def _accept(self) -> None:
-        """Listen until the TLS context changes. A listener keeps its context, so a new listener then takes over the
-        port.
+        """Listen until the TLS context changes. A listener keeps its TLS context. When the context changes, a new
+        listener replaces it.
         """
         tls, mutual, _ = self._security
         context = None if tls is None else tls.server_context(mutual=mutual)

@@ -47,7 +47,8 @@ async def serve(arguments: argparse.Namespace, target: str, *, api_key: str = ""
     """Serve `arguments.listen` for the scheduler at `target`. Raises ServerError when the gateway ends."""
     if arguments.http_mutual_tls and not arguments.http_tls:
         raise ServerError("--http-mutual-tls needs --http-tls, whose ca.crt clients' certificates are checked with")
-    configure_logging("info", "auto")  # tracebacks contain no local variables, because they may be keys and prompts
+    # tracebacks contain no local variables, because variables may contain keys and prompts
+    configure_logging("info", "auto")
     raise_open_files_limit()
     model = await _served_model(target, api_key, tls)
     host, port = check_free(arguments.listen)
@@ -80,7 +81,7 @@ async def serve(arguments: argparse.Namespace, target: str, *, api_key: str = ""
 
 
 async def _served_model(target: str, api_key: str, tls: Path | None) -> pb.GetModelResponse:
-    """Wait for the model's description, because the gateway requests it only once, when it starts."""
+    """Wait for the model's description, because the gateway requests the description only at its start."""
     async with Client(target, api_key=api_key, tls=tls) as client:
         await client.wait_until_serving()
         return await client.get_model()

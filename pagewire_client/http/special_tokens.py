@@ -1,9 +1,9 @@
-"""Special tokens that are spelled in a chat. They are treated as text, as over gRPC.
+"""Special tokens that are spelled in a chat. Such tokens are treated as text, as over gRPC.
 
-The gateway would parse them as special tokens. A user's message could then close its turn and begin a system turn. If a
-chat spells a special token and all its messages are text, the scheduler renders and encodes the chat. The scheduler's
-token ids replace the gateway's token ids. Any other chat that spells a special token is refused, for example a chat
-with tools. Only the gateway knows the template's input for such a chat.
+The gateway would parse the text as special tokens. With this, a user's message could close its turn and begin a system
+turn. If a chat spells a special token and all its messages are text, the scheduler renders and encodes the chat. The
+scheduler's token ids replace the gateway's token ids. Any other chat that spells a special token is refused, for
+example a chat with tools. Only the gateway knows the template's input for such a chat.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _OF_A_MESSAGE = frozenset(("role", "content"))
 
 
 class SpecialTokens:
-    """The special tokens of the served model. They are read once from the model's files on the scheduler."""
+    """The special tokens of the served model. The tokens are read once from the model's files on the scheduler."""
 
     def __init__(self) -> None:
         self._pattern: re.Pattern[str] | None = None
@@ -53,7 +53,7 @@ class SpecialTokens:
             self._pattern = await asyncio.to_thread(_pattern_of, archive)
 
     def spelled_in(self, fields: dict[str, Any]) -> str:
-        """A special token that occurs within a text of the template's input. Empty if no text contains a
+        """A special token that occurs within a text of the template's input. The result is empty if no text contains a
         special token.
         """
         assert self._pattern is not None
@@ -86,8 +86,8 @@ async def token_ids_of(fields: dict[str, Any], spelled: str, tokenize: Any, meta
 def _texts(value: Any) -> Iterator[str]:
     """Yield all strings of a JSON value, names included.
 
-    The text parts of one content are also joined, because a template joins them. If a string is JSON itself, for
-    example a call's arguments, its strings are yielded too: a template receives them as values.
+    The text parts of one content are also yielded as one string, because a template joins these parts. If a string is
+    JSON itself, for example a call's arguments, its strings are yielded too: a template receives them as values.
     """
     rest = [value]
     while rest:

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/audio/transcriptions and /v1/audio/translations. The gateway lacks them for models like Whisper.
+"""OpenAI's /v1/audio/transcriptions and /v1/audio/translations. The gateway lacks these routes for models like Whisper.
 
 The request is a form with a file. The answer is the whole text. With `stream` the answer is a stream of events, which
 are sent while the text is recognised.
@@ -35,7 +35,7 @@ MAX_TEXT_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A parsed request. The answer has one of FORMATS. With `streams` it is a stream of events."""
+    """A parsed request. The answer has one of FORMATS. If `streams` is set, the answer is a stream of events."""
 
     asked: pb.TranscribeRequest
     format: str

@@ -21,7 +21,7 @@ MAX_BIASES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """The fields that bypass the gateway. Empty if the gateway forwards all fields that matter."""
+    """The fields that bypass the gateway. The object is empty if the gateway forwards all fields that matter."""
 
     lora_name: str = ""
     logit_bias: dict[int, float] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Unread:
     def named_in(self, answer: bytes, model: str) -> tuple[bytes, bytes]:
         """Replace the `model` name by the adapter's name in the next bytes of an answer.
 
-        Returns the bytes to send, and the rest. The rest is the beginning of a possible match and waits for the next
+        Returns the bytes to send, and the rest. The rest is the beginning of a possible match. Put it before the next
         bytes. Texts cannot match, because quotes within texts are escaped.
         """
         if not self.lora_name:
@@ -78,8 +78,8 @@ def write_object(fields: dict[str, Any]) -> bytes:
 
 
 def take_out(fields: dict[str, Any], model: str) -> Unread:
-    """Remove these fields from a body. If the body names an adapter, the name is replaced by `model`. Raises
-    HttpError.
+    """Remove the fields that bypass the gateway from a body. If the body names an adapter, the name is replaced by
+    `model`. Raises HttpError.
     """
     bias = read_bias(fields.get("logit_bias"))
     name = fields.get("model")
@@ -114,5 +114,7 @@ def read_bias(given: Any) -> dict[int, float]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be encoded in UTF-8. A JSON text can contain a lone surrogate, which cannot."""
+    """Whether a text can be encoded in UTF-8. JSON can spell a lone surrogate, but UTF-8 cannot encode a lone
+    surrogate.
+    """
     return not any("\ud800" <= character <= "\udfff" for character in text)

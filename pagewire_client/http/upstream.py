@@ -1,4 +1,4 @@
-"""The channel to the scheduler. It is replaced when the certificates change."""
+"""The channel to the scheduler. The channel is replaced when the certificates change."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,7 +21,9 @@ class _Made:
 
 
 class Upstream:
-    """The current channel. Create it inside the event loop that uses it. Raises StartError for bad certificates."""
+    """The current channel. Create this object inside the event loop that uses it. Raises StartError for bad
+    certificates.
+    """
 
     def __init__(self, target: str, tls: Path | None = None) -> None:
         self._target = target
@@ -37,7 +39,7 @@ class Upstream:
 
     @asynccontextmanager
     async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        """The channel for the calls of one `with` block. The calls keep this channel even if it is replaced
+        """The channel for the calls of one `with` block. The calls keep this channel even if a new channel replaces it
         meanwhile.
         """
         if self._generation() != self._made.generation:

@@ -54,8 +54,8 @@ class ScoreFields(Fields):
 
 
 async def embeddings(call: Call) -> web.StreamResponse:
-    """Answer with vectors. All vectors are stored until the last vector arrives, because the status is not known
-    before.
+    """Answer with vectors. All vectors are stored until the last vector arrives, because the answer's status is known
+    only after the last vector.
     """
     fields = await call.fields(EmbeddingsFields)
     asked = pb.EmbedRequest(

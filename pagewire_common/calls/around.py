@@ -1,4 +1,4 @@
-"""Wraps the calls of a gRPC method, unary or streaming, in a context manager. Interceptors use it."""
+"""Wraps the calls of a gRPC method, unary or streaming, in a context manager. Interceptors use this function."""
 
 import inspect
 from collections.abc import AsyncGenerator, Callable

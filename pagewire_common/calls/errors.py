@@ -34,8 +34,8 @@ Behavior = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
 
 
 MAX_FIELDS = 6 << 10
-"""Maximum number of fields of a request. All lists of a valid request have fewer fields together. So many fields can be
-counted and parsed quickly.
+"""Maximum number of fields of a request. All lists of a valid request together have fewer fields. A message with this
+number of fields can be counted and parsed quickly.
 """
 
 
@@ -62,9 +62,10 @@ class RequestLimits(NamedTuple):
 
     num_bytes: int
     num_opaque_bytes: int = 0
-    """Further bytes that fields which are not parsed may use. An example is the field of a sound."""
+    """Additional bytes for fields that are not parsed, for example the field of a sound."""
     will_grow: str = ""
-    """The reason why a larger request may be accepted later. Empty if a larger request is never accepted."""
+    """The reason why a larger request may be accepted later. The text is empty if a larger request is never accepted.
+    """
 
 
 _HEALTH = "/grpc.health."
@@ -222,7 +223,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
     """End a call with an error.
 
     gRPC's own exception refers to itself, so the exception and its objects stay in memory until Python's collector
-    runs. These objects must not include the request or the stack frames of `error`.
+    runs. The exception's objects must not include the request or the stack frames of `error`.
     """
     if isinstance(error, RequestError):
         error.__traceback__ = error.__context__ = None

@@ -1,7 +1,8 @@
 """Counts a message's fields before it is parsed, because parsing holds the interpreter's lock.
 
-The smallest part of a message is for example a chat message without role and content. It has two bytes and takes 20 to
-90 ns to parse. A request of 1.5 MB may contain 786,000 such parts. The count only finds where each field begins.
+The smallest part of a message is for example a chat message without role and content. This part has two bytes and takes
+20 to 90 ns to parse. A request of 1.5 MB may contain 786,000 parts of two bytes. The count only finds where each field
+begins.
 """
 
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ _LONGEST_VARINT = 10
 def has_more_fields(data: bytes, message: Descriptor, most: int) -> bool:
     """Whether an encoded message has more than `most` fields. Takes 0.3 µs for each counted field.
 
-    Fields of submessages count too. A submessage is counted as one field if it contains only numbers and single
-    strings, because it is parsed quickly. A packed list is one field. Varints may be padded. Therefore every four bytes
+    Fields of submessages are counted too. A submessage is counted as one field if it contains only numbers and single
+    strings, because it is parsed quickly. A packed list is one field. Because varints may be padded, every four bytes
     of a field's tag and of its number or length count as a further field. For invalid bytes the count stops where the
     parser stops, and the parser reports the error.
     """
@@ -33,7 +34,8 @@ def has_more_fields(data: bytes, message: Descriptor, most: int) -> bool:
 def num_opaque_bytes(data: bytes, message: Descriptor) -> int:
     """The number of bytes in `bytes` fields of an encoded message and its submessages.
 
-    The parser only copies these bytes. In an invalid message, bytes are counted up to the place where a parser stops.
+    The parser only copies the contents of `bytes` fields. In an invalid message, bytes are counted up to the place
+    where a parser stops.
     """
     found = 0
     with suppress(IndexError, ValueError):

@@ -12,7 +12,7 @@ from pagewire_common.calls.errors import RequestError
 
 
 class PatientWriter:
-    """The writer of a call. Until `close` it belongs to the task that creates it."""
+    """The writer of a call. Until `close` the writer belongs to the task that creates it."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], limit: float) -> None:
         """`limit` is the number of seconds that the client may leave a message unread."""

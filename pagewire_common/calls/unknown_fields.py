@@ -1,11 +1,13 @@
-"""Finds fields of a request that this server's contract lacks. Protobuf keeps these fields, but no code reads them."""
+"""Finds fields of a request that this server's contract lacks. Protobuf keeps unknown fields, but no code reads
+them.
+"""
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 
 def unknown_field(message: Message) -> str:
-    """The name of the first unknown field in a message or its submessages. Empty if all fields are known.
+    """The name of the first unknown field in a message or its submessages. The name is empty if all fields are known.
 
     Takes 0.12 µs for each message and submessage. Lists of numbers cost nothing. Maps are skipped, because their values
     are numbers in all requests.

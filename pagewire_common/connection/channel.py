@@ -1,7 +1,7 @@
 """Opens channels, and decides whether a call uses the HTTP proxy of the environment.
 
-By default gRPC sends every call to the proxy, including calls to this machine and to workers. Here calls between
-pagewire's services never use a proxy. A client's calls use the proxy unless the server is on this machine.
+By default gRPC sends every call to the proxy, including calls to this machine and to workers. In pagewire, calls
+between the services never use a proxy. A client's calls use the proxy unless the server is on this machine.
 """
 
 import ipaddress
@@ -40,7 +40,8 @@ def direct_opener(*handlers: BaseHandler) -> OpenerDirector:
 
 
 def proxy_of(target: str, environment: Mapping[str, str] | None = None) -> str:
-    """The HOST:PORT of the proxy for a client's calls to `target`. Empty if the calls go to the target directly.
+    """The HOST:PORT of the proxy for a client's calls to `target`. The result is empty if the calls go to the target
+    directly.
 
     Raises ValueError for a variable that is not a URL. The error does not quote the value, because the value may
     contain a password.
@@ -57,13 +58,13 @@ def proxy_of(target: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def _http_address(variable: str, url: str) -> str:
-    """The HOST:PORT in a proxy's URL. Empty if the scheme is not http: gRPC uses only http proxies."""
+    """The HOST:PORT in a proxy's URL. The result is empty if the scheme is not http: gRPC uses only http proxies."""
     try:
         parts = urlsplit(url)
         if parts.scheme != "http":
             return ""
         if parts.hostname and parts.port != 0 and "@" not in parts.path + parts.query + parts.fragment:
-            return parts.netloc.rpartition("@")[2]  # removes the password
+            return parts.netloc.rpartition("@")[2]  # this part has no password
     except ValueError:
         pass
     raise ValueError(
@@ -73,7 +74,7 @@ def _http_address(variable: str, url: str) -> str:
 
 
 def _matches(host: str, exception: str) -> bool:
-    """Whether an exception of no_proxy matches a host, as gRPC decides it.
+    """Whether an exception of no_proxy matches a host, by gRPC's rules.
 
     An exception is the end of a host's name, or a network. "*" matches every host, as in curl.
     """

@@ -1,7 +1,7 @@
 """Adds advice to the error of a failed call.
 
-There are several possible causes. The call may have used a proxy. The port may belong to another service, require TLS,
-lack TLS, or speak HTTP/1.1. The server or the client may refuse a certificate.
+A call can fail for several reasons. The call may have used a proxy. The port may belong to another service, require
+TLS, lack TLS, or speak HTTP/1.1. The server or the client may refuse a certificate.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ import grpc
 from pagewire_common.connection.channel import proxy_of, split_target
 
 PROBE_SECONDS = 2.0
-"""Time limit in seconds of a TLS handshake, which is tried with a port that closes plain-text connections."""
+"""Time limit in seconds of a TLS handshake. The handshake is tried if a port closes plain-text connections."""
 _CLOSED = ("Socket closed", "Connection reset", "Broken pipe")
-"""gRPC's errors when a plain-text call reaches a TLS port. The same errors occur when a server stops."""
+"""gRPC's errors when a plain-text call reaches a TLS port. gRPC reports the same errors when a server stops."""
 _OF_THE_CONNECTION = ("failed to connect", "errors resolving", *_CLOSED)
 _NO_TLS = "WRONG_VERSION_NUMBER"
 _NOT_VERIFIED = "CERTIFICATE_VERIFY_FAILED"

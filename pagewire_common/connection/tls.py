@@ -3,8 +3,8 @@
 tls.crt and tls.key are the certificate and key of this side. ca.crt verifies the certificates of the other side.
 
 A server checks the files at each connection. A renewed certificate is used from the next connection. While files are
-being replaced, the old files stay in use. New files count as complete under three conditions. They have not changed for
-SETTLE_SECONDS, every file that was in use still exists, and certificate and key match.
+being replaced, the old files stay in use. New files count as complete under three conditions: the files have not
+changed for SETTLE_SECONDS, every file that was in use still exists, and certificate and key match.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ log = structlog.get_logger()
 
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 SETTLE_SECONDS = 1.0
-"""Seconds without a change before files count as complete. Without this pause, a list of authorities that is cut off
-would count as a valid, shorter list.
+"""Seconds without a change before files count as complete. Without the pause, a half-written list of authorities would
+count as a valid, shorter list.
 """
 
 
@@ -76,7 +76,7 @@ class TlsFolder:
         return tuple(stamps)
 
     def _read(self) -> _Files:
-        """Read the files. Raises OSError (ssl's errors are OSErrors) or ValueError if they cannot be used."""
+        """Read the files. Raises OSError or ValueError if the files cannot be used. ssl's errors are OSErrors."""
         paths = [self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)]
         files = _Files(*(path.read_bytes() if path.exists() else None for path in paths))
         if not files.names:
@@ -104,13 +104,13 @@ class TlsFolder:
             if stamp != self._seen:
                 self._seen, self._seen_at = stamp, now
             if self._seen_at and (now - self._seen_at >= SETTLE_SECONDS or self._is_old()):
-                self._seen_at = 0.0  # so that each change is logged once
+                self._seen_at = 0.0  # 0 prevents a second look, so that each change is logged once
                 if stamp != self._stamp:
                     self._take(stamp)
             return self._generation
 
     def _is_old(self) -> bool:
-        """Whether the last change of folder and files was long ago. In this case one look is enough."""
+        """Whether the last change of folder and files was long ago. If so, a single look at the files is enough."""
         paths = (self._folder, *(self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)))
         try:
             return time.time() - max(path.stat().st_ctime for path in paths if path.exists()) >= SETTLE_SECONDS
@@ -139,7 +139,7 @@ class TlsFolder:
             raise StartError(f"clients' certificates are checked with {AUTHORITY}, which {self._folder} has not")
 
     def server_credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
-        """Credentials of a gRPC server. With `mutual`, clients require certificates too. Raises StartError."""
+        """Credentials of a gRPC server. With `mutual`, clients require certificates. Raises StartError."""
         self._need_own(mutual=mutual)
         loaded = self.refresh()
 
@@ -199,14 +199,16 @@ def _named(files: str) -> Iterator[None]:
 
 
 def _no_password() -> str:
-    """Return an empty password. Without it ssl would ask for an encrypted key's password at the terminal, and wait."""
+    """Return an empty password. Without this function ssl would ask for an encrypted key's password at the terminal,
+    and wait.
+    """
     raise OSError("the key is encrypted; it must not be")
 
 
 class Security(NamedTuple):
     """The conditions for calling a server.
 
-    If there is a folder, TLS is required. `mutual` requires a client certificate. If `identity` is not empty, the
+    A server with a TLS folder requires TLS. `mutual` requires a client certificate. If `identity` is not empty, the
     client certificate must contain this name.
     """
 
@@ -237,6 +239,6 @@ def secure_channel(
 
 
 def peer_names(context: grpc.aio.ServicerContext[Any, Any]) -> set[str]:
-    """The names in the certificate of the call's peer. Empty without a certificate."""
+    """The names in the certificate of the call's peer. The set is empty without a certificate."""
     names = context.auth_context().get("x509_subject_alternative_name", ())
     return {name.decode(errors="replace") for name in names}

@@ -12,7 +12,8 @@ from pagewire_common.start_error import StartError
 
 
 def eos_token_ids(config: Mapping[str, Any], generation: GenerationConfig, of_tokenizer: int | None) -> tuple[int, ...]:
-    """End-of-sequence tokens from generation_config.json. If that file has none, they come from config.json.
+    """End-of-sequence tokens from generation_config.json. If generation_config.json has none, the tokens come from
+    config.json.
 
     The tokenizer's own end-of-sequence token is added, as in vLLM: a fine-tuned model may end turns with another token
     than its base model. Raises StartError for an invalid token id.

@@ -76,9 +76,9 @@ class GenerationDefaults(SamplerParams):
     """Defaults for fields that a request leaves out. Each default has the same meaning as in transformers.
 
     Without do_sample, decoding is greedy for any value of the other fields. `max_length` and `min_length` count the
-    prompt. They apply if `max_new_tokens` and `min_new_tokens` are absent. Each of `bad_words` is a list of tokens; its
-    last token may not follow its other tokens. `suppressed` tokens are never chosen. `begin_suppressed` tokens are
-    never chosen as the first token. A request cannot override suppressed tokens.
+    prompt. These two limits apply if `max_new_tokens` and `min_new_tokens` are absent. Each of `bad_words` is a list of
+    tokens; the list's last token may not follow the list's other tokens. `suppressed` tokens are never chosen.
+    `begin_suppressed` tokens are never chosen as the first token. A request cannot override suppressed tokens.
     """
 
     max_new_tokens: int | None = None
@@ -123,20 +123,20 @@ class GenerationDefaults(SamplerParams):
 
     @property
     def num_listed(self) -> int:
-        """How many numbers the lists contain that each request carries."""
+        """Number of entries in the lists of these defaults. Each request carries the lists."""
         words = sum(map(len, self.bad_words)) + len(self.bad_words)
         return words + 2 * len(self.logit_bias) + len(self.suppressed) + len(self.begin_suppressed)
 
     def max_tokens(self, num_prompt_tokens: int) -> int | None:
-        """Maximum number of output tokens after a prompt. None if the file has no limit. Below 1 if the prompt is too
-        long.
+        """Maximum number of output tokens after a prompt. The result is None if the file has no limit. The result is
+        below 1 if the prompt is too long.
         """
         if self.max_new_tokens is not None or self.max_length is None:
             return self.max_new_tokens
         return self.max_length - num_prompt_tokens
 
     def min_tokens(self, num_prompt_tokens: int) -> int:
-        """Minimum number of output tokens: an output may not end before it."""
+        """Minimum number of tokens of an output after a prompt."""
         return max(0, self.min_length - num_prompt_tokens) if self.min_new_tokens is None else self.min_new_tokens
 
     def sampling_params(self) -> dict[str, float]:

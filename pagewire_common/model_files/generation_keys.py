@@ -1,7 +1,7 @@
 """The keys of a generation_config.json and their allowed values. Supported keys and ignored keys have separate tables.
 
-A key in no table is refused. If a key changes which tokens a decoding method chooses, it must not be in the table of
-keys without effect.
+A key in no table is refused. A key that changes a decoding method's choice of tokens must not be in the table of keys
+without effect.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pagewire_common.sampling import MAX_BIAS, MAX_STOP_STRINGS, MAX_STRING, NUMBERS, Bounds, Number
 
 MAX_LISTED = 1024
-"""Maximum number of token ids or words in one list. Each request carries the list to its worker."""
+"""Maximum number of token ids or words in one list. Each request carries its lists to its worker."""
 _LONGEST_WORD = 256
 """Maximum number of token ids of a banned word."""
 _MAX_HEADS = 1024
@@ -164,7 +164,7 @@ CHOSEN_BY_REQUESTS: Mapping[str, tuple[Kind, object]] = {
 """Keys of the decoding method that the model's author prefers (usually beam search), with their neutral value.
 
 Each request chooses its own method, because another method changes the shape and the cost of the answer. As in vLLM, a
-model is served without the preferred method. The log says this once.
+model is served without the preferred method. The log reports once that the preferred method is not used.
 """
 
 _NEUTRAL: Mapping[str, Kind] = {

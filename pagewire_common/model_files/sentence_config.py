@@ -34,7 +34,7 @@ class SentenceConfig:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], sentences: Mapping[str, Any], num_labels: int) -> "SentenceConfig":
-        """Read config.json and config_sentence_transformers.json. Either may be empty. Raises StartError.
+        """Read config.json and config_sentence_transformers.json. Either file may be empty. Raises StartError.
 
         `num_labels` is the number of the network's classes, or 0 if the network is no classifier.
         """
@@ -59,7 +59,9 @@ class SentenceConfig:
 
 
 def _check_prompts(sentences: Mapping[str, Any]) -> None:
-    """Refuse a default prompt for all texts. Other prompts are allowed: callers put them before their texts."""
+    """Refuse a default prompt for all texts. Prompts with a name are allowed: callers put such a prompt before their
+    texts.
+    """
     prompts, default = sentences.get("prompts") or {}, sentences.get("default_prompt_name")
     if not (isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())):
         raise StartError(f"{FILE}: prompts is {shown(prompts)}; it must be an object of texts")
@@ -77,7 +79,8 @@ def _check_prompts(sentences: Mapping[str, Any]) -> None:
 def _activation(config: Mapping[str, Any], sentences: Mapping[str, Any], num_labels: int) -> str | None:
     """The activation that a classifier was trained with, by its class name in torch.
 
-    sentence-transformers stores the activation in one of three places. If several places contain it, all must agree.
+    sentence-transformers stores the activation in one of three places. If several places contain an activation, the
+    values must be equal.
     """
     notes = config.get("sentence_transformers")
     if notes is not None and not isinstance(notes, dict):

@@ -20,8 +20,8 @@ log = structlog.get_logger()
 
 FILE = "tokenizer_config.json"
 MAX_MORE = 1 << 16
-"""Maximum number of tokens that a tokenizer may have beyond the model's vocabulary. Some tokenizers have a few more.
-Memory grows with the largest id.
+"""Maximum number of tokens that a tokenizer may have beyond the model's vocabulary. Some tokenizers have a few more
+tokens than the model. Memory grows with the largest id.
 """
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -105,7 +105,8 @@ class TokenizerConfig:
         _check("model_specific_special_tokens", named, dict, "an object of tokens")
         special |= {key: _token(key, value) for key, value in named.items()}
         others: dict[str, Token] = {}  # by text, because two keys may list the same token
-        for key in ("additional_special_tokens", "extra_special_tokens"):  # the second name is newer in transformers
+        # "extra_special_tokens" is the newer name in transformers
+        for key in ("additional_special_tokens", "extra_special_tokens"):
             listed = config.get(key) or []
             if isinstance(listed, dict):
                 special |= {name: _token(key, value) for name, value in listed.items()}
@@ -196,7 +197,7 @@ def _id(written: object) -> int:
 
 
 def _chat_template(config: Mapping[str, Any], files: Mapping[str, Path]) -> ChatTemplateSource | None:
-    """The chat template. If chat_template.jinja exists, it is used, as in transformers.
+    """The chat template. The file chat_template.jinja has priority, as in transformers.
 
     If there are several named templates, "default" is used. The other templates are for tools and documents, which
     pagewire's chats do not support.
@@ -237,7 +238,7 @@ def _check(key: str, value: object, kind: type, expected: str) -> None:
 
 
 def _check_text(key: str, text: str) -> None:
-    """Refuse lone surrogates. JSON can spell them, but UTF-8 cannot encode them."""
+    """Refuse lone surrogates. JSON can spell a lone surrogate, but UTF-8 cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError:

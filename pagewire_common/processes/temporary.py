@@ -1,8 +1,8 @@
-"""A process's temporary folders, for sockets and copies of adapters. They are removed when the process ends.
+"""A process's temporary folders, for sockets and copies of adapters. The folders are removed when the process ends.
 
 If a process is killed, its folders remain. Each folder is locked while its process lives, so that the next start finds
-the abandoned folders. All users share the parent folder. A folder that belongs to another user or that others may open
-is skipped unopened.
+the abandoned folders. All users share the parent folder. A folder is skipped unopened if it belongs to another user or
+if other users may open it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class TemporaryFolder:
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
             self._lock = _locked(self.path)
             if self._lock is not None:
-                return  # without the lock, a starting process may have seen the folder unlocked, and removes it
+                return  # without the lock, another process that starts may remove the folder
             with contextlib.suppress(OSError):
                 self.path.rmdir()
         raise OSError(
@@ -70,7 +70,8 @@ def _locked(path: Path) -> int | None:
         status = os.fstat(folder)
         if status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(status, os.lstat(path)):  # true if no other process removed the folder before this lock
+            # true unless another process removed the folder before it was locked
+            if os.path.samestat(status, os.lstat(path)):
                 return folder
     os.close(folder)
     return None

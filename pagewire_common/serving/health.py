@@ -1,4 +1,4 @@
-"""The health service. It requires no key, and no caller can delay another caller.
+"""The health service. The health service requires no key, and no caller can delay another caller.
 
 grpcio's own health service holds a lock while it writes to a watcher. A watcher that does not read would block all
 other watchers.
@@ -22,7 +22,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Health(HealthServicer):  # type: ignore[misc]  # its package has no types
-    """Statuses by service name. Create it inside the running event loop."""
+    """Statuses by service name. Create the object inside the running event loop."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, pb.HealthCheckResponse.ServingStatus] = {}

@@ -38,13 +38,13 @@ OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 MAX_CONNECTIONS = 1024
-"""Maximum number of connections of a server that has no setting for it."""
+"""Maximum number of connections of a server without a setting for connections."""
 
 LIVENESS = "liveness"
 """The health service's name for liveness probes.
 
-Its status is SERVING while the event loop runs, even if the service is not ready. A worker that loads, drains or is
-busy is therefore not restarted.
+The status of liveness is SERVING while the event loop runs, even if the service is not ready. A worker that loads,
+drains or is busy is therefore not restarted.
 """
 
 
@@ -123,7 +123,8 @@ class GrpcServer:
     async def stop(self, drain: Callable[[float], Awaitable[None]], grace: float) -> None:
         """Stop the server.
 
-        Report NOT_SERVING for good. Let `drain` end the work in flight within `grace` seconds. Then close all calls.
+        Report NOT_SERVING for good. Let `drain` end the work in flight within `grace` seconds. Afterwards close all
+        calls.
         """
         await self.set_serving(False)
         self._is_stopping = True

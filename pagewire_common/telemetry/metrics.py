@@ -36,7 +36,7 @@ MAX_SECONDS = 30.0
 MAX_CONNECTIONS = 16
 MAX_HEAD_BYTES = 16 << 10
 _PEER_NAMES = "pagewire.peer_names"
-"""Key in a request's WSGI environment. Its value contains the names in the client's certificate."""
+"""Key in a request's WSGI environment. The key's value contains the names in the client's certificate."""
 
 Families = Callable[[], Awaitable[Iterable[Metric]]]
 MayRead = Callable[[str], bool]
@@ -53,7 +53,7 @@ async def serve_metrics(
     """Serve the result of `families` within the `with` block. Yields the bound HOST:PORT, or None if `listen` is None.
 
     `may_read` checks the request's Authorization header, on a thread. If `readers` is not empty, a client's certificate
-    must contain one of its names. Raises StartError if the address cannot be used.
+    must contain a name from `readers`. Raises StartError if the address cannot be used.
     """
     if listen is None:
         yield None
@@ -103,7 +103,7 @@ class _OnLoop(Collector):
         reading = read()
         try:
             return asyncio.run_coroutine_threadsafe(reading, self._loop).result(SCRAPE_SECONDS)
-        except (concurrent.futures.CancelledError, TimeoutError, RuntimeError):  # the service stops
+        except (concurrent.futures.CancelledError, TimeoutError, RuntimeError):  # the service is stopping
             reading.close()
             return []
 
@@ -201,7 +201,7 @@ class _Head:
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = SCRAPE_SECONDS  # limit for a connection that sends nothing
+    timeout = SCRAPE_SECONDS  # seconds after which a connection that sends nothing is closed
 
     def setup(self) -> None:
         super().setup()

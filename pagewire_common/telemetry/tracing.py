@@ -1,4 +1,4 @@
-"""OpenTelemetry traces of requests, exported by OTLP over gRPC. Without an endpoint there are no traces.
+"""OpenTelemetry traces of requests, exported by OTLP over gRPC. Without an endpoint no traces are exported.
 
 The SDK's environment variables also apply: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and others.
 """
@@ -78,7 +78,9 @@ async def tracing(endpoint: str | None, service: str) -> AsyncIterator[Tracer | 
 
 
 def parent_of(metadata: Iterable[tuple[str, Any]]) -> Context:
-    """The caller's trace context from its metadata, in W3C's format. Empty if the metadata has none."""
+    """The caller's trace context from its metadata, in W3C's format. The result is empty if the metadata contains no
+    trace context.
+    """
     carrier = {
         name: value
         for name, value in metadata

@@ -2,8 +2,8 @@
 
 Every worker has a lane with a slice for each step. The slice lasts from the moment at which the step could begin to its
 answer. Every request has a lane with its state from arrival to end: queued, prefill, decode, preempted or swapped.
-Counters show the numbers of waiting, running and swapped-out requests, and of free blocks. The writer writes events as
-the replay yields them. Times are whole microseconds since the start of the recording.
+Counters show the numbers of waiting, running and swapped-out requests, and of free blocks. Each event is written as
+soon as the replay yields it. Times are whole microseconds since the start of the recording.
 """
 
 import json
@@ -26,7 +26,7 @@ class _Lane:
     state: str = "queued"
     worker: str = ""
     has_run: bool = False
-    has_token: bool = False  # whether it has a token since a worker last received it
+    has_token: bool = False  # whether a token was generated since the request was last given to a worker
 
 
 class TraceWriter:

@@ -17,7 +17,7 @@ def encode_placements(output: SchedulerOutput, plan: pb.RecordedPlan, session_of
 
 
 def compare_placements(recorded: pb.RecordedPlan, replayed: pb.RecordedPlan) -> str:
-    """The first difference between two plans' placements, in words. Empty if the placements are equal."""
+    """The first difference between two plans' placements, in words. The text is empty if the placements are equal."""
     for what in ("placements", "moved"):
         ours: Sequence[pb.RecordedPlacement] = getattr(recorded, what)
         theirs: Sequence[pb.RecordedPlacement] = getattr(replayed, what)

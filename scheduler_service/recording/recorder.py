@@ -45,7 +45,7 @@ class Wire(Protocol):
 
     epoch: int
     last_answer: wire.ModelOutput
-    """The serialized answer. It has more fields than the core reads."""
+    """The serialized answer. The answer has more fields than the core reads."""
 
 
 class Sink(Protocol):
@@ -180,8 +180,8 @@ class RecordedScheduler(Scheduler):
             raised = type(error).__name__
             raise
         finally:
-            # A call that returns an empty step changes nothing if no request runs or waits. All idle workers plan at
-            # every arrival, and their empty plans are not recorded.
+            # If no request runs or waits, a call that returns an empty step changes nothing. At every arrival all idle
+            # workers plan, and their empty plans are not recorded.
             if output is None or not output.is_empty or output.ignored or self.has_work:
                 self._recorder.note(lambda event: self._write_plan(event.plan, output, raised), now)
 

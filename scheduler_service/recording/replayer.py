@@ -1,7 +1,7 @@
 """Runs the core again from a recording and compares all its decisions.
 
 A plan is compared as the bytes that its worker received, so even a different block number is found. The replay yields
-its events one by one. Traces and cost models are computed from the events.
+the recording's events one by one. Traces and cost models are computed from the events.
 """
 
 from collections import deque
@@ -35,8 +35,8 @@ from scheduler_service.wire.fields import decode_enum, decode_fields
 T = TypeVar("T")
 
 MAX_REPLAYED_BLOCKS = 4 * MAX_BLOCKS
-"""Maximum number of blocks of all workers together. These blocks take 1.1 GB. Without a limit, the numbers in an
-untrusted file could use up the memory.
+"""Maximum number of blocks of all workers together. This number of blocks takes 1.1 GB. Without a limit, the numbers in
+an untrusted file could use up the memory.
 """
 
 

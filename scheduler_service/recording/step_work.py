@@ -20,7 +20,7 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of(cls, output: SchedulerOutput) -> "StepWork":
-        """The work of a step without drafts. Call it before the next step is planned."""
+        """The work of a step without drafts. Call this function before the next step is planned."""
         prefill = decode = context = 0
         for sequence, num_tokens, _ in output.scheduled:
             context += sequence.num_computed_tokens - sequence.num_draft_tokens  # includes the tokens of this step

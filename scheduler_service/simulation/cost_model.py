@@ -17,8 +17,8 @@ class CostModel:
     """The time of a step in microseconds, as a sum over its `StepWork`, and the worker's sizes. An encoder has no
     blocks.
 
-    The defaults are round numbers, not a measurement. They have the magnitude of a small model on a few CPU cores. For
-    real plans, fit a cost model to your own recording.
+    The defaults are round numbers, not a measurement. The defaults have the magnitude of a small model on a few CPU
+    cores. For real plans, fit a cost model to your own recording.
     """
 
     step_us: float = 2_000.0
@@ -40,7 +40,7 @@ class CostModel:
     """
 
     def step_seconds(self, output: SchedulerOutput, num_drafts: int = 0) -> float:
-        """Seconds of a step that verifies `num_drafts` drafts. Call it before the next step is planned."""
+        """Seconds of a step that verifies `num_drafts` drafts. Call this function before the next step is planned."""
         work = StepWork.of(output).with_drafts(num_drafts)
         compute_us = (
             self.step_us

@@ -1,4 +1,6 @@
-"""Draft tokens: a recording counts how often they are made and accepted, and a simulation draws them at random."""
+"""Draft tokens: from a recording they are counted (made and accepted drafts), and in a simulation they are drawn at
+random.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +46,7 @@ class DraftCounts:
 
     @property
     def fields(self) -> dict[str, list[float]]:
-        """The fields of `CostModel` about drafts. Empty if no draft was counted."""
+        """The fields of `CostModel` about drafts. The result is empty if no draft was counted."""
         if not self._positions:
             return {}
         return {

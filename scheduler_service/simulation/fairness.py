@@ -24,7 +24,8 @@ class ServiceGap:
         self.tokens = 0.0
         self._service: defaultdict[str, float] = defaultdict(float)
         self._waiting: Counter[str] = Counter()  # requests that are not admitted yet, by tenant
-        self._ranges: dict[tuple[str, str], tuple[float, float]] = {}  # pairs of tenants that both wait
+        # one entry for each pair of tenants that both wait
+        self._ranges: dict[tuple[str, str], tuple[float, float]] = {}
         self._steps_to_skip = 0
 
     def arrived(self, tenant: str) -> None:

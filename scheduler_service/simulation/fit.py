@@ -17,9 +17,9 @@ from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.drafts import DraftCounts
 
 COLUMNS = ("step", *StepWork._fields)
-OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # some workers never swap
-DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # 0 for an encoder
-MIN_STEPS = 50  # ten for each coefficient
+OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # workers that never swap have no swapped blocks
+DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # sizes that are 0 for an encoder
+MIN_STEPS = 50  # ten steps for each coefficient
 SAME = 1e-9  # a column of length 1 counts as a sum of other columns if less than this part is independent of them
 SMALLEST_PREFILL_US = 1e-6  # more than 0, because a cost model divides by it
 
@@ -57,8 +57,8 @@ class Measurements:
 
     @property
     def config(self) -> SchedulerConfig:
-        """The common configuration of all workers. Raises ValueError if the configurations differ, or if there
-        is none.
+        """The common configuration of all workers. Raises ValueError if the configurations differ, or if no worker has
+        a configuration.
         """
         if not self._configs:
             raise ValueError("the recording has no such worker" if self._worker else "the recording has no worker")

@@ -1,7 +1,7 @@
 """Draws simulated runs in a colour for each policy: time to the first token, and waiting and running requests over
 time.
 
-Only this file requires matplotlib. It works without a display.
+Only this file requires matplotlib. Plotting works without a display.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,7 +78,7 @@ def draw(results: Mapping[str, Result], title: str) -> Figure:
 
 
 def _kinds(requests: Sequence[RequestTimes]) -> dict[str, Sequence[RequestTimes]]:
-    """All requests. If there are several tenants or priorities, also the requests of each tenant or priority."""
+    """Requests by kind: all requests, and the requests of each tenant and of each priority, if there are several."""
     tenants, priorities = by_tenant(requests), by_priority(requests)
     busiest = sorted(tenants, key=lambda tenant: -len(tenants[tenant]))[:MAX_TENANTS]
     kinds: dict[str, Sequence[RequestTimes]] = {"all": requests}

@@ -1,4 +1,4 @@
-"""Assigns a tenant, a priority and a conversation to each request of a trace. Public traces do not contain them."""
+"""Assigns a tenant, a priority and a conversation to each request of a trace. Public traces do not contain senders."""
 
 import heapq
 import random
@@ -15,7 +15,8 @@ T = TypeVar("T")
 def deal(arrivals: Sequence[Arrival], tenants: Mapping[str, float], priorities: Mapping[int, float]) -> list[Arrival]:
     """Give every request a random tenant and priority, in proportion to their shares of all requests.
 
-    Tenant and priority do not depend on each other or on the request. They are equal in every run.
+    Tenant and priority do not depend on each other or on the request. Every run gives a request the same tenant and
+    priority.
     """
     draw = random.Random(0)
     tenant, priority = _chooser(tenants), _chooser(priorities)
@@ -31,8 +32,8 @@ def _chooser(shares: Mapping[T, float]) -> Callable[[random.Random], T]:
 def converse(arrivals: Sequence[Arrival], *, pause: float, most_turns: int) -> list[Arrival]:
     """Turn requests into turns of conversations, if prompts are long enough to contain the previous turns.
 
-    A turn begins at least `pause` seconds after the previous turn. It continues the longest conversation that fits into
-    its prompt. Every turn's prompt begins with the previous turn's prompt and output.
+    A turn begins at least `pause` seconds after the previous turn. A turn continues the longest conversation that fits
+    into the turn's prompt. Every turn's prompt begins with the previous turn's prompt and output.
     """
     # sorted by end of the pause: end of the pause, tokens so far, turns, number
     resting: list[tuple[float, int, int, int]] = []

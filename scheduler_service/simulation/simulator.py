@@ -1,4 +1,5 @@
-"""Runs a trace through schedulers on a virtual clock. Each simulated worker has a scheduler, and all share one queue.
+"""Runs a trace through schedulers on a virtual clock. Each simulated worker has a scheduler. All schedulers share one
+queue.
 
 There are three kinds of event: a request arrives, a step ends, or an idle worker plans again. A worker plans again if
 it left a request to a better worker for a limited time. Other idle workers sleep until they may receive a request. Only
@@ -189,7 +190,7 @@ class Simulator:
                 yield *heapq.heappop(self._retries), None
 
     def _group(self, number: int) -> SequenceGroup:
-        """Create a request. Its prompt shares a prefix only with requests of the same conversation."""
+        """Create a request. The request's prompt shares a prefix only with requests of the same conversation."""
         arrival = self._arrivals[number]
         is_alone = arrival.conversation is None
         root = f"request {number}" if is_alone else f"conversation {arrival.conversation}"

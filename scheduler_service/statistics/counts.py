@@ -1,8 +1,8 @@
 """Counts since the scheduler started, in plain numbers that are cheap to update.
 
-AdminService reads the counts, and a scrape of the metrics converts them to text. This file depends on neither. The
-engine counts tokens, and front ends count requests. When a scrape requests the metrics, front ends send their counts to
-the engine.
+AdminService reads the counts, and a scrape of the metrics converts them to text. This file depends neither on
+AdminService nor on the metrics. The engine counts tokens, and front ends count requests. When a scrape requests the
+metrics, front ends send their counts to the engine.
 """
 
 import time
@@ -146,8 +146,8 @@ _NUMBERS = ("num_requests", "num_prompt_tokens", "num_output_tokens")
 
 
 class CountsByTenant:
-    """Counts by tenant. The first tenants have counts of their own, and all later tenants share counts. Clients may
-    choose tenants' names, and each name is a permanent metrics label.
+    """Counts by tenant. The first tenants have separate counts, and all later tenants share counts. Clients may choose
+    tenants' names, and each name is a permanent metrics label.
 
     If several objects share `names`, their sums never decrease.
     """

@@ -91,7 +91,9 @@ def _fill_sampling(message: GroupSampling, sampling: SamplingParams) -> None:
 
 
 def _encode_table(block_ids: list[int]) -> list[int]:
-    """Encode a block table. The worker never reads entries behind a sliding window, so 0 is written for them."""
+    """Encode a block table. The worker never reads entries behind a sliding window, so 0 is written for these
+    entries.
+    """
     return [block if block > 0 else 0 for block in block_ids]
 
 

@@ -24,8 +24,7 @@ T = TypeVar("T")
 EnumDescriptor = Any
 FieldDescriptor = Any
 _COMPLETE: Mapping[type, type] = {SamplingParams: RequestSampling}
-"""The class to decode for a type of the core. It is listed if the core's type has only the fields that planning reads.
-"""
+"""The class to decode for a type of the core. A type is listed if it has only the fields that planning reads."""
 
 
 def encode_fields(of: type, value: object, message: Message) -> None:
@@ -54,7 +53,7 @@ def encode_enum(kind: EnumDescriptor, member: enum.Enum) -> int:
 
 
 def decode_enum(of: type[T], kind: EnumDescriptor, number: int) -> T:
-    """The enum member that has this number. Raises ValueError if no member has it."""
+    """The enum member that has this number. Raises ValueError if no member has this number."""
     value = kind.values_by_number.get(number)
     name = value.name.removeprefix(_prefix(kind)) if value else ""
     if name not in of.__members__:  # type: ignore[attr-defined]
@@ -98,7 +97,7 @@ def _write(message: Message, field: FieldDescriptor, value: Any) -> None:
 
 @functools.cache
 def _readers(of: type, descriptor: Any) -> dict[str, Callable[[Any], Any]]:
-    """Functions that read the fields of a message, by the field's name."""
+    """Functions that read the fields of a message, by field name."""
     return {name: _reader(descriptor.fields_by_name[name], hint) for name, hint in _hints(of).items()}
 
 

@@ -1,9 +1,9 @@
 """Limits how often a stream between front end and engine is written. An idle stream is written at once, a busy stream
 seldom.
 
-A message costs the two processes 70 to 150 µs, whatever its content. Adding 100 tokens to a message costs as much.
-Answers, submissions and tokens come one by one, ten for each step of 256 sequences. Collected, they take one or two
-messages.
+A message costs the two processes 70 to 150 µs, whatever its content. The rows of 100 tokens in a message cost as much.
+Answers, submissions and tokens come one by one, ten for each step of 256 sequences. With this limit they are sent in
+one or two messages.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""Sends adapters to one worker, one after the other, while the worker runs steps. Also removes adapters from the
-worker.
+"""Sends adapters to one worker, one after the other, while the worker runs steps. The fetcher also removes adapters
+from the worker.
 
 The session's scheduler chooses the next adapter, and the adapter that the worker removes to make room. Adapters that an
 operator loads are sent first. Adapters that waiting requests lack are sent next. The other named adapters fill the
@@ -57,7 +57,7 @@ class AdapterFetcher:
         self._fetched = fetched
         self._delivery = Delivery()
         self.refused: dict[str, str] = {}
-        """Adapters that the worker cannot use: the reason for each, by fingerprint."""
+        """Adapters that the worker cannot use, by fingerprint. The value is the reason."""
         self.lost: list[tuple[Adapter, str]] = []
         """Adapters whose copies cannot be read, with the reason. An adapter stays in the list until it is given up."""
         self._lacking: Sequence[str] = ()
@@ -73,7 +73,7 @@ class AdapterFetcher:
 
     @property
     def fetching(self) -> str:
-        """The fingerprint of the adapter being sent; empty if there is none."""
+        """The fingerprint of the adapter being sent; empty if no adapter is being sent."""
         return self._delivery.fingerprint
 
     @property
@@ -189,7 +189,7 @@ class AdapterFetcher:
     def _pause(self) -> float | None:
         """Seconds after which `run` looks for the next adapter, even without a change."""
         now = time.monotonic()
-        # A retry whose time has come waits for a place, not for a time.
+        # If the time of a retry has come, the retry waits for a free place.
         pauses = [again_at - now for again_at, _ in self._retries.values() if again_at > now]
         if any(one not in self.refused and one not in self._retries for one in self._lacking):
             pauses.append(LONG_FETCH_SECONDS)  # the adapter may be on its way to another worker
@@ -252,7 +252,7 @@ class AdapterFetcher:
                 raise
             if self._failure is not None:
                 raise self._failure from None
-            self._to_forget.append(fingerprint)  # the adapter was no longer wanted, and the worker may hold it
+            self._to_forget.append(fingerprint)  # the adapter was no longer wanted, but the worker may hold the adapter
             return None
         except CopyLostError as error:
             self._to_forget.append(fingerprint)

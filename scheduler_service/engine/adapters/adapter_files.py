@@ -1,4 +1,4 @@
-"""An adapter's files: how they are read from PEFT's folder, copied, and sent to a worker."""
+"""Reads an adapter's files from PEFT's folder, copies the files, and sends them to a worker."""
 
 import asyncio
 import hashlib

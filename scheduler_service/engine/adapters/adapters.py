@@ -29,7 +29,9 @@ from scheduler_service.wire.codec import WorkerInfo
 log = structlog.get_logger()
 
 MAX_HELD = 4096
-"""Maximum number of adapters that a worker is assumed to hold before its session. A worker may report too many."""
+"""Maximum number of adapters that a worker is assumed to hold before its session. A worker's report may contain a wrong
+number.
+"""
 
 
 class Adapters:
@@ -45,7 +47,7 @@ class Adapters:
         self.fetchers: list[AdapterFetcher] = []
         """The fetchers of open sessions."""
         self.when_changed: Callable[[], None] = lambda: None
-        """Called after the adapters that requests can name have changed."""
+        """Callback after a change of the adapters that requests can name."""
         self._requests = requests
         self._workers = workers
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by name
@@ -55,7 +57,7 @@ class Adapters:
     async def load(self, name: str) -> Adapter:
         """Let requests name an adapter of --lora-dir. The adapter replaces another adapter of the same name.
 
-        Raises RequestError. If a worker cannot use the adapter, RequestError is raised and nothing has changed.
+        Raises RequestError, for example if a worker cannot use the adapter. After an error nothing has changed.
         """
         catalogue, folder = self.catalogue, self.catalogue.folder_of(name)
         async with self._lock(name):
@@ -85,7 +87,7 @@ class Adapters:
         return adapter
 
     def _lock(self, name: str) -> asyncio.Lock:
-        """The lock for a name. With it, operators' calls for the same name run one after the other."""
+        """The lock for a name. With the lock, operators' calls for the same name run one after the other."""
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def _bring(self, adapter: Adapter) -> None:
@@ -167,9 +169,10 @@ class Adapters:
         self.fetchers.remove(fetcher)
 
     async def check(self, client: WorkerClient, info: WorkerInfo) -> list[str]:
-        """Check that a worker supports adapters before it serves. Send it the adapters that some workers cannot use.
+        """Check that a worker supports adapters before it serves. Then send the worker the adapters that some other
+        workers cannot use.
 
-        Returns the fingerprints of the adapters that the worker holds, at most as many as it has places. Raises
+        Returns the fingerprints of the adapters that the worker holds, at most as many as the worker has places. Raises
         WorkerError.
         """
         if self.catalogue.wanted and not info.max_loras:
@@ -198,8 +201,8 @@ class Adapters:
     def settle(self) -> None:
         """Decide about adapters that a worker cannot use.
 
-        If another worker holds the adapter, the session of the worker that cannot use it ends. If no worker that
-        accepts requests can use the adapter, the adapter is given up. An adapter whose copy is lost is given up too.
+        If another worker holds the adapter, the session of the refusing worker ends. If no worker that accepts requests
+        can use the adapter, the adapter is given up. An adapter whose copy is lost is given up too.
         """
         fetchers = self.fetchers
         for fetcher in fetchers:

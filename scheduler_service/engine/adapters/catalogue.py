@@ -1,7 +1,7 @@
 """The existing adapters and their copies: named, being loaded, or needed by requests in flight.
 
-A request refers to its adapter by fingerprint as soon as it is admitted. A name can therefore change to another adapter
-while requests of the old adapter still run and move between workers. A name can also be removed meanwhile.
+An admitted request refers to its adapter by fingerprint. A name can therefore change to another adapter while requests
+of the old adapter still run and move between workers. A name can even be removed while such requests run.
 """
 
 import time
@@ -41,7 +41,7 @@ class Catalogue:
         self.loading: dict[str, Adapter] = {}
         """Adapters that an operator is loading, by name."""
         self.leaving: dict[str, Adapter] = {}
-        """Adapters that have lost their name but that requests in flight need, by fingerprint."""
+        """Adapters without a name that requests in flight need, by fingerprint."""
         self.wanted: dict[str, Adapter] = {}
         """Adapters that are named, loading or leaving, by fingerprint. Only these adapters are sent to workers."""
         self.fingerprints: list[str] = []
@@ -91,7 +91,7 @@ class Catalogue:
         return read_adapter(name, folder, self._place())
 
     def _place(self) -> Path:
-        """The folder for copies. It is removed with this object. Raises ValueError."""
+        """The folder for copies. The folder is removed with this object. Raises ValueError."""
         if self._copies is None:
             try:
                 self._copies = TemporaryFolder("adapters")

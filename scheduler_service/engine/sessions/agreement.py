@@ -1,5 +1,5 @@
-"""The model that every worker has to serve. The first worker decides it; front ends use this worker's files and
-limits.
+"""The model that every worker has to serve. The first worker decides the model; front ends use the first worker's files
+and limits.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Agreement:
         self.model_files: dict[str, bytes] = {}
         self._settings = settings
         self._model_name = model_name(settings.model) if settings.model is not None else ""
-        """The name under which workers know the model. Empty until the first worker has reported the name."""
+        """The name under which workers know the model. The name is empty until the first worker has reported it."""
         self._limits: asyncio.Future[pb.ModelLimits] = asyncio.get_running_loop().create_future()
         self._asked: asyncio.Event | None = None  # set while the scheduler asks a worker for the model
 
@@ -44,7 +44,7 @@ class Agreement:
 
     @property
     def model_name(self) -> str:
-        """The name under which clients know the model. Empty until the first worker has reported the name."""
+        """The name under which clients know the model. The name is empty until the first worker has reported it."""
         return self._settings.served_model_name or self._model_name
 
     async def accept(self, client: WorkerClient, info: WorkerInfo) -> SchedulerConfig:

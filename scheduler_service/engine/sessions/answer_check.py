@@ -15,8 +15,8 @@ _ROUNDING = 1e-3
 def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: int) -> None:
     """Raise ValueError if a correct worker cannot have given this answer to this step.
 
-    The core checks the answer's step and its number of tokens. This function ignores entries of sequences that have
-    left the worker since the step was sent, as the core does: the same sequence may have a new id on another worker.
+    The core checks the answer's step and its number of tokens. Like the core, this function ignores entries of
+    sequences that have left the worker since the step was sent. Such a sequence may have a new id on another worker.
     """
     if answer.token_ids and max(answer.token_ids) >= vocabulary_size:
         raise ValueError(f"the worker sampled token {max(answer.token_ids)} of a vocabulary of {vocabulary_size}")
@@ -27,7 +27,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
         gained, verified = answer.num_tokens or itertools.repeat(1), answer.num_draft_tokens or itertools.repeat(0)
         for sequence, num_tokens, num_drafts in zip(sampled, gained, verified, strict=False):
-            # The drafts of sequences that have left the worker are bounded too, because they are counted.
+            # The number of drafts is limited for sequences that have left the worker, too, because these drafts are
+            # counted.
             if num_drafts > (room := output.num_draft_tokens.get(sequence, 0)):
                 raise ValueError(f"the worker verified {num_drafts} guesses for sequence {sequence.id}, not {room}")
             has_left = sequence in output.dropped
@@ -79,7 +80,7 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
 
 
 def _check_nothing_else(output: SchedulerOutput, answer: ModelOutput) -> None:
-    """Raise ValueError for reports that the step did not request: they would be applied, and would cause errors
+    """Raise ValueError for reports that the step did not request. If such reports were applied, they would cause errors
     later.
     """
     for sequence, _, samples in output.scheduled:
@@ -110,7 +111,7 @@ def _check_entry(sequence: Sequence, entry: TokenLogprobs, token_id: int, width:
     """Check one entry of log-probabilities. `token_id` is the token of the entry."""
     found, *likeliest = entry.token_ids or [-1]
     num_asked, num_found = min(width, vocabulary_size), len(likeliest)
-    # The error does not quote tokens, because they may be tokens of a prompt.
+    # The error does not quote tokens, because tokens may come from a prompt.
     if num_found != num_asked or len(set(likeliest)) != num_asked or max(likeliest, default=0) >= vocabulary_size:
         what = f"{num_found} likeliest tokens where {num_asked} were asked for, or one twice or beyond the vocabulary"
     elif found != token_id or not 0 < entry.rank <= vocabulary_size:

@@ -47,7 +47,9 @@ class WorkerFleet:
         return Worker(client, self.settings.max_in_flight_steps)
 
     def watch_health(self) -> AsyncIterator[bool]:
-        """Yield whether clients should send requests here: first as soon as a worker serves, then after each change."""
+        """Yield whether clients should send requests to this server: first as soon as a worker serves, then after each
+        change.
+        """
         return self.workers.outage.watch_health()
 
     def drain(self, worker: Worker) -> None:
@@ -71,7 +73,7 @@ class WorkerFleet:
             self.admission_changed(worker)
 
     def tell_leaving(self, worker: Worker, is_leaving: bool) -> None:
-        """Record the worker's report that it shuts down, or that it no longer does."""
+        """Record the worker's report whether it is shutting down."""
         if is_leaving != worker.is_leaving:
             log.info("worker is shutting down" if is_leaving else "worker serves again", worker=worker.client.address)
             worker.is_leaving = is_leaving

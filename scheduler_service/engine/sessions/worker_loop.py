@@ -35,7 +35,7 @@ MAX_OF_A_REASON = 500
 
 
 class WorkerLoop:
-    """Connects to one worker of the fleet and serves sessions with it."""
+    """Connects to one worker of the fleet and serves sessions with this worker."""
 
     def __init__(self, fleet: WorkerFleet, worker: Worker) -> None:
         self.worker = worker
@@ -69,8 +69,8 @@ class WorkerLoop:
                 is_starting = isinstance(error, UnreachableError) and not worker.epoch
                 if is_starting or isinstance(error, DrainedError):
                     level = logging.INFO
-                # Frames and failed tasks refer to each other. They also refer to the session's scheduler and its
-                # requests.
+                # Frames and failed tasks refer to each other. Frames also refer to the session's scheduler and the
+                # scheduler's requests.
                 traceback.clear_frames(error.__traceback__)
             except Exception as error:  # after any error, the other workers and all streams continue
                 log.error("worker loop failed", worker=worker.client.address, exc_info=error)
@@ -142,10 +142,10 @@ class WorkerLoop:
     def _check_is_available(self, info: WorkerInfo) -> None:
         """Raise WorkerError if the worker is in a session that must not be ended.
 
-        A scheduler that has just started takes a worker over from another scheduler. The other scheduler is usually its
-        predecessor. If the other scheduler still runs because of a configuration mistake, the mistake becomes visible.
-        The other scheduler does not take the worker back, because both schedulers would take turns for ever and
-        recompute every request's tokens each time.
+        A scheduler that has just started takes a worker over from another scheduler. The other scheduler is usually the
+        new scheduler's predecessor. If both schedulers run because of a configuration mistake, the mistake becomes
+        visible. The other scheduler does not take the worker back. If it did, both schedulers would take turns for
+        ever, and would recompute every request's tokens each time.
         """
         for other in self._fleet.workers.all:
             if other.scheduler is not None and info.instance_id and other.instance_id == info.instance_id:

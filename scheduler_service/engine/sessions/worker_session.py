@@ -57,7 +57,7 @@ class WorkerSession:
         Returns whether the worker was lost in a step.
         """
         fleet, worker, scheduler = self._fleet, self._worker, self._scheduler
-        # A worker that shuts down does not count as lost, because its shutdown may break the stream during a step.
+        # A worker that shuts down does not count as lost. A shutdown may break the stream during a step.
         is_lost = reason is not None and not worker.is_leaving and not isinstance(reason, DrainedError)
         # An error of this scheduler is no evidence against the worker's requests.
         blames_requests = is_lost and isinstance(reason, WorkerError) and reason.blames_requests

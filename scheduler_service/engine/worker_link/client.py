@@ -62,8 +62,8 @@ END_SECONDS = 1.0
 
 
 LONG_ENCODING_NS = 1_000_000
-"""Nanoseconds of encoding, above which a step is written in a separate turn of the event loop. The write takes half as
-long as the encoding.
+"""Nanoseconds of encoding, above which a step is written in a separate turn of the event loop. Writing a step takes
+half as long as encoding a step.
 """
 
 
@@ -125,24 +125,23 @@ class Session:
         self.epoch = epoch
         self.last_answer = pb.ModelOutput()  # the last answer in serialized form, for a recording
         self._call = call
-        self._answers = aiter(call)  # yields answers received before a failed write too; `read` does not
-        self._status: tuple[grpc.StatusCode, str | None]  # set when the call ends
+        self._answers = aiter(call)  # yields answers that arrived before a failed write; `read` loses these answers
+        self._status: tuple[grpc.StatusCode, str | None]  # set at the end of the call
         call.add_done_callback(self._ended)
         self._split = split
         self._round_trips = RoundTrips(split)
 
     @property
     def waiting_since(self) -> float | None:
-        """Start of the current wait: when the oldest step was sent, or when the previous answer arrived if that is
-        later.
+        """Start of the current wait: the oldest step's sending or the previous answer's arrival, whichever is later.
 
-        In seconds of `time.perf_counter`; None if no step is in flight.
+        The value is in seconds of `time.perf_counter`, or None if no step is in flight.
         """
         since = self._round_trips.waiting_since
         return None if since is None else since / 1e9
 
     async def send(self, output: SchedulerOutput) -> None:
-        """Send a step. The worker runs it after the steps that were sent before."""
+        """Send a step. The worker runs the step after all steps that were sent before."""
         began = perf_counter_ns()
         message = encode_scheduler_output(output, self.epoch)
         encoded = perf_counter_ns()
@@ -203,7 +202,7 @@ class Session:
 
 
 class WorkerClient:
-    """A channel to one worker. Create it inside the event loop that uses it.
+    """A channel to one worker. Create a client inside the event loop that uses it.
 
     Every call raises UnreachableError if the worker does not answer.
     """
@@ -214,7 +213,7 @@ class WorkerClient:
         """
         self.address = address
         self.epoch = 0
-        """Epoch of the current or next session. Calls about adapters contain it."""
+        """Epoch of the current or next session. Calls about adapters contain this epoch."""
         self._direction = Direction(address, tls is not None, "--worker-tls", _PORT)
         self._tls = tls
         self._identity = identity
@@ -256,7 +255,7 @@ class WorkerClient:
         """Send an adapter.
 
         Raises AdapterRefusedError if the worker cannot use the adapter. Raises AdapterCountError if the worker has no
-        place for the adapter. Also raises AdapterFailedError and the errors of `pieces`.
+        place for the adapter. The method also raises AdapterFailedError and the errors of `pieces`.
         """
         failures: list[Exception] = []
 

@@ -1,5 +1,5 @@
-"""Limits of the served model and its workers. The first worker sets the limits, and every later worker must offer as
-much.
+"""Limits of the served model and its workers. The first worker sets the limits. Every later worker must offer at least
+the same.
 """
 
 import os
@@ -63,7 +63,9 @@ def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
 
 
 def settings_above(settings: SchedulerSettings, info: WorkerInfo) -> dict[str, tuple[int, int]]:
-    """The scheduler's flags that exceed this worker's limits. Each has the flag's value and the worker's limit."""
+    """The scheduler's flags that exceed this worker's limits. Each entry contains the flag's value and the worker's
+    limit.
+    """
     pairs = {
         "--max-num-batched-tokens": (settings.max_num_batched_tokens, info.max_num_batched_tokens),
         "--max-num-seqs": (settings.max_num_seqs, info.max_num_seqs),
@@ -72,7 +74,7 @@ def settings_above(settings: SchedulerSettings, info: WorkerInfo) -> dict[str, t
 
 
 def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
-    """The limits that requests are promised. They follow from the limits of the first worker."""
+    """The limits that requests are promised. These limits follow from the limits of the first worker."""
     context_length = max_sequence_tokens(info)
     return ModelLimits(
         name=settings.served_model_name or info.model_id,
@@ -81,8 +83,8 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         context_length=context_length,
         block_size=info.block_size,
         # A promised size must fit into every worker. A later worker may have less memory free than the first worker, if
-        # other programs used the later worker's machine at its start. The promised size is therefore half of the first
-        # worker's size, or the longest sequence if that is larger.
+        # other programs used the later worker's machine at its start. The promised size is therefore the larger of two
+        # sizes: half of the first worker's size, and the longest sequence.
         pool_tokens=max(context_length, _num_own_blocks(info) // 2 * info.block_size),
         vocabulary_size=info.vocabulary_size,
         max_num_seqs=max_num_seqs(settings, info),
@@ -133,8 +135,8 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
 
 
 def num_places(info: WorkerInfo) -> int:
-    """Number of adapters that a worker can hold. A worker that does not report it can hold the adapters of one step.
-    The number is 0 without adapter support.
+    """Number of adapters that a worker can hold. A worker that does not report this number can hold the adapters of one
+    step. The number is 0 without adapter support.
     """
     return (info.max_cpu_loras or info.max_loras) if info.max_loras else 0
 
@@ -152,8 +154,8 @@ def scheduler_config(
 ) -> SchedulerConfig:
     """The core's settings for a worker. Raises ValueError for a worker that the core cannot schedule.
 
-    `limits` are the limits of the first worker. Its step limits apply to all workers, because requests are checked
-    against them.
+    `limits` are the limits of the first worker. The first worker's step limits apply to all workers, because requests
+    are checked against these limits.
     """
     if info.max_encoder_len and max_sequence_tokens(info) < 2:
         raise ValueError(

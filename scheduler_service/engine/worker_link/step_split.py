@@ -1,18 +1,19 @@
-"""The time of a worker's steps, split into ten phases. Each phase is summed over all steps since the scheduler started.
+"""The time of a worker's steps, split into ten phases. The time of each phase is summed over all steps since the
+scheduler started.
 
 The scheduler measures schedule, encode, decode, update and publish, around the calls of these names. The worker's
 answers contain move, forward, sample and guess. wire is the rest of the round trip.
 
 A step that was sent ahead first waits for the step before it. This wait is not part of wire. Therefore a round trip
-begins when its step is sent, or when the previous answer arrives if that is later. Round trips follow each other
+begins when its step is sent or when the previous answer arrives, whichever is later. Round trips follow each other
 without overlap, and each moment belongs to one step.
 
-wire is therefore the time in which steps were in flight and the worker was in none of its four phases. It contains
+wire is therefore the time in which steps were in flight and the worker was in none of its four phases. wire contains
 protobuf, gRPC and the network in both directions, the worker's codec and bookkeeping, and delays of this event loop.
 wire does not contain transfers while the worker computes another step. The scheduler's phases are counted in full, even
 if they overlap the worker's. The sum of all phases is therefore at least the elapsed time.
 
-A measurement takes 1.3 µs a step on an EPYC (Zen 5). This includes nine readings of the clock.
+Measuring the phases of a step takes 1.3 µs on an EPYC (Zen 5). The 1.3 µs include nine readings of the clock.
 """
 
 from collections import deque
@@ -44,7 +45,9 @@ class StepSplit:
 
 
 class RoundTrips:
-    """The steps in flight of one session. Their times are added to `split`. Times are nanoseconds of one clock."""
+    """The steps in flight of one session. The times of these steps are added to `split`. All times are nanoseconds of
+    one clock.
+    """
 
     def __init__(self, split: StepSplit) -> None:
         self._split = split
@@ -57,7 +60,9 @@ class RoundTrips:
 
     @property
     def waiting_since(self) -> int | None:
-        """The time from which the worker can compute the oldest step in flight. None if no step is in flight."""
+        """The time from which the worker can compute the oldest step in flight. The value is None if no step is in
+        flight.
+        """
         return max(self._sent_at[0], self._answered_at) if self._sent_at else None
 
     def sent(self, at: int) -> None:

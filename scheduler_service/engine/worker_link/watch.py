@@ -1,7 +1,7 @@
 """Watches a worker during a session: whether it answers, and whether it shuts down.
 
-A worker that answers steps is alive, and the scheduler does not ask for its health. A worker without a step, or stuck
-in a step, is asked for its health. A healthy worker answers within milliseconds even in the middle of a step.
+A worker that answers steps is alive, so the scheduler does not ask for the worker's health. A worker without a step, or
+stuck in a step, is asked for its health. A healthy worker answers within milliseconds even in the middle of a step.
 """
 
 import asyncio

@@ -26,7 +26,7 @@ class Drafts:
 
 
 def proposer_of(features: Iterable[str]) -> str:
-    """The proposer in a worker's features. Empty if the worker does not draft."""
+    """The proposer in a worker's features. The name is empty if the worker does not draft."""
     named = (feature.removeprefix(_FEATURE) for feature in features if feature.startswith(_FEATURE))
     return next((name[:MAX_NAME] for name in named if name.replace("_", "").isalnum()), "")
 

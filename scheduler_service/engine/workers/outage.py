@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 
 
 class Outage:
-    """An outage. `set` begins and ends it. At the start of the server an outage lasts until the first worker accepts
-    requests.
+    """An outage. `set` begins and ends the outage. At the start of the server an outage lasts until the first worker
+    accepts requests.
     """
 
     def __init__(self, patience: float) -> None:
@@ -31,8 +31,8 @@ class Outage:
         ends.clear()
 
     async def watch_health(self) -> AsyncIterator[bool]:
-        """Yield whether clients should send requests here: first when the answer is true, then after each change, for
-        ever.
+        """Yield whether clients should send requests to this server: True as soon as a worker serves, then each change,
+        for ever.
         """
         while True:
             await self._ended.wait()

@@ -23,11 +23,12 @@ class WorkerStatus(enum.StrEnum):
     DRAINED = enum.auto()
     """An operator drained the worker. The worker has no requests left, and no session is open."""
     SUPERSEDED = enum.auto()
-    """Another scheduler has a session with the worker. This scheduler waits until that session ends."""
+    """Another scheduler has a session with the worker. This scheduler waits until the other scheduler's session ends.
+    """
 
 
 class Worker:
-    """One worker. At most `most_in_flight` steps are sent ahead of their answers."""
+    """The state of one worker. At most `most_in_flight` steps are sent ahead of their answers."""
 
     def __init__(self, client: WorkerClient, most_in_flight: int) -> None:
         self.client = client
@@ -37,7 +38,7 @@ class Worker:
         self.split = StepSplit()  # over all sessions
         self.step_tokens = Histogram(STEP_BOUNDS)  # over all sessions
         self.num_preemptions = 0  # in earlier sessions
-        self.num_losses = 0  # sessions that ended in any way but a drain
+        self.num_losses = 0  # number of sessions that ended without a drain
         self.fetch_counts = FetchCounts()  # over all sessions
         self.drafts = Drafts()  # over all sessions
         self.is_wanted = True
@@ -47,7 +48,7 @@ class Worker:
         self.in_flight: deque[SchedulerOutput] = deque()
         """Steps that were sent and are not answered."""
         self.woken = asyncio.Event()
-        """Set when there may be a step to send."""
+        """Set when a step may be ready to be sent."""
         self.is_leaving = False
         """Whether the worker has reported that it shuts down."""
         self.is_superseded = False

@@ -1,4 +1,4 @@
-"""All currently known workers, connected or not."""
+"""All currently known workers, whether connected or not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ apart.
 
 @dataclass(slots=True)
 class Departed:
-    """Sums over workers that have left. Without these sums the totals would fall."""
+    """Sums over workers that have left. Without these sums the totals of all workers would fall."""
 
     num_losses: int = 0
     num_preemptions: int = 0
@@ -79,7 +79,7 @@ class Workers:
         self.absence.set(not self.serving)
 
     def why_unserved(self) -> str:
-        """The reason why no worker accepts requests, for a client whose request waited in vain."""
+        """The reason why no worker accepts requests, as text for a client whose request waited in vain."""
         if not self._by_address:
             return f"none is found at {', '.join(self._targets)}"
         workers = self.all
@@ -103,7 +103,7 @@ class Workers:
             worker.wake()
 
     def wake_for(self, output: SchedulerOutput) -> None:
-        """Wake the workers that a step has left groups to."""
+        """Wake the workers to which a step has left requests."""
         for placement in (*output.moved, *output.placements):
             if placement.to is not None:
                 self.serving[placement.to].wake()
