@@ -259,8 +259,8 @@ def seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def check_close(found: Tensor, expected: Tensor) -> None:
-    """Compare every head of every token. bf16 rounds weights and values to one in 256. In a vector the errors average
-    out.
+    """Compare every head of every token. bf16 rounds weights and values to one in 256. In a vector the rounding errors
+    average out.
     """
     error = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     assert error.max() < 0.03, f"a result is off by {error.max():.1%} of its length"

@@ -53,7 +53,7 @@ class Prompt(NamedTuple):
 
     num_tokens: int
     behind: int
-    """Number of tokens of the prompt that were computed before."""
+    """Number of tokens of the prompt that were computed before the step."""
 
 
 PROMPTS = (Prompt(32, 0), Prompt(128, 0), Prompt(224, 0), Prompt(32, CONTEXT), Prompt(224, CONTEXT))

@@ -56,8 +56,8 @@ def main() -> None:
     logging.getLogger("pagewire_client").setLevel(logging.INFO)
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # line editing for input()
-    # these signals act like Ctrl-C: the command ends and stops its child processes
+            import readline  # noqa: F401  # Enables line editing for input().
+    # These signals act like Ctrl-C: the command ends and stops its child processes.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:

@@ -117,7 +117,7 @@ class LLM:
             "parse_special_tokens": [parse_special_tokens] * len(batch),
         }
         each = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        # Run in a separate thread, because a notebook has an event loop in this thread.
+        # Run in a separate thread, because a notebook runs an event loop in the current thread.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, self._generate(batch, each, progress)).result()
 

@@ -15,8 +15,8 @@ from pagewire_client.retry import PASSING, Backoff, passes
 
 Metadata = tuple[tuple[str, str], ...]
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
-# Status codes that are retried when a request is sent again. The server may still be checking an attempt that broke
-# early. A restarted server may receive more resumed requests at once than it accepts.
+# Status codes after which the client sends a resumed request again. The server may still be checking an attempt that
+# broke early. A restarted server may receive more resumed requests at once than it accepts.
 PASSING_AGAIN = PASSING | {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 

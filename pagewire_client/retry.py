@@ -38,8 +38,8 @@ class Backoff:
         self._clock = clock
         self._target = target
         self._said = ""
-        self._began = clock()  # start of the current attempt
-        self._offered = 0.0  # seconds that the server may wait for a worker in this attempt
+        self._began = clock()  # Start of the current attempt.
+        self._offered = 0.0  # Seconds that the server may wait for a worker in the current attempt.
         self.succeeded()
 
     def attempt(self) -> tuple[tuple[str, str], ...]:

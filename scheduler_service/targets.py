@@ -1,4 +1,4 @@
-"""The syntax of --workers: fixed addresses, and DNS names. Every address of such a DNS name is a worker's address."""
+"""The syntax of --workers: fixed addresses, and DNS names. Every address of a DNS name is a worker's address."""
 
 from pagewire_common.connection.address import parse_address
 

@@ -1,8 +1,7 @@
 """The effect of other clients on a stream: calls that are never read, and connections that send nothing.
 
 Both runs have the same extra calls beside the measured streams. In one run the client of the extra calls never reads
-its answers. In this run a thousand idle connections are open, too. One worker serves the default model. Eight streams
-are measured.
+its answers, and a thousand idle connections are open. One worker serves the default model. Eight streams are measured.
 """
 
 import asyncio

@@ -101,8 +101,8 @@ async def _kill(
 
 
 def _end_of_pause(killed: float, times: Sequence[float]) -> float:
-    """The end of the longest pause around the kill. Tokens that the worker sent before the kill may arrive after the
-    kill.
+    """The time at which the longest pause around the kill ends. Tokens that the worker sent before the kill may arrive
+    after the kill.
     """
     pauses = [(after - before, after) for before, after in pairwise(times) if before < killed + ON_ITS_WAY_SECONDS]
     return max(pause for pause in pauses if pause[1] > killed)[1]

@@ -37,8 +37,8 @@ def call_headers(path: str) -> bytes:
         assert len(value) < 127
         return bytes([len(value)]) + value.encode()
 
-    method, scheme = b"\x83", b"\x86"  # POST and http, as indices into the static table
-    block = method + scheme + b"\x04" + text(path) + b"\x01" + text("bench")  # :path, :authority
+    method, scheme = b"\x83", b"\x86"  # POST and http, as indices into HPACK's static table.
+    block = method + scheme + b"\x04" + text(path) + b"\x01" + text("bench")  # The headers :path and :authority.
     for name, value in (("content-type", "application/grpc"), ("te", "trailers")):
         block += b"\x00" + text(name) + text(value)
     return block

@@ -89,7 +89,7 @@ def compare(found: Sequence[Scores], exact: Sequence[Scores]) -> Fidelity:
     return Fidelity(sum(differences) / count, 100 * same / count, 100 * math.expm1(sum(losses) / count))
 
 
-class _CacheInFp8(DynamicCache):  # type: ignore[misc]  # whose types are not known
+class _CacheInFp8(DynamicCache):  # type: ignore[misc]  # transformers has no types
     """Keys and values rounded to e4m3, as an fp8 cache returns them."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -138,7 +138,7 @@ def vllm_scores(url: str, texts: Iterable[list[int]]) -> list[Scores]:
     scores = []
     for text in texts:
         body = {"model": MODEL, "prompt": text, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
-        request = urllib.request.Request(  # noqa: S310  # our own URL
+        request = urllib.request.Request(  # noqa: S310  # the benchmark's own URL
             f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with direct_opener().open(request, timeout=300) as response:

@@ -57,7 +57,7 @@ SIZES = (32, 256, 1024)
 NUM_ROUNDS = 5
 NUM_WORKERS = 1000
 SEQS_A_WORKER = 32
-NUM_EARLIER_SEQUENCES = 1_000_000  # ids of a long session: small ids would make small messages
+NUM_EARLIER_SEQUENCES = 1_000_000  # Ids of a long session: small ids would make small messages.
 # PEER_ENVIRONMENT forbids downloads, and log lines on stdout that could be parsed as answers.
 PEER_PROGRAM = Path(__file__).parents[1] / "systems" / "peer_vllm_scheduler.py"
 PEER_ENVIRONMENT = {

@@ -52,7 +52,7 @@ class Vllm:
         self.url = f"http://127.0.0.1:{port}"
         self.environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
         self.environment |= environment or {}
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # the file is open as long as the process
         command: list[str | Path] = [
             *program, "serve", model, "--served-model-name", MODEL, "--dtype", "bfloat16",
             "--max-model-len", str(context), "--host", "127.0.0.1", "--port", str(port), *flags,

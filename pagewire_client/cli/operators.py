@@ -48,8 +48,8 @@ async def drain(arguments: argparse.Namespace, target: str) -> None:
 
 
 async def _until_drained(admin: Admin, address: str) -> None:
-    """Wait until the scheduler has no session with the worker. Meanwhile print the number of requests that are left,
-    and at the end the reason.
+    """Wait until the scheduler has no session with the worker. During the wait, print the number of requests that are
+    left. At the end, print the reason.
     """
     said = ""
     async for event in admin.watch(DRAIN_LOOK_SECONDS):

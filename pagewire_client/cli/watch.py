@@ -1,5 +1,5 @@
-"""Shows the cluster on a terminal, or prints a line for each sample. Contents: queues, workers, blocks, and rates
-between two samples.
+"""Shows the cluster on a terminal, or prints a line for each sample. The output contains queues, workers, blocks, and
+rates between two samples.
 """
 
 import contextlib

@@ -138,7 +138,7 @@ class Call:
 async def answer_in_parts(
     request: web.Request, whole: bytes, name: bytes, parts: AsyncIterable[bytes]
 ) -> web.StreamResponse:
-    """Answer with a JSON object: `whole`, extended by a list `name` of JSON parts.
+    """Answer with the JSON object `whole`, extended by a list of JSON parts under the key `name`.
 
     Each part is created immediately before it is sent.
     """

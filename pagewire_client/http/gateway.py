@@ -58,7 +58,7 @@ class Gateway:
         host, port = check_free(listen)
         command = [sys.executable, "-c", _LAUNCH, "launch", f"--worker-urls=grpc://{target}", *FLAGS]
         command += [f"--host={host}", f"--port={port}"]
-        command.append(f"--prometheus-port={_free_port()}")  # the gateway's metrics cannot be switched off
+        command.append(f"--prometheus-port={_free_port()}")  # The gateway's metrics cannot be switched off.
         # Calls that change the gateway's backends require this key. The key is not stored.
         command.append(f"--control-plane-api-keys=none:none:admin:{secrets.token_urlsafe()}")
         # The gateway exports spans only at log level info. The gateway writes info lines to stdout.
@@ -117,7 +117,7 @@ def is_ready(url: str, tls: Path | None = None) -> bool:
 
 def url_of(scheme: str, host: str, port: int) -> str:
     """The URL at which this machine reaches a server with this listening address."""
-    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # it is only compared
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # the address is only compared
     return f"{scheme}://{f'[{reached}]' if ':' in reached else reached}:{port}"
 
 

@@ -1,4 +1,4 @@
-"""Special tokens that are spelled in a chat. Such tokens are treated as text, as over gRPC.
+"""Special tokens that are spelled in a chat. A special token in a chat is treated as text, as over gRPC.
 
 The gateway would parse the text as special tokens. With this, a user's message could close its turn and begin a system
 turn. If a chat spells a special token and all its messages are text, the scheduler renders and encodes the chat. The

@@ -22,8 +22,8 @@ class PatientWriter:
         self._limit = limit
         self._task = task
         self._loop = asyncio.get_running_loop()
-        self._began: float | None = None  # start of the current write
-        self._error: RequestError | None = None  # reason why the current write is given up
+        self._began: float | None = None  # Start of the current write.
+        self._error: RequestError | None = None  # Reason why the current write is given up.
         self._timer = self._loop.call_later(limit, self._check)
 
     async def write(self, message: Any) -> None:

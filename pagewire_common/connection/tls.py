@@ -59,8 +59,8 @@ class TlsFolder:
             self._files = self._read()
         except (OSError, ValueError) as error:
             raise StartError(f"cannot use the certificates in {folder}: {error}") from None
-        self._generation = 0  # number of times that files were loaded
-        # state at the last look, and the time at which this state was first seen
+        self._generation = 0  # Number of times that files were loaded.
+        # State of the files at the last look, and the time at which this state was first seen.
         self._seen, self._seen_at = self._stamp, 0.0
 
     def _look(self) -> tuple[object, ...]:

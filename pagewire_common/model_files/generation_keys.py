@@ -215,9 +215,9 @@ _OF_SPEECH: Mapping[str, Kind] = {
     "task": _one_of("transcribe"),
     "forced_decoder_ids": _FORCED,
     "alignment_heads": _HEADS,
-    "is_multilingual": _ANYTHING,  # lang_to_id lists the languages
-    "prev_sot_token_id": _ANYTHING,  # the tokenizer's <|startofprev|>
-    "return_timestamps": _ANYTHING,  # every transcript has times
+    "is_multilingual": _ANYTHING,  # The key lang_to_id lists the languages.
+    "prev_sot_token_id": _ANYTHING,  # The tokenizer's token <|startofprev|>.
+    "return_timestamps": _ANYTHING,  # Every transcript contains times.
 }
 
 

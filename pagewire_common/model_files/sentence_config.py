@@ -14,8 +14,8 @@ FILE = "config_sentence_transformers.json"
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 _ACTIVATIONS = ("Identity", "Sigmoid")
 _WITHOUT_EFFECT = (
-    "__version__",  # the version of sentence-transformers that wrote the file
-    "requirements",  # Python packages
+    "__version__",  # The version of sentence-transformers that wrote the file.
+    "requirements",  # Names of Python packages.
 )
 _NEUTRAL = {
     "truncate_dim": "a request says `dimensions`",

@@ -104,8 +104,8 @@ class TokenizerConfig:
         named = config.get("model_specific_special_tokens") or {}
         _check("model_specific_special_tokens", named, dict, "an object of tokens")
         special |= {key: _token(key, value) for key, value in named.items()}
-        others: dict[str, Token] = {}  # by text, because two keys may list the same token
-        # "extra_special_tokens" is the newer name in transformers
+        others: dict[str, Token] = {}  # Tokens by text, because two keys may list the same token.
+        # The name "extra_special_tokens" is newer in transformers.
         for key in ("additional_special_tokens", "extra_special_tokens"):
             listed = config.get(key) or []
             if isinstance(listed, dict):

@@ -21,7 +21,7 @@ MAX_SECONDS = 60.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Health(HealthServicer):  # type: ignore[misc]  # its package has no types
+class Health(HealthServicer):  # type: ignore[misc]  # grpc_health has no types
     """Statuses by service name. Create the object inside the running event loop."""
 
     def __init__(self) -> None:

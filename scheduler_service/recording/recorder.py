@@ -71,7 +71,9 @@ class NoRecorder:
         """A request has joined the waiting queue."""
 
     def withdrawn(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
-        """A waiting request was ended without a scheduler. With an `index`, the output of this index was ended."""
+        """A waiting request was ended without a scheduler. If `index` is given, only the output with this index was
+        ended.
+        """
 
     def close(self) -> None:
         """End the recording."""

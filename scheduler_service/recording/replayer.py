@@ -95,8 +95,8 @@ class Replayer:
         self.num_requests = 0
         self.workers: dict[str, None] = {}
         self._sessions: dict[int, Session] = {}
-        self._numbers: dict[object, int] = {}  # session numbers, by scheduler
-        self._groups: dict[str, SequenceGroup] = {}  # groups that have not ended
+        self._numbers: dict[object, int] = {}  # Session numbers, by scheduler.
+        self._groups: dict[str, SequenceGroup] = {}  # Groups that have not ended.
 
     def run(self, path: Path) -> Iterator[Moment]:
         """Replay a file event by event.

@@ -65,7 +65,7 @@ class Drafting:
         self._random = Random(0).random
 
     def make(self, output: SchedulerOutput) -> list[int]:
-        """The number of drafts to verify for each sequence that samples. The number is limited by the room for
+        """The number of drafts to verify for each sequence that samples. The room for drafts limits the number of
         drafts.
         """
         rooms = (output.num_draft_tokens.get(sequence, 0) for sequence, _, samples in output.scheduled if samples)

@@ -23,8 +23,8 @@ class ServiceGap:
     def __init__(self) -> None:
         self.tokens = 0.0
         self._service: defaultdict[str, float] = defaultdict(float)
-        self._waiting: Counter[str] = Counter()  # requests that are not admitted yet, by tenant
-        # one entry for each pair of tenants that both wait
+        self._waiting: Counter[str] = Counter()  # Requests that are not admitted yet, by tenant.
+        # The dictionary contains only pairs of tenants that both wait.
         self._ranges: dict[tuple[str, str], tuple[float, float]] = {}
         self._steps_to_skip = 0
 

@@ -17,11 +17,11 @@ from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.drafts import DraftCounts
 
 COLUMNS = ("step", *StepWork._fields)
-OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # workers that never swap have no swapped blocks
-DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # sizes that are 0 for an encoder
-MIN_STEPS = 50  # ten steps for each coefficient
-SAME = 1e-9  # a column of length 1 counts as a sum of other columns if less than this part is independent of them
-SMALLEST_PREFILL_US = 1e-6  # more than 0, because a cost model divides by it
+OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # Workers that never swap have no swapped blocks.
+DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # Sizes that are 0 for an encoder.
+MIN_STEPS = 50  # Ten steps for each coefficient.
+SAME = 1e-9  # A column of length 1 counts as a sum of other columns if a smaller part is independent.
+SMALLEST_PREFILL_US = 1e-6  # More than 0, because a cost model divides by the time.
 
 Step = tuple[StepWork, float]
 

@@ -28,8 +28,8 @@ from scheduler_service.simulation.drafts import Drafting
 from scheduler_service.simulation.fairness import ServiceGap
 from scheduler_service.simulation.trace import Arrival, longest_sequence
 
-TOKEN = 7  # the token that simulated workers sample
-# seconds after the limited time for which a worker left a request to another worker, before the worker plans again
+TOKEN = 7  # The token that simulated workers sample.
+# Seconds. A worker that left a request to another worker for a limited time plans again this much later.
 TICK = 1e-6
 
 
@@ -141,10 +141,10 @@ class Simulator:
         self._waiting = WaitingQueue() if waiting is None else waiting
         self._workers = [Scheduler(config, self._waiting) for _ in range(num_workers)]
         self._numbers: dict[object, int] = {scheduler: number for number, scheduler in enumerate(self._workers)}
-        self._idle = dict.fromkeys(range(num_workers - 1, -1, -1))  # the worker that became idle last plans first
-        self._ends: list[tuple[float, int, SchedulerOutput]] = []  # ends of running steps: time, worker, step
-        self._verified: list[list[int]] = [[] for _ in self._workers]  # verified drafts in each worker's running step
-        self._retries: list[tuple[float, int]] = []  # times at which idle workers plan again: time, worker
+        self._idle = dict.fromkeys(range(num_workers - 1, -1, -1))  # The worker that became idle last plans first.
+        self._ends: list[tuple[float, int, SchedulerOutput]] = []  # Ends of running steps: time, worker, step.
+        self._verified: list[list[int]] = [[] for _ in self._workers]  # Verified drafts in each worker's running step.
+        self._retries: list[tuple[float, int]] = []  # Times at which idle workers plan again: time, worker.
         self._service_gap = ServiceGap()
         self._drafting = Drafting(cost_model.guesses, cost_model.acceptance) if num_drafts else None
         self.result = Result([RequestTimes(arrival) for arrival in arrivals], busy_seconds=[0.0] * num_workers)

@@ -61,9 +61,11 @@ class AdapterFetcher:
         self.lost: list[tuple[Adapter, str]] = []
         """Adapters whose copies cannot be read, with the reason. An adapter stays in the list until it is given up."""
         self._lacking: Sequence[str] = ()
-        self._asked: dict[str, asyncio.Future[bool]] = {}  # by operators
-        self._to_try: dict[str, None] = {}  # adapters that another worker cannot use
-        self._retries: dict[str, tuple[float, float]] = {}  # failed deliveries: time of the next attempt, and the pause
+        self._asked: dict[str, asyncio.Future[bool]] = {}  # Adapters that operators load.
+        self._to_try: dict[str, None] = {}  # Adapters that another worker cannot use.
+        self._retries: dict[
+            str, tuple[float, float]
+        ] = {}  # Failed deliveries: time of the next attempt, and the pause.
         self._to_forget: deque[str] = deque()
         self._handing: asyncio.Future[None] | None = None
         self._failure: WorkerError | None = None

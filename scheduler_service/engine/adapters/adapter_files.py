@@ -79,7 +79,7 @@ async def hand_over(client: WorkerClient, adapter: Adapter) -> None:
 
 async def _pieces_of(adapter: Adapter) -> AsyncIterator[worker_pb.TakeAdapterRequest]:
     yield worker_pb.TakeAdapterRequest(fingerprint=adapter.fingerprint, config=adapter.config)
-    with open(adapter.weights, "rb") as file:  # noqa: ASYNC230  # a thread's would stay open when cancelled
+    with open(adapter.weights, "rb") as file:  # noqa: ASYNC230  # a thread's file would stay open after a cancellation
         while data := await asyncio.to_thread(file.read, PIECE_BYTES):
             yield worker_pb.TakeAdapterRequest(data=data)
 

@@ -125,8 +125,8 @@ class Session:
         self.epoch = epoch
         self.last_answer = pb.ModelOutput()  # the last answer in serialized form, for a recording
         self._call = call
-        self._answers = aiter(call)  # yields answers that arrived before a failed write; `read` loses these answers
-        self._status: tuple[grpc.StatusCode, str | None]  # set at the end of the call
+        self._answers = aiter(call)  # Yields even answers that arrived before a failed write; `read` would not.
+        self._status: tuple[grpc.StatusCode, str | None]  # Set at the end of the call.
         call.add_done_callback(self._ended)
         self._split = split
         self._round_trips = RoundTrips(split)

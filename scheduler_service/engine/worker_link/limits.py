@@ -1,5 +1,5 @@
-"""Limits of the served model and its workers. The first worker sets the limits. Every later worker must offer at least
-the same.
+"""Limits of the served model and its workers. The first worker sets the limits. Every later worker must have at least
+these limits.
 """
 
 import os

@@ -35,12 +35,12 @@ class Worker:
         self.scheduler: Scheduler | None = None
         self.epoch = 0
         self.num_steps = 0
-        self.split = StepSplit()  # over all sessions
-        self.step_tokens = Histogram(STEP_BOUNDS)  # over all sessions
-        self.num_preemptions = 0  # in earlier sessions
-        self.num_losses = 0  # number of sessions that ended without a drain
-        self.fetch_counts = FetchCounts()  # over all sessions
-        self.drafts = Drafts()  # over all sessions
+        self.split = StepSplit()  # Sum over all sessions.
+        self.step_tokens = Histogram(STEP_BOUNDS)  # Tokens of each step, over all sessions.
+        self.num_preemptions = 0  # Number of preemptions in earlier sessions.
+        self.num_losses = 0  # Number of sessions that ended without a drain.
+        self.fetch_counts = FetchCounts()  # Sum over all sessions.
+        self.drafts = Drafts()  # Sum over all sessions.
         self.is_wanted = True
         """Whether to connect again after the session."""
         self.last_error = "not connected yet"
