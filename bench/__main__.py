@@ -28,8 +28,8 @@ BENCHES = {
     "serve_gpu": ("bench.gpu.serve_gpu", "serving on a GPU, beside vLLM"),
     "pack": ("bench.gpu.pack", "measures nothing: packs vLLM for a GPU machine without a network"),
 }
-"""The module whose main() is called, and a text about the measurement. README.md in this folder contains the whole
-table.
+"""The module of each benchmark, whose main() is called, and a text about the measurement. README.md in this folder
+contains a longer table.
 """
 
 

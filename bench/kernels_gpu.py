@@ -1,10 +1,11 @@
-"""How near paged attention comes to the limits of a GPU: python -m bench.kernels_gpu. The last line is JSON.
+"""Compares paged attention with the limits of a GPU: python -m bench.kernels_gpu. The last line is JSON.
 
-The program requires only torch and triton. In one run it measures
+The program requires only torch and triton. In one run the program measures
 
 - the bandwidth of a copy (bytes read and written), and the rate of a bf16 matrix product;
 - decodes, 32 query heads over 8 key heads of 128 in bf16: bytes of keys and values per second, as % of the bandwidth;
-- prompts with the same heads: causal products per second, as % of the rate of the matrix product;
+- prompts with the same heads: floating-point operations of causal attention per second, as % of the rate of the matrix
+  product;
 - decodes of 64 further tokens after a shared prompt: the prompt's keys are read per sequence, or once for all.
 
 Decodes and prompts are also measured with torch's `scaled_dot_product_attention` on the same keys and values in a dense
@@ -38,7 +39,7 @@ OWN_TOKENS = 64
 DECODES = [(batch, context) for context in (1024, 8192) for batch in (1, 32, 256)]
 PROMPTS = [2048, 8192]
 COLD_BYTES = 2**29
-"""Minimum number of bytes of all layers of one measurement: several times the size of any level 2 cache."""
+"""Minimum size of one measurement's layers in bytes. The size is several times the size of any level 2 cache."""
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
 NUM_CALLS = 20
 NUM_REPLAYS = 10
@@ -124,7 +125,8 @@ def main() -> None:
 
 def measure(device: torch.device, bandwidth: float, rate: float, flashinfer: Any) -> Iterator[Result]:
     for batch, context in DECODES:
-        needed = 3 * max(batch * context * TOKEN_BYTES, COLD_BYTES)  # paged copy, dense copy and temporary copy
+        # bytes of the paged copy, the dense copy and a temporary copy
+        needed = 3 * max(batch * context * TOKEN_BYTES, COLD_BYTES)
         if torch.cuda.mem_get_info(device)[0] < needed:
             say(f"decode {batch} x {context}: left out, it takes {needed / 2**30:.0f} GiB")
             continue
@@ -134,13 +136,16 @@ def measure(device: torch.device, bandwidth: float, rate: float, flashinfer: Any
         torch.cuda.empty_cache()
     for length in PROMPTS:
         ours, sdpa, peer = times(Setting(1, length, length, device), flashinfer)
-        percent = 100 * 2 * HEADS * HEAD_DIM * length * (length + 1) / ours / rate  # the causal half of two products
+        # causal attention computes half of two products
+        percent = 100 * 2 * HEADS * HEAD_DIM * length * (length + 1) / ours / rate
         yield Result(f"prompt of {length}", "product", 1e6 * ours, percent, sdpa, peer)
         torch.cuda.empty_cache()
 
 
 def shared_seconds(batch: int, prompt: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of decodes after a shared prompt: with its keys read for each sequence, and with its keys read once."""
+    """Seconds of decodes after a shared prompt, for two kernels. The first reads the prompt's keys for each sequence,
+    the second reads them once.
+    """
     ops = ops_for(device)
     setting = Setting(batch, prompt + OWN_TOKENS, 1, device)
     tables = setting.tables.clone()
@@ -181,8 +186,8 @@ def sdpa_microseconds(setting: Setting) -> tuple[Tensor, float]:
 
 
 def flashinfer_microseconds(setting: Setting, expected: Tensor, flashinfer: Any) -> float | None:
-    """Microseconds of a call. Returns None if FlashInfer is absent or fails, for example without a compiler. Then the
-    reason is printed.
+    """Microseconds of a call. Returns None if FlashInfer is absent or fails, for example without a compiler. In these
+    cases the reason is printed.
     """
     if flashinfer is None:
         return None
@@ -238,7 +243,7 @@ def seconds(calls: Sequence[Callable[[], object]]) -> float:
     graph.
     """
     for call in calls[:3]:
-        call()  # compiles, chooses and allocates before the capture
+        call()  # these calls compile kernels and allocate memory before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     rounds = -(-NUM_CALLS // len(calls))

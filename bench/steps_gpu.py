@@ -1,8 +1,9 @@
-"""How near a worker's decode steps come to the limit of the GPU's memory: python -m bench.steps_gpu. Ends with JSON.
+"""Compares a worker's decode steps with the limit of the GPU's memory: python -m bench.steps_gpu. The last line is
+JSON.
 
 A worker with the shape of Llama 3 8B and random weights in bf16 computes steps of 1, 32 and 256 sequences. Each
 sequence has 1,024 tokens of context. A step includes session, batch, CUDA graph, greedy sampling and reading the tokens
-back. Protobuf and gRPC are left out. The limit is the time to read a step's weights, keys and values once, at the
+back. Protobuf and gRPC are not measured. The limit is the time to read a step's weights, keys and values once, at the
 bandwidth of a copy in the same run.
 
 A time is measured from one answer to the next. Figures are medians over steps. For "step", each step is launched before

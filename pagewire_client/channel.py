@@ -16,8 +16,8 @@ OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.max_receive_message_length", 64 << 20),
-    # Clients find a server that restarts within two seconds, even if the server's name resolves to another address
-    # after the restart.
+    # After a restart of a server, clients find the server within two seconds. Its name may then resolve to another
+    # address.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # time limit of one attempt to connect, in milliseconds
@@ -31,7 +31,7 @@ Metadata = Sequence[tuple[str, str]] | None
 
 
 def direction(target: str, tls: Path | None, port_hint: str) -> Direction:
-    """The facts with which errors of calls on the channel of `connect` are explained."""
+    """How the channel of `connect` reaches the server. Errors of calls are explained with these facts."""
     return Direction(target, tls is not None, "--tls", port_hint, may_use_proxy=True)
 
 

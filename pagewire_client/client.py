@@ -1,6 +1,6 @@
 """The asyncio client: the generated stub, with prompts as Python values.
 
-If the reader of a call stops reading, the call ends. If a stream breaks, the client resumes it.
+If a client stops reading a call, the call ends. If a stream breaks, the client resumes it.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class Client:
         self._retry_for = retry_for
         self._metadata = tuple(key_metadata(api_key) or ())
         self._target = target
-        self._streams: dict[tuple[str, str], ResumableStream] = {}  # by tenant and request_id
+        self._streams: dict[tuple[str, str], ResumableStream] = {}  # streams by tenant and request_id
         self._channel = connect(target, tls)
         self._explain = direction(target, tls, CLIENTS_PORT).explain
         self._stub = InferenceServiceStub(self._channel)
@@ -163,7 +163,7 @@ class Client:
     ) -> list[Embedding]:
         """The vectors of texts, in the order of the texts. Each text is a string or a list of token ids.
 
-        Without `pooling` and `normalize`, the defaults apply with which the model was trained.
+        `pooling` and `normalize` default to the settings with which the model was trained.
         """
         found: list[Embedding] = []
         for start in range(0, len(texts), MAX_TEXTS):
@@ -243,9 +243,9 @@ class Client:
         """Transcribe a sound. Yields the language, then segments of text with their times, then the end.
 
         `language` is an ISO 639 code or an English name; if `language` is empty, the server detects the language.
-        `scores` adds the model's confidence to segments, and `words` the time of each word. `prompt` is the preceding
-        text, or a text with the expected names and style. If the reader leaves the loop early, the server frees the
-        call. The call is not retried.
+        `scores` adds the model's confidence to segments, and `words` the time of each word. `prompt` is the text before
+        the sound, or a text that contains expected names and shows the expected style. If the reader leaves the loop
+        early, the server frees the call. The call is not retried.
         """
         request = pb.TranscribeRequest(
             sound=pb.Sound(data=sound.data, content_type=sound.content_type),
@@ -273,8 +273,8 @@ class Client:
     async def abort(self, request_id: str, *, tenant: str = "") -> bool:
         """End a tenant's call in flight. Returns whether the call existed.
 
-        If this client made the call, the call ends and is not resumed. Such a call ends even if the server that
-        receives the abort does not know the call.
+        A call of this client ends and is not resumed, even if the server that receives the abort does not know the
+        call.
         """
         request = pb.AbortRequest(request_id=request_id, tenant=tenant)
         stream = self._streams.get((tenant, request_id))
@@ -306,7 +306,7 @@ class Client:
         return (await self._retrying(self._stub.Detokenize, request)).text
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token, as the token reads after other tokens. `token_ids` contains at most 4,096 tokens."""
+        """The text of each token in the middle of a text. `token_ids` contains at most 4,096 tokens."""
         request = pb.DetokenizeRequest(token_ids=token_ids, separately=True)
         return list((await self._retrying(self._stub.Detokenize, request)).texts)
 

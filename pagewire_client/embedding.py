@@ -14,7 +14,7 @@ class Embedding:
     """
 
     data: bytes = b""
-    """Vectors in float32, little-endian, one after the other. numpy.frombuffer(data, "<f4") reads this format."""
+    """The vectors one after the other, in float32, little-endian. Read them with numpy.frombuffer(data, "<f4")."""
     dimensions: int = 0
     usage: pb.Usage = field(default_factory=pb.Usage)
     model_fingerprint: str = ""

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Output:
-    """One output of a prompt; a prompt has n outputs."""
+    """One of a prompt's outputs. A prompt has n outputs."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

@@ -15,8 +15,8 @@ from pagewire_client.retry import PASSING, Backoff, passes
 
 Metadata = tuple[tuple[str, str], ...]
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
-# Status codes after which the client sends a resumed request again. The server may still be checking an attempt that
-# broke early. A restarted server may receive more resumed requests at once than it accepts.
+# Status codes after which the client repeats a resumed request. The server may still be checking an attempt that broke
+# early. A restarted server may receive more resumed requests at once than it accepts.
 PASSING_AGAIN = PASSING | {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
@@ -60,7 +60,7 @@ class Received:
 
 
 class ResumableStream:
-    """One request, in as many calls as necessary.
+    """The stream of one request, over as many calls as necessary.
 
     `start` begins a call. The arguments of `start` are a request, the seconds until the deadline, and further metadata.
     `timeout` applies to all calls together. `backoff` limits the time between a broken call and the next message of a
@@ -114,7 +114,7 @@ class ResumableStream:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._aborted.wait(), pause)
             self._request.resume.CopyFrom(self._received.state)
-        for index in self._received.open:  # outputs that were aborted while no server had the request
+        for index in self._received.open:  # these outputs were aborted while no server had the request
             yield pb.GenerateResponse(
                 request_id=self._request.request_id, index=index, finish_reason=pb.FINISH_REASON_ABORT
             )
@@ -124,8 +124,8 @@ class ResumableStream:
         self._aborted.set()
 
     def give_up(self) -> bool:
-        """After `abort`, end the stream in the client if no server has ended it. Returns whether outputs had
-        not ended.
+        """After `abort`, end the stream in the client if no server has ended it. Returns whether an output was still
+        unfinished.
         """
         if not self._received.open:
             return False

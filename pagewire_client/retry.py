@@ -25,12 +25,12 @@ FIRST_WAIT_SECONDS = 2.0
 
 
 class Backoff:
-    """The pauses between attempts. A pause is about twice as long as the previous pause. The length is random, so that
-    clients do not return at the same time.
+    """The pauses between attempts. A pause is about twice as long as the previous pause. The length of a pause is
+    random, so that clients do not return at the same time.
 
     `limit` is the number of seconds since the first failure. The time that a server waits for a worker counts towards
-    `limit`. A success resets the limit. If `limit` is 0, there are no retries, and the server decides how long it waits
-    for a worker. Log messages contain `target`.
+    `limit`. After a success the time begins again at 0. If `limit` is 0, there are no retries, and the server decides
+    how long it waits for a worker. Log messages contain `target`.
     """
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic, target: str = "") -> None:

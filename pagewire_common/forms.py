@@ -1,5 +1,5 @@
-"""The limits with which both services parse a form. With equal limits, a worker accepts every form that the scheduler
-accepts.
+"""The limits with which both services parse a form. Because the limits are equal, a worker accepts every form that the
+scheduler accepts.
 """
 
 from llguidance import LLParserLimits

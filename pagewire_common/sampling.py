@@ -26,7 +26,7 @@ MAX_STRING = 256
 
 
 class Bounds(NamedTuple):
-    """The range of a value, in a request and in a model's file."""
+    """The range of a parameter's value, in a request and in a model's file."""
 
     low: float
     high: float

@@ -2,11 +2,13 @@
 
 Tables are printed in Markdown. JSON is printed last.
 
-- `failover`: time from SIGKILL to the next token of a killed worker's streams, and how much of it is recomputation.
-- `feeding`: how many workers of 256 sequences and 20 ms a step one scheduler process keeps busy.
+- `failover`: time from SIGKILL to the next token of a killed worker's streams, and the share of recomputation in this
+  time.
+- `feeding`: the number of workers that one scheduler process keeps busy. Each worker runs 256 sequences and takes 20 ms
+  a step.
 - `front-ends`: the front ends' CPU time per token with few streams and with many, over one connection and over many.
   The size of a step's message to the front ends is measured too.
-- `overhead`: one scheduler with one to three workers, compared with as many schedulers with one worker each.
+- `overhead`: one scheduler with one to three workers, compared with one scheduler for each worker.
 - `tracing`: the scheduler's CPU time per token with spans of every request, and without spans.
 - `bystanders`: the rate of streams while other calls are never read and other connections send nothing.
 """
@@ -36,7 +38,7 @@ from worker_service.settings import WorkerSettings
 
 PARTS = ("failover", "feeding", "front-ends", "overhead", "tracing", "bystanders")
 OVERHEAD_WORKERS = (1, 2, 3)
-"""Number of workers in each case. With one worker both systems are equal, so the difference of their figures is the
+"""Number of workers in each case. With one worker both systems are equal. The difference of their figures is then the
 error of the measurement.
 """
 OVERHEAD_COLUMNS = (

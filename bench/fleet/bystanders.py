@@ -29,7 +29,7 @@ NUM_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Bystanders:
-    """Output tokens a second of the measured streams."""
+    """Output tokens per second of the measured streams."""
 
     alone: float
     """Rate while the client of the extra calls reads its answers."""
@@ -74,7 +74,7 @@ def run(model: Path, vocabulary_size: int, tell: Callable[[str], None]) -> Bysta
                             for _ in range(NUM_SILENT_CONNECTIONS):
                                 stack.enter_context(socket.create_connection((host, int(port))))
                         async with extra_calls(fleet.target, 0 if name == "beside" else WIDEST):
-                            # prompts differ in each run, so that no run finds prompts in the prefix cache
+                            # each run has other prompts, so that no prompt is in the prefix cache
                             prompts = load.prompts(vocabulary_size, f"{number} {name}")
                             run = await drive(system, load, prompts)
                     if number:  # the first run is a warm-up

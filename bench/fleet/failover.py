@@ -1,10 +1,11 @@
 """How long the streams of a killed worker pause: the time from SIGKILL to the next token of each stream.
 
 There are two workers of the default model with one thread each. While the streams begin, one worker is drained, so that
-all streams run on the other worker. When the worker with the streams is killed, the drained worker is free.
+all streams run on the other worker. When the worker with the streams is killed, the other worker is free and continues
+the streams.
 
-Recomputation is timed on the same worker in the same way. For this, equally many new prompts of equal lengths are sent
-at once. The time to each first token is measured.
+Recomputation is timed on the same worker in the same way. To measure it, the same number of new prompts of the same
+lengths is sent at once. The time to each first token is measured.
 """
 
 import asyncio

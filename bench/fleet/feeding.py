@@ -2,9 +2,9 @@
 long.
 
 Each worker runs 256 sequences in steps of 20 ms. Requests have 64 prompt tokens and 128 to 384 output tokens. When a
-request ends, another arrives; some requests always wait. Every token is detokenized and streamed to a client. Worker
-processes and load generator use little CPU time. The report contains the CPU time of each process. If the scheduler
-uses nearly one core, Python's lock limits the scheduler.
+request ends, another request arrives. The number of requests is so large that some requests always wait. Every token is
+detokenized and streamed to a client. Worker processes and load generator use little CPU time. The report contains the
+CPU time of each process. If the scheduler uses nearly one core, Python's lock limits the scheduler.
 """
 
 import contextlib
@@ -34,20 +34,20 @@ WINDOW_SECONDS = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """The measurement for one number of workers."""
+    """The figures for one number of workers."""
 
     num_workers: int
     idle_percent: float
     """Percentage of the workers' time outside steps."""
     sequences_a_step: float
     tokens_per_second: float
-    """Tokens per second that clients receive. Only streams that ended in the window count."""
+    """Tokens per second that clients receive. Only streams that ended during the measurement count."""
     messages_per_second: float
     tokens_a_message: float
     """Tokens per message. With more tokens per message, a stream sends fewer messages."""
     engine_us: float
     front_ends_us: float
-    """CPU microseconds of all front ends together per token."""
+    """CPU microseconds per token, summed over all front ends."""
     engine_cores: float
     """CPU seconds of the engine per second. gRPC's own threads run in parallel with Python's."""
     front_ends_cores: float
@@ -137,7 +137,7 @@ def measure(
 
 
 def _ramp_up(read: Callable[[], dict[str, float]], full: float) -> None:
-    """Wait until steps have been full for a while. Return earlier if steps will certainly not become full."""
+    """Wait until steps are full, at most for RAMP_SECONDS. Then wait for SETTLE_SECONDS."""
     until = time.monotonic() + RAMP_SECONDS
     before = read()
     while time.monotonic() < until:

@@ -39,7 +39,7 @@ class Cost:
     """Messages per second of all streams together. Each stream should receive 50 tokens per second."""
     engine_us: float
     front_ends_us: float
-    """CPU microseconds of all front ends together per token."""
+    """CPU microseconds per token, summed over all front ends."""
     front_ends_cores: float
     busiest_percent: float
     """Percentage of the front ends' CPU time that the busiest front end uses."""

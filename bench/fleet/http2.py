@@ -1,8 +1,8 @@
 """A minimal HTTP/2 client. The client implements only the frames that a gRPC call requires.
 
 gRPC's own Python client uses about as much CPU time as the server that it loads. This client serialises the frames of
-its calls once, and opens every flow-control window to the maximum. It cuts the answers into frames and messages by
-their lengths only. This takes a few microseconds for each message. Frames and their flags follow RFC 9113. Headers are
+its calls once, and opens every flow-control window to the maximum. The client cuts the answers into frames and messages
+by their lengths only. Cutting takes a few microseconds per message. Frames and their flags follow RFC 9113. Headers are
 literals of RFC 7541. Each message has gRPC's prefix of five bytes.
 """
 
@@ -19,7 +19,7 @@ WIDEST = (1 << 31) - 1
 PREFIX = 5
 """Size of the prefix of each message in bytes: the compression flag and the message's length."""
 REFILL = 1 << 29
-"""Received bytes after which the connection's window is enlarged again."""
+"""Number of received bytes after which the client enlarges the connection's window again."""
 
 
 class ProtocolError(Exception):
@@ -48,8 +48,8 @@ class Connection(asyncio.Protocol):
     """Server-streaming calls to one method. Any number of calls may run at once.
 
     `ended` is called with the last message and the trailers of each call, undecoded. `failed` is called when the
-    connection is lost. `window` is the number of bytes that the server may send on a call before the client reads. With
-    0 the client never reads.
+    connection is lost. `window` is the number of bytes that the server may send on a call before the client reads. If
+    `window` is 0, the client never reads.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The overhead of a fleet: one scheduler with several workers, compared with as many pairs of a scheduler and a worker.
+"""The overhead of a fleet: one scheduler with several workers, compared with one scheduler for each worker.
 
 Both systems compute the same streams with the same workers on the same cores. The difference is the fleet's own work: a
 shared queue, placement, and several sessions in one event loop. Workers of the default model have one thread each.
@@ -30,7 +30,7 @@ NUM_ROUNDS = 12
 
 
 class Targets:
-    """One or several schedulers. Streams are distributed to the schedulers in turn."""
+    """The system under test: one or several schedulers. Streams are distributed to the schedulers in turn."""
 
     def __init__(self, name: str, fleets: Sequence[Fleet]) -> None:
         self.name = name

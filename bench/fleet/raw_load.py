@@ -1,8 +1,7 @@
 """Keeps streams running on one scheduler, and uses little CPU time: python -m bench.fleet.raw_load.
 
 Streams are spread over connections. When a stream ends, another stream begins. The counters (child.py) are totals of
-all streams. The difference of two readings belongs to the time between the readings. The process ends if a stream
-fails.
+all streams. Subtract two readings to obtain the counts between the readings. The process ends if a stream fails.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """A worker that sleeps instead of computing. The worker uses real gRPC and reports its idle time.
 
-A worker is idle from the end of a step until the next step arrives. If the next step has already arrived, the worker is
-not idle. A step ends when its time is over, even if this process's timer is late. A late timer therefore does not count
-as idle time. A late timer still delays the answer. Delayed answers never improve the scheduler's figures.
+A worker is idle from the end of a step until the next step arrives. If the next step arrives before the end of a step,
+the worker is not idle. A step counts as ended when its planned time is over, even if this process's timer is late. A
+late timer therefore does not count as idle time. A late timer still delays the answer. Delayed answers never improve
+the scheduler's figures.
 """
 
 import asyncio

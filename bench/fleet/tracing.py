@@ -22,7 +22,7 @@ NUM_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU microseconds of engine and front end per token. The lowest figure of all rounds counts, because other work of
+    """CPU microseconds of engine and front end per token. The figure is the lowest of all rounds, because other work of
     the machine only adds time.
     """
 

@@ -32,7 +32,8 @@ class Inventory:
             packages={
                 normalised(name): found.version
                 for found in distributions()
-                if (name := found.metadata["Name"])  # a package's folder that was only partly removed has no name
+                # a package that was only partly removed has no name in its metadata
+                if (name := found.metadata["Name"])
             },
         )
 
@@ -52,5 +53,5 @@ class Inventory:
 
 
 def normalised(name: str) -> str:
-    """A package's name in the form that package indexes compare."""
+    """A package's name in normalised form. Package indexes compare normalised names."""
     return name.lower().replace("_", "-").replace(".", "-")

@@ -1,4 +1,5 @@
-"""Packs vLLM and this project's requirements for a machine with a GPU and no network: python -m bench.gpu.pack COMMAND.
+"""Packs vLLM and pagewire's requirements for a machine with a GPU but without a network: python -m bench.gpu.pack
+COMMAND.
 
     inventory                        on the GPU machine: print its packages as JSON; standard library only
     plan FOLDER --inventory FILE     with a network: list the packages to fetch, that fit already, or to leave out

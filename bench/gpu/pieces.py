@@ -55,8 +55,8 @@ class Part:
 
 
 def _check_name(name: str) -> None:
-    """Raise ValueError for a name that leads out of its folder, because files with these names are written and
-    removed.
+    """Raise ValueError for a name that leads out of its folder. Files with the manifest's names are written and
+    removed, so such a name is dangerous.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a file")
@@ -68,7 +68,8 @@ def write_archive(
     """Write a zip of a folder for PYTHONPATH. The zip contains the wheels' files, and `files` by their names in the
     zip.
 
-    `left_out` contains names of files to omit. Programs of wheels are omitted too. Equal contents give equal bytes.
+    `left_out` contains names of files to omit. Programs of wheels are omitted too. Two zips with equal contents have
+    equal bytes.
     """
     written = set(files)
     with zipfile.ZipFile(archive, "w") as target:
@@ -154,7 +155,7 @@ def join(folder: Path, into: Path) -> dict[str, list[str]]:
 
 
 def _keep(piece: Piece, folder: Path, kept: Path) -> bool:
-    """Keep the piece if it has arrived. Returns whether the piece is kept, now or from an earlier call."""
+    """Keep the piece if it has arrived. Returns whether the piece is kept now."""
     if (kept / piece.name).is_file() and _digest(kept / piece.name) == piece.sha256:
         return True
     if not (folder / piece.name).is_file():

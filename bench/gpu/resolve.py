@@ -1,5 +1,5 @@
-"""Decides which wheels a machine lacks for some requirements. Installed versions that fit stay; other packages are
-fetched.
+"""Decides which wheels a machine lacks for some requirements. Installed versions that fit stay; all other required
+packages are fetched.
 
 The requirements of the machine's own packages are assumed to be met. If a fetched package has a requirement that cannot
 be met, an older version of the package is tried.
@@ -21,7 +21,7 @@ from packaging.utils import parse_wheel_filename
 from bench.gpu.inventory import Inventory, normalised
 
 FROM_THE_MACHINE = frozenset({"torch", "torchaudio", "torchvision", "triton"})
-"""Packages that depend on the machine's CUDA. These packages have gigabytes and are never fetched."""
+"""Packages that depend on the machine's CUDA. These packages are gigabytes large and are never fetched."""
 NOT_NEEDED = frozenset({
     # Kernels that are not used: for GPUs other than Hopper, for number formats other than bf16, or with a substitute.
     "flashinfer-cubin", "flashinfer-python", "humming-kernels", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl",
@@ -29,7 +29,8 @@ NOT_NEEDED = frozenset({
     # Packages for video, for loading weights, for profiler marks, and for n-gram drafts.
     "fastsafetensors", "numba", "nvtx", "pynvvideocodec", "torchcodec",
 })  # fmt: skip
-"""Requirements that vLLM imports only on use. vLLM does not use these packages to serve the benchmark's models."""
+"""Requirements of vLLM that are imported only on use. vLLM does not use these packages to serve the benchmark's models.
+"""
 
 
 class PackError(ValueError):
@@ -69,7 +70,7 @@ def resolve(
     fetch: Fetch,
     pins: Mapping[str, SpecifierSet] | None = None,
 ) -> Plan:
-    """Follow the requirements until all are met.
+    """Follow the requirements of the packages until all requirements are met.
 
     `pins` contains preferred versions of fetched packages. If a requirement excludes a preferred version, the pin is
     ignored. Raises PackError if a requirement cannot be met.
@@ -162,7 +163,7 @@ def _fits(version: str | None, asked: SpecifierSet) -> bool:
 
 
 def _pinned(asked: SpecifierSet, pin: SpecifierSet | None) -> SpecifierSet:
-    """Return the pinned version if the requested range contains it. For any other pin, return the requested range."""
+    """Return the pinned version if the requested range contains it. In any other case, return the requested range."""
     return pin if pin and all(asked.contains(one.version, prereleases=True) for one in pin) else asked
 
 

@@ -1,6 +1,6 @@
-"""The figures of one load on one system, as a line of JSON each, and tables of these figures.
+"""Writes the figures of each load on each system as a line of JSON, and prints tables of the figures.
 
-A line is written as soon as its load has ended. A run that is cut off therefore keeps its earlier figures.
+A line is written when its load has ended. If a run is cut off, the figures of its earlier loads are kept.
 """
 
 import json
@@ -35,7 +35,7 @@ class Row:
     itl_p50_ms: float
     itl_p99_ms: float
     step_ms: float | None
-    """Milliseconds of a decode step of all sequences. The value is None unless most steps are decode steps."""
+    """Milliseconds of a decode step of all sequences. The value is None if most steps are not decode steps."""
     limit_ms: float | None
     """Shortest possible time of a decode step of all sequences, in milliseconds."""
     idle_percent: float | None
@@ -65,7 +65,9 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def figures_table(rows: Iterable[Row]) -> Table:
-    """A line for each load and system, our system first. The ratio is our rate divided by the line's rate."""
+    """A table with a line for each load and system, our system first. The ratio is our rate divided by the
+    line's rate.
+    """
     table = new_table(
         "model", "load", "system", "output tok/s", "ratio", "TTFT, ms", "p99", "ITL, ms", "p99", "idle", "µs a step"
     )
@@ -97,7 +99,9 @@ def limits_table(rows: Iterable[Row]) -> Table:
 
 
 def _by_load(rows: Iterable[Row]) -> Iterator[tuple[str, str, Sequence[Row]]]:
-    """The last row of each system, for each load of each model. Loads are in the order of their first rows."""
+    """Yield the last row of each system, for each load of each model. The order of loads is the order of their first
+    rows.
+    """
     last: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         last.setdefault((row.model, row.load), {})[row.system] = row

@@ -59,7 +59,7 @@ LOADS = (
     streams(8192, 256, 32, num_requests=32),
     streams(8192, 256, 256, num_requests=256),
 )
-"""Loads, the shortest first, so that a time limit cuts off the longest loads."""
+"""The shortest load is first, so that a time limit cuts off only the longest loads."""
 CPU_CACHE_GIB = 2
 STEP_TOKENS = 16
 MAX = ("--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
@@ -82,7 +82,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def systems(model: Path, device: str, peer: Path | None) -> Iterator[Start]:
-    """Yield a function that starts a system, for each system. Our system is first."""
+    """For each system, yield a function that starts it. Our system is first."""
     ours = [*MAX, "--device", device, "--load-format", "dummy"]
     cache_gib = CPU_CACHE_GIB if device == "cpu" else None
     yield lambda: Pagewire(model, cache_gib, *ours, context=CONTEXT, scheduler_flags=MAX)
@@ -185,7 +185,7 @@ def main() -> None:
             run(arguments, rows)
     except (BenchError, ServerError, ValueError, OSError) as error:
         sys.exit(f"bench serve_gpu: {error}")
-    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # a system failed under its load
+    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # one of the systems failed under load
         sys.exit(f"bench serve_gpu: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""Models with a real shape and random weights. A model is a folder with config.json and a tokenizer.
+"""Writes models with a real shape and random weights. A model is a folder with config.json and a tokenizer.
 
 The shape determines the bytes that a decode step has to read, and therefore its shortest possible time.
 """
@@ -132,8 +132,8 @@ def write_model(shape: Mapping[str, Any], folder: Path) -> None:
 def step_bytes(shape: Mapping[str, Any], batch: int, context: float) -> float:
     """Minimum number of bytes that a decode step reads, for `batch` sequences with `context` tokens each.
 
-    Weights are read once, in bf16. Token embeddings count only if the logits use the same matrix. The number of experts
-    is the average number that random choices select. Keys and values are read once.
+    Weights are read once, in bf16. Token embeddings count only if the logits use the same matrix. If tokens choose
+    experts, the average number of chosen experts counts. Keys and values are read once.
     """
     config = read_config(shape)
     assert isinstance(config, DecoderConfig)

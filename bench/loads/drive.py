@@ -11,8 +11,8 @@ from bench.loads.load import Load
 from scheduler_service.simulation.trace import Arrival
 
 Stream = Callable[[Sequence[int], int], AsyncIterator[int]]
-"""Generates a number of tokens after a prompt, greedily and without stopping at an end. Yields the number of tokens in
-each message.
+"""Generates a number of tokens after a prompt, greedily, and ignores the end of sequence. Yields the number of tokens
+in each message.
 """
 
 

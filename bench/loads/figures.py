@@ -1,8 +1,8 @@
 """Computes the compared figures from the arrival times of messages.
 
 A client receives messages, and a message may contain several tokens. The whole pause before a message counts for each
-of its tokens. A stream with fewer, larger messages therefore never looks smoother than it is. A long pause is not
-diluted by the tokens that end it. The time before the first message counts as time to first token, not as a pause.
+of the message's tokens. Therefore a stream with few, large messages does not look smoother than it is. The time before
+the first message counts as time to first token, not as a pause.
 """
 
 import math
@@ -41,7 +41,7 @@ class Timeline:
         return [at - before for (before, _), (at, tokens) in pairwise(self.messages) for _ in range(tokens)]
 
     def mean_pauses(self, window: int) -> list[float]:
-        """The mean pauses of consecutive runs of `window` tokens.
+        """The mean pauses of consecutive groups of `window` tokens.
 
         If a busy client reads several messages late and together, the mean pauses change little.
         """
@@ -65,7 +65,7 @@ class Figures:
     total_tokens_per_second: float
     """Tokens per second of prompts and outputs. Cached prompt tokens count too."""
     ttft_ms: float
-    """Median time to first token in milliseconds. Figures without another name are medians."""
+    """Median time to first token in milliseconds. All figures are medians if their name does not say otherwise."""
     ttft_p99_ms: float
     tpot_ms: float
     itl_p50_ms: float
@@ -86,7 +86,7 @@ def median_interval(values: Sequence[float], coverage: float = 0.95) -> tuple[fl
     smallest and the third largest value. Raises ValueError if there are too few values.
     """
     size, rank = len(values), 0
-    beyond = 2 * 0.5**size  # probability that the true median lies outside the values of this rank
+    beyond = 2 * 0.5**size  # probability that the true median lies outside the interval of this rank
     while beyond <= 1 - coverage:
         rank += 1
         beyond += 2 * math.comb(size, rank) * 0.5**size

@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from scheduler_service.simulation.trace import Arrival
 
 CONTEXT = 2048
-"""Maximum number of tokens of a sequence: the context with which systems are started. Longer requests of a trace are
-cut to this number.
-"""
+"""Context with which systems are started, in tokens. Longer requests of a trace are cut to this length."""
 CACHE_GIB = 2
 """Memory in GiB for keys and values of each system."""
 WARM_UP_PROMPT_TOKENS = 8192
@@ -31,11 +29,10 @@ class Load:
     arrivals: Sequence[Arrival]
     concurrency: int
     shared_tokens: int = 0
-    """Number of leading tokens that all prompts share. The prompts of the first `num_others` requests begin
-    differently.
+    """Number of leading tokens that prompts share. The prompts of the first `num_others` requests do not share tokens.
     """
     num_others: int = 0
-    """Number of requests at the beginning whose prompts share no tokens."""
+    """Number of leading requests whose prompts do not share tokens."""
 
     def prompts(self, vocabulary_size: int, seed: object) -> list[list[int]]:
         draw = random.Random(f"{self.name} {seed}")
@@ -58,15 +55,17 @@ class Load:
 
 
 def streams(prompt_tokens: int, output_tokens: int, concurrency: int, num_requests: int) -> Load:
-    """`concurrency` streams at once. When a stream ends, another stream begins until all requests are done."""
+    """A load of `concurrency` streams at once. When a stream ends, the next request begins, until all requests are
+    done.
+    """
     arrival = Arrival(0.0, prompt_tokens, output_tokens)
     title = f"{prompt_tokens}/{output_tokens} x {concurrency}"
     return Load(f"{prompt_tokens}x{concurrency}", title, [arrival] * num_requests, concurrency)
 
 
 def shared_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
-    """All requests are sent at once. The requests' common prefix is new to the server. A server can compute the prefix
-    once or for each request.
+    """A load of requests that are sent at once. Their prompts share a prefix that is new to the server. A server can
+    compute the prefix once or for each request.
     """
     arrival = Arrival(0.0, shared_tokens + own_tokens, output_tokens)
     title = f"{shared_tokens}+{own_tokens}/{output_tokens} x {num_requests}"

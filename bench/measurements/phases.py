@@ -25,8 +25,8 @@ class Split:
 
     @property
     def overhead_percent(self) -> float:
-        """Percentage of scheduler, codec and gRPC in the sum of all phases. Phases of the scheduler count even while
-        the worker computes.
+        """Percentage of the scheduler, codec and gRPC in the sum of all phases. The scheduler's phases count in full,
+        even while the worker computes.
         """
         return 100 * (1 - self.model_us / sum(self.us.values()))
 
@@ -36,7 +36,9 @@ class Split:
 
 
 def split_between(readings: Sequence[tuple[StepSplit, StepSplit]]) -> Split:
-    """The split over all runs of a load. `readings` contains a reading before and a reading after each run."""
+    """The mean times of the phases over all runs of a load. `readings` contains a reading before and a reading after
+    each run.
+    """
     num_steps = sum(after.num_steps - before.num_steps for before, after in readings)
 
     us = {

@@ -1,4 +1,4 @@
-"""The cost of adapters: the same requests to one server, in turn for the base model and for 1, 4 and 16 adapters.
+"""The cost of adapters: equal requests to one server use the base model, 1, 4 and 16 adapters in turn.
 
     python -m bench adapters [--model default] [--sequences 16,32] [--rank 16] [--adapters 1,4,16] [--rounds 3]
     python -m bench adapters --peer DIR        DIR as for bench serving: vLLM with the same adapters too
@@ -38,7 +38,7 @@ OUTPUT_TOKENS = 128
 PROMPT_TOKENS = 128
 TIMES = 18
 EXTRA = 2
-"""Number of adapters beyond the worker's host memory."""
+"""Number of adapters for which the worker's host memory has no place."""
 
 
 def write_adapters(folder: Path, model: str, count: int, rank: int) -> None:
@@ -142,8 +142,8 @@ async def measure(
                     f"{ratio:.2f} x base\n"
                 )
                 sys.stdout.flush()
-        # One adapter more than the slots, so that each adapter has lost its slot before its next request. Two adapters
-        # more than host memory holds.
+        # With one adapter more than slots, each adapter has lost its slot before its next request. With two more
+        # adapters than host memory holds, each adapter must be fetched.
         few = max(counts) + 1
         for which, call in calls.items():
             there, copied, brought = [

@@ -1,8 +1,9 @@
-"""How near served log-probabilities are to exact log-probabilities: python -m bench.fidelity. Ends with JSON.
+"""Compares served log-probabilities with exact log-probabilities: python -m bench.fidelity. The last line is JSON.
 
-Each system scores texts with teacher forcing. A score is the log-probability of a token of the text, and the likeliest
-token at its position. The reference is transformers in float32 with the same weights. There are three figures: the mean
-difference of log-probabilities, how often the likeliest tokens are equal, and the increase of perplexity.
+Each system scores texts with teacher forcing. A score consists of the log-probability of a token of the text, and of
+the likeliest token at this position. The reference is transformers in float32 with the same weights. There are three
+figures: the mean difference of log-probabilities, how often the likeliest tokens are equal, and the increase of
+perplexity.
 
 Our system serves in bfloat16, with keys and values in int8. Weights are quantised if the machine has kernels for
 quantised weights. The other systems are transformers in bfloat16 and, with --peer, vLLM. Ratios are relative to
@@ -148,8 +149,8 @@ def vllm_scores(url: str, texts: Iterable[list[int]]) -> list[Scores]:
 
 
 def scores_of(entries: Sequence[dict[str, dict[str, Any]] | None], text: Sequence[int]) -> Scores:
-    """Convert vLLM's entries to scores of a text. An entry maps token ids to values. The first position has no
-    entry.
+    """Convert vLLM's entries to scores of a text. An entry belongs to a position and maps token ids to values. The
+    first position has no entry.
     """
     known = [entry or {} for entry in entries[1:]]
     return Scores(

@@ -1,4 +1,4 @@
-"""A GGUF file's weights, served by pagewire and computed by llama.cpp, in turn on one machine.
+"""Compares pagewire and llama.cpp with the weights of a GGUF file, in turn on one machine.
 
     python -m bench packed FILE --peer llama-batched-bench [--quantization gguf,int4] [--streams 1,8,32] [--rounds 3]
 
@@ -39,7 +39,7 @@ _seeds = itertools.count()  # new prompts for each run, so that no prompt is in 
 
 System = Callable[[int, int, int], tuple[float, float]]
 """Returns output tokens per second and prompt tokens per second. The arguments are the number of streams, and the
-prompt and output tokens of each.
+prompt and output tokens of each stream.
 """
 
 

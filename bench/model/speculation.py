@@ -1,4 +1,4 @@
-"""The gain of drafts: the same requests to servers with different draft methods, in turn on one machine.
+"""The gain of drafts: servers with different draft methods receive the same requests, in turn on one machine.
 
     python -m bench speculation [--methods ngram,draft_model] [--model default] [--draft-model NAME]
                                 [--sequences 1,8,32]
@@ -106,8 +106,8 @@ def functions() -> Iterator[str]:
 
 
 async def drafts(server: LocalServer | Vllm) -> tuple[int, int]:
-    """Numbers of verified and of accepted drafts. The numbers are 0 for vLLM, because the benchmark does not
-    ask vLLM.
+    """Numbers of verified and of accepted drafts. For vLLM the numbers are 0, because the benchmark does not read
+    vLLM's counters.
     """
     if isinstance(server, Vllm):
         return 0, 0
@@ -187,7 +187,7 @@ def main() -> None:
             servers[one] = server("--speculative-config", json.dumps({"method": one, **draft, **most}))
         if arguments.peer:
             config = {"method": "ngram", "num_speculative_tokens": int(arguments.num_speculative_tokens)}
-            lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 16}  # the same lengths as pagewire's
+            lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 16}  # pagewire's n-grams have the same lengths
             for name, flags in (("vLLM", ()), ("vLLM ngram", ("--speculative-config", json.dumps(config | lookup)))):
                 servers[name] = stack.enter_context(vllm_on_cpu(arguments.peer, CACHE_GIB, *flags))
         for num_sequences in map(int, arguments.sequences.split(",")):

@@ -5,10 +5,10 @@
 A server answers prompts like the prompts of `bench speculation`, made from other source files. With --prompts the
 server also answers the questions of a file in MT-bench's format. Then a head is trained on the answers. The method is
 from "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (Li et al., 2025).
-When the head drafts several tokens, its input is its own states in place of the model's states. In training the input
-is the same. The head learns the model's probabilities. The head's initial weights are the weights of the model's last
-layer. The answers to a tenth of the prompts are held out. On these answers the benchmark measures how often the head's
-drafts are right. Only models of the Llama family are supported.
+When the head drafts several tokens, its input is its own states in place of the model's states. Training uses the
+head's own states, too. The head learns to predict the model's probabilities. The head's initial weights are the weights
+of the model's last layer. The answers to a tenth of the prompts are held out. On these answers the benchmark measures
+how often the head's drafts are right. Only models of the Llama family are supported.
 """
 
 import argparse
@@ -117,7 +117,7 @@ class Head(nn.Module):
         """Compute draft number `depth` after each position at once.
 
         `token_ids` [places] are the tokens that follow `states` [places, hidden_size]. `earlier` contains keys and
-        values of the earlier depths. At the first depth the states are the model's, and a position attends to all
+        values of the earlier depths. The states of the first depth come from the model; there a position attends to all
         positions up to itself. At each further depth a position attends only to itself. Returns the new states, the
         logits, and the new keys and values.
         """
@@ -197,8 +197,8 @@ def train(
     num_guessable: int,
     epochs: int,
 ) -> list[float]:
-    """Train the head and write it in the format of the paper's authors. Returns the share of right drafts by depth, on
-    the texts that were held out.
+    """Train the head, and write the head in the format of the paper's authors. Returns the share of right drafts by
+    depth, on the texts that were held out.
     """
     torch.manual_seed(SEED)
     counts = Counter(token for text in texts for token in text)

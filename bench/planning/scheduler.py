@@ -5,10 +5,10 @@
   (`bench/systems/peer_vllm_scheduler.py`), and `vllm_over_ours` is printed.
 - `us_per_step_by_waiting`: a step of 256 sequences while few or many requests wait.
 - `us_per_step_by_workers`: a step of one worker with 32 sequences. The worker's scheduler has its own queue, or shares
-  a queue with 999 other schedulers. 1,000 schedulers of each kind take turns. The figure is the mean over as many steps
-  as fill a block, and the median over workers. A worker runs the measured steps in a row, after the same number of
-  steps that warm the caches. For `…_cold` all workers run one step in turn. The processor's caches then contain other
-  workers' sequences at each step.
+  a queue with 999 other schedulers. The benchmark runs 1,000 schedulers of each kind in turn. The figure is the mean
+  over as many steps as fill a block, and the median over workers. A worker runs the measured steps in a row, after the
+  same number of steps that warm the caches. For `…_cold` all workers run one step in turn. At each step the processor's
+  caches then contain the sequences of other workers.
 - `codec_us`: encoding and decoding one step of 256 sequences and its answer. One in 16 sequences receives a new block.
 """
 
@@ -146,8 +146,8 @@ def us_of_steps(scheduler: Scheduler, num_steps: int) -> float:
 
 
 def fastest(*measures: Callable[[], float]) -> list[float]:
-    """The fastest of several rounds of each measure. Noise only adds time. The measures run in turn, so that noise
-    affects all measures.
+    """The shortest time of several rounds of each measure, because noise only adds time. The measures run in turn, so
+    that noise affects all measures.
     """
     rounds = [[measure() for measure in measures] for _ in range(NUM_ROUNDS)]
     return [min(figures) for figures in zip(*rounds, strict=True)]
@@ -171,7 +171,9 @@ def us_per_step_by_waiting() -> dict[int, float]:
 
 
 def us_per_step_by_workers() -> tuple[dict[int, float], dict[int, float]]:
-    """Microseconds per step, by number of workers that share a queue: first with warm caches, then with cold caches."""
+    """Microseconds per step, by number of workers that share a queue. The first result has warm caches, the second cold
+    caches.
+    """
     queue = WaitingQueue()
     fleets = {
         1: [make_scheduler(SEQS_A_WORKER, num_blocks_each=16) for _ in range(NUM_WORKERS)],

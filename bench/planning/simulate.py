@@ -1,9 +1,8 @@
-"""Whole traces through the real scheduler on a virtual clock: python -m bench simulate TRACE.csv …
+"""Runs whole traces through the real scheduler on a virtual clock: python -m bench simulate TRACE.csv …
 
 Each trace runs with 1, 8 and 1,000 simulated workers under every policy. The trace is sped up until requests have to
-wait, because without waiting requests all policies decide equally. The traces name no senders, so tenants are drawn at
-random. One tenant sends 80% of the requests, and four light tenants send 5% each. 10% of every tenant's requests are
-urgent.
+wait, because policies differ only if requests wait. The traces name no senders, so tenants are drawn at random. One
+tenant sends 80% of the requests, and four light tenants send 5% each. 10% of every tenant's requests are urgent.
 
 - p99 TTFT in seconds: of all requests, of the light tenants' requests, of urgent requests.
 - service gap: the largest difference between two tenants' services, in thousands of tokens, while both had waiting
@@ -13,7 +12,7 @@ urgent.
 A second table shows the value of placement, in three cases. In the first case, one of 8 workers is slow: each of its
 steps takes four times as long. In the second case, 8 equal workers receive requests that are turns of conversations. In
 the third case, four branches of a conversation send each turn at once, as agents do. Each case runs with the balancer,
-and with "first come". With "first come" the worker that plans first takes all requests that it has room for.
+and with "first come". "First come" means: the worker that plans first takes all requests that fit.
 
 A third table shows the value of the limit on one prompt's tokens in a step. One worker receives the requests of up to
 512 prompt tokens. Every 400 seconds the worker also receives long prompts that require a hundred steps together. TTFT
@@ -47,9 +46,9 @@ from scheduler_service.simulation.simulator import RequestTimes, Simulator
 from scheduler_service.simulation.summary import percentiles, ttft
 from scheduler_service.simulation.trace import Arrival, read_trace
 
-# Factors on a trace's speed, by number of workers. With a sixth per worker, the conversation trace keeps workers with
-# the built-in cost model busy. A thousand workers admit every request at once unless the hour of the traces takes only
-# seven seconds.
+# Factors on a trace's speed, by number of workers. With a factor of a sixth per worker, the conversation trace keeps
+# workers with the built-in cost model busy. For a thousand workers the hour of a trace is compressed to seven seconds:
+# in a slower run no request waits.
 SPEEDUPS = {1: 1 / 6, 8: 8 / 6, 1000: 500.0}
 HEAVY = "heavy"
 TENANTS = {HEAVY: 0.8, "light 1": 0.05, "light 2": 0.05, "light 3": 0.05, "light 4": 0.05}
@@ -73,7 +72,7 @@ Row = dict[str, str | int | float]
 
 
 class FirstCome(Balancer):
-    """A placement policy: the worker that plans first takes all requests that it has room for."""
+    """A placement policy: the worker that plans first takes all requests that fit."""
 
     def has_others(self, member: Member) -> bool:  # noqa: ARG002
         return False
@@ -195,7 +194,7 @@ COLUMNS = {
 
 
 def table_of(report: list[Row], columns: dict[str, str], last: str) -> Table:
-    """Build a table. A line follows each row in which a value equals `last`."""
+    """Build a table. A separator line follows each row in which a value equals `last`."""
     table = Table()
     for heading in columns:
         is_name = heading in ("trace", "policy", "load", "placement")

@@ -5,8 +5,8 @@ vectors.
 
 MODEL is a folder that both systems can read, for example all-MiniLM-L6-v2. Texts are random words. A text has an exact
 number of tokens, or with `mixed` any number up to the longest. The peer receives all texts in one call and sorts them
-by length. Only one system computes at a time. `--peer` is a folder that contains sentence-transformers, if it is not
-installed: `pip install --target FOLDER --no-deps sentence-transformers scikit-learn scipy`, and the requirements that
+by length. Only one system computes at a time. If sentence-transformers is not installed, `--peer` is a folder that
+contains it: `pip install --target FOLDER --no-deps sentence-transformers scikit-learn scipy`, and the requirements that
 are missing.
 """
 

@@ -3,8 +3,8 @@
     python -m bench gateway [--peer DIR] [--loads 128x1,128x8,128x32] [--rounds 2]
 
 Over HTTP, `pagewire_client serve` receives completions and chats. Chats pass through the gateway. Prompts are one-token
-words. A chat has fewer words, because its template adds tokens; all prompts have the same length. An event counts as
-one token. Further tokens in `usage` are counted at the end.
+words. A chat has fewer words, because the chat template adds tokens. With the template all prompts have the same
+length. An event counts as one token. If `usage` reports more tokens, the additional tokens are counted at the end.
 """
 
 import argparse

@@ -137,7 +137,7 @@ def main() -> None:
         report = run(arguments)
     except (BenchError, ServerError, StartError, TraceError, ValueError, OSError) as error:
         sys.exit(f"bench serving: {error}")
-    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # a system failed under its load
+    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # one of the systems failed under load
         sys.exit(f"bench serving: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

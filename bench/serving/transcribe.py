@@ -1,12 +1,12 @@
-"""Seconds of work for a second of sound: Transcribe compared with faster-whisper and transformers, in turn.
+"""Compares Transcribe with faster-whisper and transformers, in turn: seconds of work for a second of sound.
 
     python -m bench transcribe MODEL SOUND [--rounds 3] [--streams 1,4] [--dtype float32] [--peers FOLDER]
 
 MODEL is a Whisper model's folder; SOUND is a file. The program prints real-time factors: seconds of work for a second
 of sound. Smaller is better. Every system decodes greedily, with timestamps, in English, while the other systems are
 idle. With several streams, Transcribe receives one call per stream at the same time. The sounds of the calls differ in
-their first samples. The peers support one sound at a time and receive the sounds one after the other. `--peers` is a
-folder that contains faster-whisper and ctranslate2, if they are not installed: `pip install --target FOLDER
+their first samples. The peers support one sound at a time and receive the sounds one after the other. If faster-whisper
+and ctranslate2 are not installed, `--peers` is a folder that contains them: `pip install --target FOLDER
 faster-whisper`. The model is converted once, into its folder `ct2`.
 """
 
@@ -71,7 +71,7 @@ def transformers_peer(model: str, dtype: str) -> Callable[[Samples], str]:
 
 def faster_whisper_peer(model: str, dtype: str, folder: Path | None) -> Callable[[Samples], str]:
     if folder is not None:
-        sys.path.append(str(folder))  # after the paths of this project's own packages
+        sys.path.append(str(folder))  # the folder comes after the paths of this project's own packages
     import ctranslate2
     from faster_whisper import WhisperModel
 

@@ -6,7 +6,8 @@ a step, measured over one round.
 
 The V1 scheduler is built as in vLLM's engine core, with prefix caching on and statistics off. The scheduler's model has
 one layer. The model's weights are never loaded. Asynchronous scheduling is off: as in pagewire's measurement, every
-step's answer arrives before the next step. Both schedulers search for stop tokens, and both receive prepared answers.
+step's answer arrives before the next step. Both schedulers search their outputs for stop tokens, and both receive
+prepared answers.
 """
 
 import gc

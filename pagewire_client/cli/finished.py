@@ -15,7 +15,7 @@ WIDTH = 150  # width of the table in columns, if the output is no terminal
 def print_requests(requests: Sequence[pb.FinishedRequest]) -> None:
     """Print the requests, the newest first.
 
-    Durations are in seconds. Preemptions are listed by kind: recompute and swap.
+    Durations are in seconds. Preemptions by recomputation and by swap are counted separately.
     """
     table = Table("ended", "request", "tenant", "why")
     for heading in ("prompt", "cached", "output", "queued", "first token", "pauses", "longest", "all"):

@@ -56,8 +56,8 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", s
 
 
 def http_listen(arguments: argparse.Namespace) -> str:
-    """HOST:PORT from flags. Without flags, HOST:PORT from the environment. Raises ValueError if flags contradict each
-    other.
+    """HOST:PORT from the flags. If no flag is set, the environment defines HOST:PORT. Raises ValueError if flags
+    contradict each other.
     """
     whole, host, port = arguments.listen, arguments.host, arguments.port
     if whole is not None:

@@ -81,10 +81,10 @@ class View:
     def rates(self) -> Rates:
         return Rates() if self._sample is None else Rates.between(self._before, self._sample)
 
-    # ---- the state as a line
+    # ---- output as a line
 
     def line(self) -> str:
-        """The state as key=value pairs. An event of the connection that was not shown yet comes first."""
+        """The state as key=value pairs. If the connection has a new event, the event comes first."""
         if self._sample is None or self._is_lost:
             return self._news
         state, rates = self._sample.state, self.rates
@@ -110,7 +110,7 @@ class View:
         lacking = "".join(f"\n{worker.address}: {worker.last_error}" for worker in state.workers if worker.last_error)
         return news + " ".join([*words, *(["draining"] if state.draining else [])]) + error + lacking
 
-    # ---- the state as a full screen
+    # ---- output on a full screen
 
     def __rich__(self) -> RenderableType:
         if self._sample is None:

@@ -19,7 +19,7 @@ PIECE_BYTES = 1 << 16
 
 
 class Room:
-    """Memory limit in bytes: all requests and answers that this process holds for all clients together."""
+    """Memory limit in bytes for all requests and answers of this process, summed over all clients."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_free = num_bytes
@@ -86,7 +86,7 @@ class Part(BaseModel):
         if not isinstance(given, dict):
             return given
         given = {name: value for name, value in given.items() if value is not None}
-        # Reports only the first unknown field: pydantic would create an error for each.
+        # Only the first unknown field is reported, because pydantic would create an error for each field.
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = next((name for name in given if name not in known), None)
         return given if unknown is None else {unknown: given[unknown]}

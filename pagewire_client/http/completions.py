@@ -121,7 +121,7 @@ class _Completions:
         return await answer_in_parts(self._call.request, whole, b"choices", self._finished())
 
     async def _prepare(self, given: str | list[int], sampling: pb.SamplingParams) -> _Prompt:
-        """Tokenize a prompt and look up token texts. The scheduler calls for this use this process's key and do not
+        """Tokenize a prompt and look up token texts. These scheduler calls use the key of this process, so they do not
         count for the client.
         """
         call, fields = self._call, self._fields
@@ -148,8 +148,8 @@ class _Completions:
     async def _follow_all(self, take: Callable[[int, pb.GenerateResponse], Awaitable[None]]) -> None:
         """Read all prompts' streams.
 
-        Raises the grpc.aio.AioRpcError of the first refused prompt. In this case the other streams end too, but not in
-        the middle of an event.
+        Raises the grpc.aio.AioRpcError of the first refused prompt. If a prompt is refused, the other streams end too,
+        but not in the middle of an event.
         """
         tasks = [asyncio.create_task(self._follow(number, take)) for number in range(len(self._prompts))]
         try:
@@ -187,7 +187,7 @@ class _Completions:
         self._prompts[number].choices[message.index].add(message)
 
     async def _finished(self) -> AsyncIterator[bytes]:
-        """Yield each choice immediately before it is sent. Data that a prompt's choices share is stored once."""
+        """Yield each choice immediately before it is sent. Data that the choices of a prompt share is stored once."""
         for number, prompt in enumerate(self._prompts):
             for place, choice in enumerate(prompt.choices):
                 token_ids: Sequence[int] = choice.token_ids
@@ -278,8 +278,8 @@ class _Completions:
     async def _shown_logprobs(
         self, choice: _Choice, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]
     ) -> str:
-        """The log-probabilities as JSON, or null if none were requested. If tokens have equal text, the likeliest is
-        kept.
+        """The log-probabilities as JSON, or null if none were requested. If several tokens have the same text, only the
+        likeliest token is kept.
         """
         if self._fields.logprobs is None:
             return "null"

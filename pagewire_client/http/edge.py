@@ -4,11 +4,11 @@ The gateway supports neither API keys nor TLS: it calls schedulers in plain text
 this process has a proxy on each side of the gateway.
 
 The front proxy receives HTTP requests and has the scheduler check the API key. The front proxy gives each request a
-random id. The gateway keeps this id. The back proxy accepts gRPC from the gateway, on this machine only. The back proxy
-finds the request's API key by the id.
+random id. The gateway passes this id on. The back proxy accepts gRPC from the gateway, on this machine only. The back
+proxy finds the request's API key by the id.
 
-Clients see ids in their answers and can name an id in a request. To prevent misuse, each id allows only one call. The
-scheduler decides which requests are refused. Only the gateway routes listed here are forwarded, because other routes
+Clients see ids in their answers and can name an id in a request. To prevent misuse, each id is valid for only one call.
+The scheduler decides which requests are refused. Only the gateway routes in ROUTES are forwarded, because other routes
 reach beyond the scheduler. The routes of OWN call the scheduler without the gateway.
 """
 
@@ -63,7 +63,7 @@ _SERVICE = "/vllm.grpc.engine.VllmEngine/"
 _OWN_METHODS = frozenset(
     f"{_SERVICE}{name}" for name in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer")
 )
-"""Methods that the gateway calls for itself, and not for a client's request."""
+"""Methods that the gateway calls for its own use, without a client's request."""
 _GENERATE = f"{_SERVICE}Generate"
 _NOTHING = Unread()
 DEFAULTS = Limits()
@@ -272,7 +272,7 @@ class Edge:
         """
         fields = read_object(body)
         parses = fields.pop(PARSE, False)
-        fields.pop("rid", None)  # the gateway would use this id in place of the id that is set here
+        fields.pop("rid", None)  # the gateway would use the client's rid in place of the id that this process sets
         unread = take_out(fields, self._model)
         try:
             if parses is not True:

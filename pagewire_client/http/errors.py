@@ -44,7 +44,7 @@ def refused_by(error: grpc.aio.AioRpcError) -> HttpError:
 
 
 def sentence_of(error: grpc.aio.AioRpcError) -> str:
-    """The error's message. If the scheduler cannot be reached, the message does not contain its address."""
+    """The error's message. If the scheduler cannot be reached, the message hides the scheduler's address."""
     if error.code() not in _STATUSES:
         return "the scheduler cannot be reached, or takes no requests now"
     return error.details() or ""

@@ -26,7 +26,7 @@ class _Room:
 
 
 class _Accepted(socket.socket):
-    """The socket of a connection. When the socket is closed, its place becomes free."""
+    """The socket of a connection. Closing the socket frees its place."""
 
     room: _Room | None = None
 

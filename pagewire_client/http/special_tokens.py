@@ -2,8 +2,8 @@
 
 The gateway would parse the text as special tokens. With this, a user's message could close its turn and begin a system
 turn. If a chat spells a special token and all its messages are text, the scheduler renders and encodes the chat. The
-scheduler's token ids replace the gateway's token ids. Any other chat that spells a special token is refused, for
-example a chat with tools. Only the gateway knows the template's input for such a chat.
+scheduler's token ids replace the gateway's token ids. Any other chat that spells a special token is refused: for
+example, a chat with tools. For a chat with tools, only the gateway knows the template's input.
 """
 
 import asyncio
@@ -122,8 +122,8 @@ def _pattern_of(archive: bytes) -> re.Pattern[str]:
 def _any_of(words: list[str]) -> str:
     """A regular expression for any of these sorted words, in the form of a trie.
 
-    Some models have a thousand special tokens with the same beginning. Plain alternatives would each be tried at each
-    position. If a word is a prefix of another word, the expression matches the prefix for both.
+    Some models have a thousand special tokens with the same beginning. A plain list of alternatives would be tried word
+    by word at each position. If a word is a prefix of another word, the expression matches the prefix for both.
     """
     if "" in words:
         return ""

@@ -33,8 +33,8 @@ class Unread:
     def named_in(self, answer: bytes, model: str) -> tuple[bytes, bytes]:
         """Replace the `model` name by the adapter's name in the next bytes of an answer.
 
-        Returns the bytes to send, and the rest. The rest is the beginning of a possible match. Put it before the next
-        bytes. Texts cannot match, because quotes within texts are escaped.
+        Returns the bytes to send, and the rest. The rest is the beginning of a possible match. The caller puts the rest
+        before the next bytes. Texts cannot match, because quotes within texts are escaped.
         """
         if not self.lora_name:
             return answer, b""
@@ -57,8 +57,8 @@ class Unread:
 def read_object(body: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises HttpError for any other value.
 
-    The gateway receives the parsed object in a new serialization. If the two programs parsed the same bytes
-    differently, a client could evade the checks here.
+    The gateway receives the parsed object in a new serialization. If this process and the gateway parsed the same bytes
+    differently, a client could evade the checks of this process.
     """
     try:
         fields: Any = json.loads(body)
@@ -92,7 +92,7 @@ def take_out(fields: dict[str, Any], model: str) -> Unread:
 
 
 def _member(model: str) -> bytes:
-    """The member "model" in the bytes that the gateway writes."""
+    """The JSON member "model" as the bytes that the gateway writes."""
     return f'"model":{json.dumps(model, ensure_ascii=False)}'.encode()
 
 

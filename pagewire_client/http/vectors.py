@@ -97,7 +97,7 @@ def _base64(embedding: Embedding) -> bytes:
 
 
 def _numbers(embedding: Embedding) -> bytes:
-    """A vector as JSON. Nine digits identify every float32."""
+    """A vector as JSON. Numbers have nine digits, because nine digits identify every float32."""
     return f"[{','.join(map('{:.9g}'.format, embedding.vector))}]".encode()
 
 

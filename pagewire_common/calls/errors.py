@@ -19,7 +19,7 @@ from pagewire_common.calls.unknown_fields import unknown_field
 log = structlog.get_logger()
 
 MAX_STATUS_BYTES = 4096
-"""Maximum size of an error's message in bytes, in the encoding of its header."""
+"""Maximum size of an error's message in bytes, in the encoding of a header."""
 
 
 class RequestError(Exception):
@@ -48,7 +48,7 @@ value stays in memory until the call ends.
 
 
 class _Unparsed(NamedTuple):
-    """Replaces a request that would take too long to parse."""
+    """A placeholder for a request that would take too long to parse."""
 
     reason: str
     code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT
@@ -71,8 +71,8 @@ class RequestLimits(NamedTuple):
 _HEALTH = "/grpc.health."
 _SERVED = ("/pagewire.", "/vllm.", _HEALTH, "/grpc.reflection.")
 _CLIENTS = ("/pagewire.v1.InferenceService/", "/pagewire.v1.AdminService/")
-"""Prefixes of the methods that clients of any release call. Between services, a check of the protocol version replaces
-the check of fields.
+"""Prefixes of the methods that clients of any release call. For calls between services, a check of the protocol version
+replaces the check of fields.
 """
 MAX_HEALTH_BYTES = 256
 """Maximum size of a service's name in a health check in bytes. Every caller may send a health check."""
@@ -102,7 +102,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         elif handler.request_streaming:
             handler = handler._replace(request_deserializer=_readable_in_a_stream(parse))
         else:
-            descriptor = parse.__self__.DESCRIPTOR  # the bound method FromString of a generated message
+            descriptor = parse.__self__.DESCRIPTOR  # `parse` is the method FromString of a generated message
             parse = _readable(parse)
             if handler_call_details.method.startswith(_CLIENTS):
                 parse = _known(parse)
@@ -120,7 +120,9 @@ _UNREADABLE = "the request's bytes are no message of this method"
 
 
 def _readable_in_a_stream(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return a parser for a stream of requests. An error is raised when the method reads the invalid request."""
+    """Return a parser for a stream of requests. If a request is invalid, the error is raised when the method
+    reads it.
+    """
 
     def readable(data: bytes) -> Any:
         try:
@@ -231,7 +233,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
             await context.abort(error.code, _short(str(error)))
         except grpc.aio.InternalError:  # the client is gone, or an unread message blocks the end
             log.info("call cancelled", code=error.code.name, reason=str(error))
-            raise asyncio.CancelledError from None  # gRPC accepts no other end now
+            raise asyncio.CancelledError from None  # now gRPC accepts only a cancellation
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, NotImplementedError):  # a method that the servicer does not implement

@@ -10,7 +10,7 @@ def unknown_field(message: Message) -> str:
     """The name of the first unknown field in a message or its submessages. The name is empty if all fields are known.
 
     The search takes 0.12 µs for each message and submessage. Lists of numbers cost nothing. Maps are skipped, because
-    their values are numbers in all requests.
+    in all requests the values of maps are numbers.
     """
     if len(unknown := UnknownFieldSet(message)):
         return f"field {unknown[0].field_number} of {message.DESCRIPTOR.name}"

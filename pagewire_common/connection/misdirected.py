@@ -25,12 +25,12 @@ _NO_METHOD = "Method not found!"
 
 
 class MisdirectedError(grpc.aio.AioRpcError):
-    """A call that must be made in another way. A retry cannot succeed."""
+    """The error of a call that must be made in another way. A retry cannot succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """How a client calls a server. The error's advice names `tls_option` and `port_hint`."""
+    """How a client calls a server. The advice in an error names `tls_option` and `port_hint`."""
 
     target: str
     has_tls: bool
@@ -74,7 +74,7 @@ class Direction:
         if port is None:
             return False
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the connection sends no data to the server
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the probe sends no data to the server
         context.set_alpn_protocols(["h2"])
         try:
             async with asyncio.timeout(PROBE_SECONDS):

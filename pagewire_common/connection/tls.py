@@ -94,7 +94,7 @@ class TlsFolder:
         return files
 
     def refresh(self) -> int:
-        """Load changed files if they can be used. Returns the generation of the files in use.
+        """Load files that have changed, if they can be used. Returns the generation of the files in use.
 
         Each server compares the generation with the generation that it has loaded, because several servers may use a
         folder.
@@ -110,7 +110,9 @@ class TlsFolder:
             return self._generation
 
     def _is_old(self) -> bool:
-        """Whether the last change of folder and files was long ago. If so, a single look at the files is enough."""
+        """Whether the last change of folder and files is at least SETTLE_SECONDS ago. If so, a single look at the files
+        is enough.
+        """
         paths = (self._folder, *(self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)))
         try:
             return time.time() - max(path.stat().st_ctime for path in paths if path.exists()) >= SETTLE_SECONDS
@@ -171,7 +173,9 @@ class TlsFolder:
         return context
 
     def _check_unchanged(self) -> None:
-        """Raise OSError if the files on disk differ from the files in use. Only the files in use were checked."""
+        """Raise OSError if the files on disk differ from the files in use, because only the files in use were
+        checked.
+        """
         if self._look() != self._stamp:
             raise OSError(f"the files in {self._folder} are being replaced")
 

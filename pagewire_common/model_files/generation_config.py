@@ -77,8 +77,8 @@ class GenerationDefaults(SamplerParams):
 
     Without do_sample, decoding is greedy for any value of the other fields. `max_length` and `min_length` count the
     prompt. These two limits apply if `max_new_tokens` and `min_new_tokens` are absent. Each of `bad_words` is a list of
-    tokens; the list's last token may not follow the list's other tokens. `suppressed` tokens are never chosen.
-    `begin_suppressed` tokens are never chosen as the first token. A request cannot override suppressed tokens.
+    tokens; the list's last token may not follow the list's other tokens. Tokens in `suppressed` are never chosen.
+    Tokens in `begin_suppressed` are never chosen as the first token. A request cannot override suppressed tokens.
     """
 
     max_new_tokens: int | None = None
@@ -111,7 +111,9 @@ class GenerationDefaults(SamplerParams):
 
     @property
     def not_with_beams(self) -> str | None:
-        """The first key that beam search does not allow: it changes the model's distribution or shortens outputs."""
+        """The first key that beam search does not allow, because the key changes the model's distribution or shortens
+        outputs.
+        """
         says = {
             "suppress_tokens": self.suppressed,
             "begin_suppress_tokens": self.begin_suppressed,

@@ -1,6 +1,6 @@
 """Settings of sentence-transformers for scores, in config_sentence_transformers.json and in config.json.
 
-Workers refuse unsupported values at start. Front ends use the values.
+Workers refuse unsupported values at start. Front ends use the file's values.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Reads tokenizer_config.json, or the older files that replace parts of it in some folders.
+"""Reads tokenizer_config.json, or the older files that contain parts of these settings in some folders.
 
 Token ids come from tokenizer.json. tokenizer_config.json contains the names of special tokens, added tokens and chat
 templates. Each known key is applied, refused, or ignored for a stated reason. Keys of unknown tokenizer classes are

@@ -29,7 +29,7 @@ class TemporaryFolder:
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
             self._lock = _locked(self.path)
             if self._lock is not None:
-                return  # without the lock, another process that starts may remove the folder
+                return  # another process that starts may remove a folder without a lock
             with contextlib.suppress(OSError):
                 self.path.rmdir()
         raise OSError(

@@ -22,7 +22,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Health(HealthServicer):  # type: ignore[misc]  # grpc_health has no types
-    """Statuses by service name. Create the object inside the running event loop."""
+    """The health service's implementation: a status for each service name. Create the object inside the running event
+    loop.
+    """
 
     def __init__(self) -> None:
         self._statuses: dict[str, pb.HealthCheckResponse.ServingStatus] = {}

@@ -90,7 +90,7 @@ async def serve_metrics(
 
 
 class _OnLoop(Collector):
-    """Reads the numbers on the event loop, for any thread."""
+    """A collector that any thread may call. It reads the numbers on the event loop."""
 
     def __init__(self, families: Families, loop: asyncio.AbstractEventLoop) -> None:
         self._families = families
@@ -115,7 +115,7 @@ def _guarded(
     reason: str,
     *headers: tuple[str, str],
 ) -> "WSGIApplication":
-    """Refuse requests that `may_pass` does not accept, with this status and reason."""
+    """Answer requests that `may_pass` does not accept with this status and reason."""
 
     def guarded(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         if may_pass(environ):

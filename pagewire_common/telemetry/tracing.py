@@ -22,13 +22,13 @@ from pagewire_common.start_error import StartError
 log = structlog.get_logger()
 TRACE_PARENT = "traceparent"
 MAX_HEADER = 1024
-"""Maximum number of characters that are read of a header. A traceparent has 55 characters."""
+"""Maximum length in characters of a header that is read. A traceparent has 55 characters."""
 _HEADERS = (TRACE_PARENT, "tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
 logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # the logger's warnings quote the tracestate
 EXPORT_SECONDS = 3.0
-"""Time limit in seconds for exporting one batch. If nothing listened at the endpoint, services took 1.2 and 1.0 s to
-end.
+"""Time limit in seconds for exporting one batch. Without a listener at the endpoint, the two services took 1.2 and 1.0
+s to end.
 """
 
 

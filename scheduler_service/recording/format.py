@@ -23,11 +23,11 @@ MAX_VARINT_BYTES = 10
 
 
 class RecordingError(ValueError):
-    """The file cannot be used from the byte that the message names."""
+    """The file is unusable. The message names the byte at which the error begins."""
 
 
 class ReadEvent(NamedTuple):
-    """One event, its number in the file, its offset, and the offset after the event. The header has number 0."""
+    """One event, its number in the file, its offset, and the offset after the event. The header is event 0."""
 
     number: int
     offset: int

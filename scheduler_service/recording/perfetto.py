@@ -1,7 +1,7 @@
 """A replay as a trace for ui.perfetto.dev, in Chrome's trace event format.
 
-Every worker has a lane with a slice for each step. The slice lasts from the moment at which the step could begin to its
-answer. Every request has a lane with its state from arrival to end: queued, prefill, decode, preempted or swapped.
+Every worker has a lane with a slice for each step. The slice begins when the worker could begin the step, and ends with
+the answer. Every request has a lane with its state from arrival to end: queued, prefill, decode, preempted or swapped.
 Counters show the numbers of waiting, running and swapped-out requests, and of free blocks. Each event is written as
 soon as the replay yields it. Times are whole microseconds since the start of the recording.
 """
@@ -41,7 +41,7 @@ class TraceWriter:
         self._workers: dict[str, int] = {}
         self._lanes: dict[SequenceGroup, _Lane] = {}  # lanes of requests that have not ended
         self._num_lanes = 0
-        self._on: dict[Session, dict[SequenceGroup, None]] = {}  # groups of each session after its last event
+        self._on: dict[Session, dict[SequenceGroup, None]] = {}  # groups of each session after the session's last event
         self._counted: dict[str, object] = {}
 
     def add(self, moment: Moment) -> None:
@@ -166,7 +166,7 @@ class TraceWriter:
         )
         self._counter(f"{session.worker} free blocks", {"blocks": scheduler.blocks.device.num_free})
 
-    # ---- the format
+    # ---- the trace format
 
     def _begin(self, origin: float) -> None:
         self._origin = origin

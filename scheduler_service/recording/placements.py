@@ -1,5 +1,5 @@
-"""Placements of waiting requests: a worker took the request, or left it to another worker. Encodes and compares
-placements.
+"""Encodes and compares placements of waiting requests. A placement says whether a worker took a request or left it to
+another worker.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -118,7 +118,7 @@ class Replayer:
             raise RecordingError(f"event {read.number} at byte {read.offset} makes no sense: {error!r}") from error
         return moment._replace(kind=kind, end=read.end)  # type: ignore[no-any-return]
 
-    # ---- a method for each event, by the event's name
+    # ---- for each kind of event, a method with the event's name
 
     def _header(self, header: pb.RecordingHeader, at: float) -> Moment:
         if self.num_events:
@@ -288,7 +288,7 @@ class Replayer:
 
 
 class _CoreError(Exception):
-    """A difference, without the place of its event."""
+    """A difference between the core and the recording, without the place of the event."""
 
 
 def _call(session: Session, what: str, call: Callable[[], T], recorded: str = "") -> T | None:

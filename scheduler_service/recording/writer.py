@@ -1,7 +1,8 @@
 """Appends to a file in a separate thread, so that a slow disk does not delay steps.
 
-Data reaches the operating system within about FLUSH_SECONDS. If the process is killed, data of at most this time is
-lost. The writer does not call fsync. An error is logged once and ends the recording, but never the service.
+Data reaches the operating system within about FLUSH_SECONDS. If the process is killed, at most the data of the last
+FLUSH_SECONDS is lost. The writer does not call fsync. An error is logged once and ends the recording. The service
+continues.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A cost model: the time of a step on a simulated worker, and the worker's sizes."""
+"""A cost model contains the time of a step on a simulated worker, and the worker's sizes."""
 
 import json
 from dataclasses import dataclass, fields
@@ -35,8 +35,8 @@ class CostModel:
     guesses: tuple[float, ...] = ()
     """The share of decodes that verify at least one draft, the share with at least two drafts, and so on."""
     acceptance: tuple[float, ...] = ()
-    """The acceptance rate of the first draft, then of the second draft if the first was accepted, and so on. The field
-    has as many entries as `guesses`.
+    """The acceptance rate of the first draft, then of the second draft if the first was accepted, and so on.
+    `acceptance` has as many entries as `guesses`.
     """
 
     def step_seconds(self, output: SchedulerOutput, num_drafts: int = 0) -> float:

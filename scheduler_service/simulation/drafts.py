@@ -1,6 +1,4 @@
-"""Draft tokens: from a recording they are counted (made and accepted drafts), and in a simulation they are drawn at
-random.
-"""
+"""Counts made and accepted draft tokens in a recording, and draws draft tokens at random in a simulation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

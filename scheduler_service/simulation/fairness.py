@@ -1,8 +1,8 @@
 """Measures how unequally tenants were served, after Sheng et al., "Fairness in Serving Large Language Models".
 
 Service is counted in tokens. Prompt tokens count once, when the request is admitted. Output tokens count twice. Two
-tenants can claim equal service only while both have waiting requests. A tenant that requests less service receives
-less.
+tenants can claim equal service only while both have waiting requests. A tenant that requests less service also receives
+less service.
 """
 
 from collections import Counter, defaultdict
@@ -15,9 +15,9 @@ PAIRS_A_STEP = 16
 class ServiceGap:
     """The largest difference between two tenants' services in any span in which both have waiting requests.
 
-    For each pair of tenants this is the range of the difference between their services, because a span may begin at the
-    lowest difference and end at the highest. The number of pairs grows with the square of the number of waiting
-    tenants. With more than `PAIRS_A_STEP` pairs, the pairs are updated only once in several steps.
+    For each pair of tenants, the gap is the range of the difference between their services. The reason is that a span
+    may begin at the lowest difference and end at the highest. The number of pairs grows with the square of the number
+    of waiting tenants. With more than `PAIRS_A_STEP` pairs, the pairs are updated only once in several steps.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Fits a cost model to measured steps: non-negative least squares of a step's time over its work.
 
-Five columns have 31 non-empty subsets. The best fit without negative coefficients is the plain least-squares fit of one
-of these subsets. Trying all subsets is exact and requires no library.
+The five columns of a step's work have 31 non-empty subsets. The best fit without negative coefficients is the plain
+least-squares fit of one of these subsets. Trying all subsets is exact and requires no library.
 """
 
 import itertools
@@ -20,7 +20,7 @@ COLUMNS = ("step", *StepWork._fields)
 OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # Workers that never swap have no swapped blocks.
 DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # Sizes that are 0 for an encoder.
 MIN_STEPS = 50  # Ten steps for each coefficient.
-SAME = 1e-9  # A column of length 1 counts as a sum of other columns if a smaller part is independent.
+SAME = 1e-9  # A column of length 1 counts as a sum of other columns if its independent part is smaller.
 SMALLEST_PREFILL_US = 1e-6  # More than 0, because a cost model divides by the time.
 
 Step = tuple[StepWork, float]
@@ -37,13 +37,13 @@ class Fit:
 
 
 class Measurements:
-    """The answered steps of a replay, and their workers' configuration."""
+    """The answered steps of a replay, and the configuration of their workers."""
 
     def __init__(self, worker: str | None = None) -> None:
         self.steps: list[Step] = []
         self.guesses = DraftCounts()
         self._worker = worker
-        self._configs: dict[str, SchedulerConfig] = {}  # configuration of each worker's last session
+        self._configs: dict[str, SchedulerConfig] = {}  # the configuration of each worker's last session
 
     def add(self, moment: Moment) -> None:
         if moment.session is None or self._worker not in (None, moment.session.worker):
@@ -108,7 +108,7 @@ def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str
         fields["block_bytes"] = CostModel().block_bytes
     if swap_us := coefficients["swapped_blocks"]:
         fields["swap_bytes_per_second"] = 1e6 * fields["block_bytes"] / swap_us
-    elif config.swap_bytes_per_second:  # measured by the worker
+    elif config.swap_bytes_per_second:  # the worker measured the speed of swaps
         fields["swap_bytes_per_second"] = float(config.swap_bytes_per_second)
     return fields
 
@@ -142,7 +142,7 @@ def _non_negative_least_squares(
             "cost each; record prompts and batches of different sizes"
         )
     best: dict[int, float] = {}
-    least = 0.0  # the sum of squared errors, less the sum of squared times
+    least = 0.0  # the sum of squared errors minus the sum of squared times
     for count in range(1, len(present) + 1):
         for chosen in itertools.combinations(present, count):
             solution = _solve(chosen, gram, right)

@@ -105,7 +105,7 @@ def _draw_latency(axes: Axes, styled: Sequence[tuple[str, Result, Style]]) -> No
 
 
 def _draw_tails(axes: Axes, styled: Sequence[tuple[str, Result, Style]]) -> None:
-    """A line of points for each kind of request."""
+    """Draw a line of points for each kind of request."""
     _frame(axes, "Its p99 by tenant and priority")
     for policy, result, style in styled:
         kinds = _kinds(result.requests)

@@ -35,7 +35,7 @@ def converse(arrivals: Sequence[Arrival], *, pause: float, most_turns: int) -> l
     A turn begins at least `pause` seconds after the previous turn. A turn continues the longest conversation that fits
     into the turn's prompt. Every turn's prompt begins with the previous turn's prompt and output.
     """
-    # sorted by end of the pause: end of the pause, tokens so far, turns, number
+    # sorted by the first field: end of the pause, tokens so far, turns, number
     resting: list[tuple[float, int, int, int]] = []
     said: list[tuple[int, int, int]] = []  # conversations whose pause has ended
     numbers = count()

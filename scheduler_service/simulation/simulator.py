@@ -2,8 +2,8 @@
 queue.
 
 There are three kinds of event: a request arrives, a step ends, or an idle worker plans again. A worker plans again if
-it left a request to a better worker for a limited time. Other idle workers sleep until they may receive a request. Only
-as many workers are woken as the waiting requests need, so a thousand idle workers cost nothing.
+it left a request to a better worker for a limited time. Other idle workers sleep until they may receive a request. The
+simulator wakes only as many workers as the waiting requests require, so a thousand idle workers cost nothing.
 """
 
 import heapq
@@ -29,7 +29,8 @@ from scheduler_service.simulation.fairness import ServiceGap
 from scheduler_service.simulation.trace import Arrival, longest_sequence
 
 TOKEN = 7  # The token that simulated workers sample.
-# Seconds. A worker that left a request to another worker for a limited time plans again this much later.
+# Seconds between the end of a limited wait and the worker's next plan. A worker waits after it left a request to
+# another worker.
 TICK = 1e-6
 
 

@@ -47,7 +47,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value. Takes 0.2 µs."""
+        """Count a value. Counting takes 0.2 µs."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -72,7 +72,7 @@ class RequestCounts:
 
     def __init__(self) -> None:
         self.num_outputs: Counter[str] = Counter()
-        """Outputs that ended, by reason: stop, length, abort or error."""
+        """Number of outputs that ended, by reason: stop, length, abort or error."""
         self.queue_seconds = Histogram(REQUEST_BOUNDS)
         self.first_token_seconds = Histogram(FIRST_TOKEN_BOUNDS)
         self.token_seconds = Histogram(TOKEN_BOUNDS)

@@ -1,4 +1,4 @@
-"""Converts between the core's types and the protobuf messages of workers. No other file contains both."""
+"""Converts between the core's types and the protobuf messages of workers. Only this file uses both."""
 
 import hashlib
 import math
@@ -139,7 +139,7 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         finished=output.finished,
         preempted=output.preempted,
     )
-    # All messages are created in place: protobuf serializes and parses a message again when it is passed in.
+    # All messages are created in place: if a finished message is passed in, protobuf serializes and parses it again.
     for sequence_id, start, block_ids in output.block_table_updates:
         message.block_table_updates.add(sequence_id=sequence_id, start=start, block_ids=_encode_table(block_ids))
     for new in output.new_sequences:
@@ -163,8 +163,8 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
 
 
 MAX_POSITIONS = 1 << 18
-"""Maximum number of positions of one sequence in an answer. A step has fewer tokens. A position takes about 200 bytes
-in memory and 9 bytes in a message.
+"""Maximum number of positions of one sequence in an answer. No step has as many tokens. A position takes about 200
+bytes in memory and 9 bytes in a message.
 """
 
 

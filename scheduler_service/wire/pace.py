@@ -1,8 +1,8 @@
 """Limits how often a stream between front end and engine is written. An idle stream is written at once, a busy stream
 seldom.
 
-A message costs the two processes 70 to 150 µs, whatever its content. The rows of 100 tokens in a message cost as much.
-Answers, submissions and tokens come one by one, ten for each step of 256 sequences. With this limit they are sent in
+Each message costs the two processes 70 to 150 µs. The rows of 100 tokens in a message cost as much again. Answers,
+submissions and tokens come one by one, ten for each step of 256 sequences. With this limit, the ten parts are sent in
 one or two messages.
 """
 

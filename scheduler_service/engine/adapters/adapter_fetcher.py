@@ -61,7 +61,8 @@ class AdapterFetcher:
         self.lost: list[tuple[Adapter, str]] = []
         """Adapters whose copies cannot be read, with the reason. An adapter stays in the list until it is given up."""
         self._lacking: Sequence[str] = ()
-        self._asked: dict[str, asyncio.Future[bool]] = {}  # Adapters that operators load.
+        # Adapters that operators load: the operator's call waits for the future.
+        self._asked: dict[str, asyncio.Future[bool]] = {}
         self._to_try: dict[str, None] = {}  # Adapters that another worker cannot use.
         self._retries: dict[
             str, tuple[float, float]
@@ -80,7 +81,7 @@ class AdapterFetcher:
 
     @property
     def admits(self) -> bool:
-        """Whether the worker takes requests."""
+        """Whether the worker accepts requests."""
         return self._scheduler.admits
 
     def begin(self, held: Iterable[str]) -> None:
@@ -191,14 +192,16 @@ class AdapterFetcher:
     def _pause(self) -> float | None:
         """Seconds after which `run` looks for the next adapter, even without a change."""
         now = time.monotonic()
-        # If the time of a retry has come, the retry waits for a free place.
+        # A retry whose time has come waits for a free place in the worker.
         pauses = [again_at - now for again_at, _ in self._retries.values() if again_at > now]
         if any(one not in self.refused and one not in self._retries for one in self._lacking):
             pauses.append(LONG_FETCH_SECONDS)  # the adapter may be on its way to another worker
         return min(pauses, default=None)
 
     def _answer(self, fingerprint: str, result: bool | WorkerError) -> bool:
-        """Tell a waiting operator the result for an adapter. Returns whether an operator waits for the adapter."""
+        """If an operator waits for an adapter, report the result to the operator. Returns whether an operator waits for
+        the adapter.
+        """
         future = self._asked.pop(fingerprint, None)
         if future is None:
             return False

@@ -47,12 +47,12 @@ class Adapters:
         self.fetchers: list[AdapterFetcher] = []
         """The fetchers of open sessions."""
         self.when_changed: Callable[[], None] = lambda: None
-        """Callback after a change of the adapters that requests can name."""
+        """Callback that is called after the adapters have changed that requests can name."""
         self._requests = requests
         self._workers = workers
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by name
 
-    # ---- for operators
+    # ---- calls of operators
 
     async def load(self, name: str) -> Adapter:
         """Let requests name an adapter of --lora-dir. The adapter replaces another adapter of the same name.
@@ -151,7 +151,7 @@ class Adapters:
         for fetcher in self.fetchers:
             fetcher.look_again()
 
-    # ---- for the workers' sessions
+    # ---- calls of the workers' sessions
 
     def begin(self, worker: Worker, scheduler: Scheduler, held: Sequence[str]) -> AdapterFetcher:
         """Create the fetcher of a new session. Before the session the worker holds the adapters `held`. Call `end`
@@ -187,7 +187,7 @@ class Adapters:
                 raise _unfit(adapter, str(error)) from None
             except CopyLostError as error:
                 self.give_up(adapter, str(error))
-            except AdapterFailedError:  # the session sends this adapter again
+            except AdapterFailedError:  # the session will try to send this adapter again
                 continue
             else:
                 held.append(fingerprint)

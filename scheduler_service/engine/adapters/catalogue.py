@@ -61,7 +61,7 @@ class Catalogue:
 
     @property
     def are_served(self) -> bool:
-        """Whether requests can name adapters now, or can name adapters after an operator has loaded an adapter."""
+        """Whether requests can name adapters, now or after an operator has loaded an adapter."""
         return bool(self.named) or self._folder is not None
 
     @property

@@ -27,8 +27,7 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
         gained, verified = answer.num_tokens or itertools.repeat(1), answer.num_draft_tokens or itertools.repeat(0)
         for sequence, num_tokens, num_drafts in zip(sampled, gained, verified, strict=False):
-            # The number of drafts is limited for sequences that have left the worker, too, because these drafts are
-            # counted.
+            # Drafts of sequences that have left the worker are counted, so their number is checked too.
             if num_drafts > (room := output.num_draft_tokens.get(sequence, 0)):
                 raise ValueError(f"the worker verified {num_drafts} guesses for sequence {sequence.id}, not {room}")
             has_left = sequence in output.dropped
@@ -66,8 +65,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                 _check_entry(sequence, entry, token_id, width, vocabulary_size)
         entries = answer.prompt_logprobs.get(sequence.id, [])
         if sampling.prompt_logprobs is not None:
-            # A step reports log-probabilities of the prompt tokens after its computed tokens. After a sequence has
-            # ended, its stored tokens are not counted.
+            # A step reports log-probabilities of the prompt tokens that follow its computed tokens. After a sequence
+            # has ended, its stored tokens are not counted.
             first = sequence.num_stored_tokens + 1
             due = max(0, min(first + num_tokens, sequence.num_prompt_tokens) - first)
             if len(entries) > num_tokens or (len(entries) != due and not sequence.status.is_finished):

@@ -47,8 +47,8 @@ class WorkerFleet:
         return Worker(client, self.settings.max_in_flight_steps)
 
     def watch_health(self) -> AsyncIterator[bool]:
-        """Yield whether clients should send requests to this server: first as soon as a worker serves, then after each
-        change.
+        """Yield whether clients should send requests to this server. The first value is yielded as soon as a worker
+        serves, further values after each change.
         """
         return self.workers.outage.watch_health()
 

@@ -23,8 +23,8 @@ log = structlog.get_logger()
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
 RETRIES_PER_SECOND = 100
-"""Maximum attempts to connect per second, over all workers. An attempt takes 0.6 ms of processor time, and most of
-thousands of addresses may be dead.
+"""Maximum attempts to connect per second, over all workers. An attempt takes 0.6 ms of processor time, and there may be
+thousands of addresses without a worker.
 """
 LONG_RETRY_SECONDS = 30.0
 """Seconds between attempts to use a worker that another scheduler uses, or that fails in every step while other workers
@@ -69,8 +69,8 @@ class WorkerLoop:
                 is_starting = isinstance(error, UnreachableError) and not worker.epoch
                 if is_starting or isinstance(error, DrainedError):
                     level = logging.INFO
-                # Frames and failed tasks refer to each other. Frames also refer to the session's scheduler and the
-                # scheduler's requests.
+                # Stack frames and failed tasks refer to each other. Frames also refer to the session's scheduler and
+                # the scheduler's requests.
                 traceback.clear_frames(error.__traceback__)
             except Exception as error:  # after any error, the other workers and all streams continue
                 log.error("worker loop failed", worker=worker.client.address, exc_info=error)
@@ -79,8 +79,8 @@ class WorkerLoop:
             if worker.num_steps > steps_before:
                 pause = FIRST_RETRY_SECONDS
             elif self._is_lost_in_a_step and workers.admits:
-                # The worker was lost in a step before it answered a step. While other workers serve, each further
-                # attempt would make this worker's requests suspects.
+                # The worker was lost in its first step. Each further attempt would make its requests suspects of the
+                # losses, while other workers could serve them.
                 pause, longest = max(pause, FIRST_FAILING_RETRY_SECONDS), LONG_RETRY_SECONDS
             if worker.is_superseded:
                 longest = LONG_RETRY_SECONDS

@@ -62,8 +62,8 @@ END_SECONDS = 1.0
 
 
 LONG_ENCODING_NS = 1_000_000
-"""Nanoseconds of encoding, above which a step is written in a separate turn of the event loop. Writing a step takes
-half as long as encoding a step.
+"""Nanoseconds of encoding. A step that takes longer to encode is written in a separate turn of the event loop. Writing
+takes half as long as encoding.
 """
 
 
@@ -151,7 +151,7 @@ class Session:
         self._round_trips.sent(encoded)
         try:
             await self._call.write(message)
-        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the stream had ended, or ends now
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the stream has ended
             raise await self._end() from None
 
     async def receive(self) -> ModelOutput:
@@ -329,7 +329,7 @@ class WorkerClient:
 
 
 def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits, and return its result."""
+    """Run a coroutine that never waits, and return the coroutine's result."""
     try:
         coroutine.send(None)
     except StopIteration as end:

@@ -35,7 +35,8 @@ def model_name(model: str) -> str:
 
 def max_sequence_tokens(info: WorkerInfo) -> int:
     """Maximum number of tokens of one sequence on this worker: the model's limit or the pool's size, whichever is
-    smaller. The pool's size counts only if all tokens of a sequence must be in the cache.
+    smaller. With a sliding window, the pool's size may not count, because not all tokens of a sequence must be in the
+    cache.
     """
     if not info.num_device_blocks:
         return info.max_model_len

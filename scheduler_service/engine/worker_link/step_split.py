@@ -4,7 +4,7 @@ scheduler started.
 The scheduler measures schedule, encode, decode, update and publish, around the calls of these names. The worker's
 answers contain move, forward, sample and guess. wire is the rest of the round trip.
 
-A step that was sent ahead first waits for the step before it. This wait is not part of wire. Therefore a round trip
+A step that was sent ahead first waits for the previous step. This wait is not part of wire. Therefore a round trip
 begins when its step is sent or when the previous answer arrives, whichever is later. Round trips follow each other
 without overlap, and each moment belongs to one step.
 

@@ -1,7 +1,8 @@
 """Watches a worker during a session: whether it answers, and whether it shuts down.
 
-A worker that answers steps is alive, so the scheduler does not ask for the worker's health. A worker without a step, or
-stuck in a step, is asked for its health. A healthy worker answers within milliseconds even in the middle of a step.
+A worker that answers steps is alive, so the scheduler does not ask for the worker's health. The scheduler asks for a
+worker's health if the worker has no step or takes long for a step. A healthy worker answers within milliseconds even in
+the middle of a step.
 """
 
 import asyncio
@@ -35,15 +36,15 @@ async def _answers(client: WorkerClient, timeout: float) -> bool:
     try:
         await client.is_serving(timeout)
     except UnreachableError:
-        # the pause has full length even if the check failed sooner
+        # the pause has its full length even if the check failed early
         await asyncio.sleep(began + timeout - perf_counter())
         return False
     return True
 
 
 async def watch_steps(session: Session, timeout: float) -> Never:
-    """Raise WorkerError when a step takes more than `timeout` seconds. The error may come up to a quarter of `timeout`
-    later.
+    """Raise WorkerError when a step takes more than `timeout` seconds. The error may be raised up to a quarter of
+    `timeout` later.
 
     The time begins when the worker can begin the step: the step was sent, and the previous step was answered.
     """
@@ -56,7 +57,7 @@ async def watch_steps(session: Session, timeout: float) -> Never:
 
 
 async def watch_leaving(client: WorkerClient, tell: Callable[[bool], None]) -> Never:
-    """Call `tell` with whether the worker shuts down: now, and after each change."""
+    """Report to `tell` whether the worker shuts down: now, and after each change."""
     async for is_serving in client.watch_serving():
         tell(not is_serving)
     await asyncio.Event().wait()  # the connection broke; the other watches decide whether the worker is lost

@@ -1,1 +1,1 @@
-"""The workers' state: the status and counts of each worker, and the time since a worker last accepted requests."""
+"""The workers' state: the status and counts of each worker, and how long no worker has accepted requests."""

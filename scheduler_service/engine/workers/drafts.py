@@ -19,7 +19,7 @@ class Drafts:
         self.right = Lengths()
 
     def take(self, answer: ModelOutput) -> None:
-        """Add an answer's counts."""
+        """Add the draft counts of an answer."""
         if any(answer.num_draft_tokens):
             self.verified.count(filter(None, answer.num_draft_tokens))
             self.right.count(number - 1 for number in answer.num_tokens if number > 1)  # a late sequence has 0 tokens
@@ -32,7 +32,7 @@ def proposer_of(features: Iterable[str]) -> str:
 
 
 class Lengths:
-    """Numbers of drafts in a row, counted over sequences and steps."""
+    """Counts of the number of consecutive drafts, over all sequences and steps."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()

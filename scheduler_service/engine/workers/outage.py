@@ -1,4 +1,4 @@
-"""Whether any worker accepts requests, and the time since the last worker stopped.
+"""Whether any worker accepts requests, and how long no worker has accepted requests.
 
 In an outage requests wait for a limited time, and health stays SERVING for the same time. New requests are accepted,
 because a worker may return in a moment. If the server left its load balancer at once, short pauses would become errors.
@@ -31,8 +31,8 @@ class Outage:
         ends.clear()
 
     async def watch_health(self) -> AsyncIterator[bool]:
-        """Yield whether clients should send requests to this server: True as soon as a worker serves, then each change,
-        for ever.
+        """Yield whether clients should send requests to this server. The first value is True, as soon as a worker
+        serves. Each change yields a further value.
         """
         while True:
             await self._ended.wait()
@@ -42,8 +42,8 @@ class Outage:
             yield False
 
     async def lasts(self, seconds: float) -> None:
-        """Return when an outage has lasted for `seconds`. The time counts from this call, or from a later beginning of
-        the outage.
+        """Return when an outage has lasted for `seconds`. The time begins with this call, or with the outage if the
+        outage begins later.
         """
         while await self._ends_in_time(seconds):
             pass

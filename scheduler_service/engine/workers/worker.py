@@ -42,13 +42,13 @@ class Worker:
         self.fetch_counts = FetchCounts()  # Sum over all sessions.
         self.drafts = Drafts()  # Sum over all sessions.
         self.is_wanted = True
-        """Whether to connect again after the session."""
+        """Whether the loop connects to the worker again after the session."""
         self.last_error = "not connected yet"
         self.instance_id = ""
         self.in_flight: deque[SchedulerOutput] = deque()
         """Steps that were sent and are not answered."""
         self.woken = asyncio.Event()
-        """Set when a step may be ready to be sent."""
+        """Set when the worker's loop should check whether a step can be sent."""
         self.is_leaving = False
         """Whether the worker has reported that it shuts down."""
         self.is_superseded = False

@@ -36,8 +36,8 @@ class Departed:
 
 
 class Workers:
-    """Workers by address. `targets` are the configured names and addresses. Requests wait `patience` seconds for a
-    worker.
+    """Workers by address. `targets` are the configured names and addresses. A request waits at most `patience` seconds
+    for a worker.
     """
 
     def __init__(self, targets: Sequence[str], patience: float) -> None:
@@ -47,9 +47,9 @@ class Workers:
         """Workers with an open session, by scheduler."""
         self.departed = Departed()
         self.outage = Outage(patience)
-        """Lasts while no worker accepts requests."""
+        """An outage that lasts while no worker accepts requests."""
         self.absence = Outage(UNSERVED_SECONDS)
-        """Lasts while no worker has a session."""
+        """An outage that lasts while no worker has a session."""
 
     @property
     def all(self) -> list[Worker]:
