@@ -186,9 +186,7 @@ def sdpa_microseconds(setting: Setting) -> tuple[Tensor, float]:
 
 
 def flashinfer_microseconds(setting: Setting, expected: Tensor, flashinfer: Any) -> float | None:
-    """Microseconds of a call. Returns None if FlashInfer is absent or fails, for example without a compiler. In these
-    cases the reason is printed.
-    """
+    """Microseconds of a call. If FlashInfer is absent or fails, the function prints the reason and returns None."""
     if flashinfer is None:
         return None
     try:

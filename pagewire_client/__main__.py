@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace, target: str) -> None:
         case "chat":
             chat(arguments, target)
         case "serve":
-            # imported here, because only the gateway's machine has the HTTP libraries
+            # imported late, because only the gateway's machine has the HTTP libraries
             from pagewire_client.http.serve import serve
 
             asyncio.run(serve(arguments, target, **access(arguments)))

@@ -1,7 +1,7 @@
 """The asyncio client of AdminService.
 
-The client reads the cluster's state, once or as a stream. It can also drain workers, load adapters and empty the prefix
-cache.
+The client reads the cluster's state, once or as a stream. The client can also drain workers, load adapters and empty
+the prefix cache.
 """
 
 import asyncio

@@ -16,8 +16,8 @@ OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.max_receive_message_length", 64 << 20),
-    # After a restart of a server, clients find the server within two seconds. Its name may then resolve to another
-    # address.
+    # After a restart of a server, clients find the server within two seconds. The server's name may resolve to another
+    # address after the restart.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # time limit of one attempt to connect, in milliseconds

@@ -22,7 +22,7 @@ class Embedding:
 
     @property
     def vector(self) -> "array[float]":
-        """The text's first vector. With any pooling but POOLING_ALL, it is the text's only vector."""
+        """The text's first vector. With any pooling but POOLING_ALL, the text has only this vector."""
         return self._numbers(self.data[: 4 * self.dimensions])
 
     @property

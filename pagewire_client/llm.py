@@ -51,10 +51,10 @@ class Completion:
 class LLM:
     """Generates for batches of prompts, on a running server (`target`) or on its own server.
 
-    The LLM's own server serves `model`. This server is started with the LLM. It stops with `close`, at the end of the
-    `with` block, or when the LLM is garbage-collected. `worker_arguments` and `scheduler_arguments` are further flags
-    of its two services, for example ["--scheduling-policy", "priority"]. Raises ServerError if the server does not
-    start.
+    The LLM's own server serves `model`. The own server is started with the LLM. The own server stops with `close`, at
+    the end of the `with` block, or when the LLM is garbage-collected. `worker_arguments` and `scheduler_arguments` are
+    further flags of its two services, for example ["--scheduling-policy", "priority"]. Raises ServerError if the server
+    does not start.
 
     `api_key` and `tls` are for a `target`, as in `Client`. Raises ValueError if arguments for an own server are
     combined with a target, or if `api_key` or `tls` are given without a target.

@@ -29,8 +29,8 @@ class Backoff:
     random, so that clients do not return at the same time.
 
     `limit` is the number of seconds since the first failure. The time that a server waits for a worker counts towards
-    `limit`. After a success the time begins again at 0. If `limit` is 0, there are no retries, and the server decides
-    how long it waits for a worker. Log messages contain `target`.
+    `limit`. After a success the time begins again at 0. If `limit` is 0, no call is retried, and the server decides how
+    long a call waits for a worker. Log messages contain `target`.
     """
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic, target: str = "") -> None:

@@ -1,7 +1,7 @@
 """Epochs number the sessions of a worker, in increasing order.
 
 The next epoch is the scheduler's clock in nanoseconds, or the worker's newest epoch + 1, whichever is larger. After
-epoch 2^64 - 1 no session could follow, and the worker would be useless. Therefore only epochs up to MAX may skip
+epoch 2^64 - 1 no session could follow, and the worker would be useless. To avoid this, only epochs up to MAX may skip
 numbers. Above MAX, each epoch is its predecessor + 1.
 """
 

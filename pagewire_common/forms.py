@@ -17,7 +17,7 @@ def parser_limits() -> LLParserLimits:
     """Limits below llguidance's defaults, because a client sends the form. Errors do not quote the form.
 
     Lexemes are not tested on every token in advance. Only a worker has the tokens, so the test would take longer in a
-    worker and could fail there.
+    worker and could fail only in a worker.
     """
     return LLParserLimits(
         initial_lexer_fuel=400_000,

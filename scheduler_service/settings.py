@@ -12,7 +12,7 @@ from scheduler_service.core import PhaseRule, PreemptionMode
 from scheduler_service.lora_modules import parse_modules
 from scheduler_service.targets import is_name, parse_target
 
-# With more tokens in a step, an answer could be too large for a message: see core/step_bytes.py.
+# With more tokens in a step, an answer could be too large for a message.
 MAX_BATCHED_TOKENS = 131_072
 MAX_SEQS = 8192
 

@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def _import_plot(path: Path) -> Callable[[Mapping[str, Result], str, Path], None]:
-    """Import the plotting module. If the module cannot be used, the program ends here, before the simulation."""
+    """Import the plotting module. If the module cannot be used, the program ends before the simulation."""
     try:
         from scheduler_service.simulation.plot import check, save
     except ModuleNotFoundError:

@@ -137,7 +137,7 @@ def measure(
 
 
 def _ramp_up(read: Callable[[], dict[str, float]], full: float) -> None:
-    """Wait until steps are full, at most for RAMP_SECONDS. Then wait for SETTLE_SECONDS."""
+    """Wait until steps are full, at most for RAMP_SECONDS. After the steps are full, wait for SETTLE_SECONDS."""
     until = time.monotonic() + RAMP_SECONDS
     before = read()
     while time.monotonic() < until:
@@ -151,8 +151,8 @@ def _ramp_up(read: Callable[[], dict[str, float]], full: float) -> None:
 
 
 def search(model: Path, most: int, tell: Callable[[Feeding], None]) -> list[Feeding]:
-    """Double the number of workers until the scheduler cannot keep all workers busy. Then search between the last two
-    numbers by bisection.
+    """Double the number of workers until the scheduler cannot keep all workers busy. Afterwards search between the last
+    two numbers by bisection.
 
     Raises BenchError if the scheduler cannot keep a single worker busy. The results are sorted by the number of
     workers.

@@ -3,9 +3,9 @@
 Both systems compute the same streams with the same workers on the same cores. The difference is the fleet's own work: a
 shared queue, placement, and several sessions in one event loop. Workers of the default model have one thread each.
 
-Both systems are up at once and run in turn, so that a drift of the machine affects both. Each pair of runs gives a
-ratio of two rates. The schedulers' CPU time per token is reported too. The CPU time shows the overhead even if the
-machine's noise is larger.
+Both systems are up at once and run in turn, so that a drift of the machine affects both systems. Each pair of runs
+gives a ratio of two rates. The schedulers' CPU time per token is reported too. The CPU time shows the overhead even if
+the machine's noise is larger.
 """
 
 import asyncio

@@ -56,7 +56,7 @@ def make(arguments: argparse.Namespace) -> None:
     """Plan the packages. The command `make` also writes the packages. Raises PackError if the packages cannot work
     together.
     """
-    # imported here, because bench.gpu.make requires the package packaging and a network
+    # imported late, because bench.gpu.make requires the package packaging and a network
     from bench.gpu.make import plan, write
 
     arguments.folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from packaging.utils import parse_wheel_filename
 from bench.gpu.inventory import Inventory, normalised
 
 FROM_THE_MACHINE = frozenset({"torch", "torchaudio", "torchvision", "triton"})
-"""Packages that depend on the machine's CUDA. These packages are gigabytes large and are never fetched."""
+"""Packages that depend on the machine's CUDA. The CUDA packages are gigabytes large and are never fetched."""
 NOT_NEEDED = frozenset({
     # Kernels that are not used: for GPUs other than Hopper, for number formats other than bf16, or with a substitute.
     "flashinfer-cubin", "flashinfer-python", "humming-kernels", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl",

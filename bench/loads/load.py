@@ -64,7 +64,7 @@ def streams(prompt_tokens: int, output_tokens: int, concurrency: int, num_reques
 
 
 def shared_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
-    """A load of requests that are sent at once. Their prompts share a prefix that is new to the server. A server can
+    """A load of requests that are sent at once. The prompts share a prefix that is new to the server. A server can
     compute the prefix once or for each request.
     """
     arrival = Arrival(0.0, shared_tokens + own_tokens, output_tokens)

@@ -6,7 +6,7 @@ The program prints two rates. The first rate is output tokens per second: all st
 prompt and 128 output tokens. The time of the prompts is included. The second rate is prompt tokens per second of a
 single prompt of 512 tokens. A client over gRPC measures our figures. llama.cpp's `llama-batched-bench` computes the
 same numbers of tokens in one process, without a server. Build `llama-batched-bench` from the sources in the Python
-package llama-cpp-python, with `-DGGML_NATIVE=ON`. It runs with as many threads as a worker.
+package llama-cpp-python, with `-DGGML_NATIVE=ON`. This program runs with as many threads as a worker.
 """
 
 import argparse

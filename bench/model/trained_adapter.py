@@ -1,11 +1,11 @@
-"""Trains an adapter on codes that the base model cannot know. Then the model with the adapter has to answer with the
-codes.
+"""Trains an adapter on codes that the base model cannot know. After training, the model with the adapter has to answer
+with the codes.
 
     python -m bench trained_adapter [--model default] [--steps 150] [--rank 8]
 
 PEFT trains the adapter on sentences that give a code for each of some words. Training takes a few minutes on this
-machine. Then a server is asked for the codes of all words at once, with the base model and with the adapter. The
-benchmark counts the right codes.
+machine. After training, a server is asked for the codes of all words at once, with the base model and with the adapter.
+The benchmark counts the right codes.
 """
 
 import argparse

@@ -3,11 +3,11 @@
     python -m bench trained_head FOLDER [--model default] [--prompts FILE] [--outputs 240] [--epochs 6]
 
 A server answers prompts like the prompts of `bench speculation`, made from other source files. With --prompts the
-server also answers the questions of a file in MT-bench's format. Then a head is trained on the answers. The method is
-from "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (Li et al., 2025).
-When the head drafts several tokens, its input is its own states in place of the model's states. Training uses the
-head's own states, too. The head learns to predict the model's probabilities. The head's initial weights are the weights
-of the model's last layer. The answers to a tenth of the prompts are held out. On these answers the benchmark measures
+server also answers the questions of a file in MT-bench's format. The head is trained on the answers. The method is from
+"EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (Li et al., 2025). When the
+head drafts several tokens, its input is its own states in place of the model's states. Training uses the head's own
+states, too. The head learns to predict the model's probabilities. The head's initial weights are the weights of the
+model's last layer. The answers to a tenth of the prompts are held out. With the held-out answers the benchmark measures
 how often the head's drafts are right. Only models of the Llama family are supported.
 """
 
@@ -117,9 +117,9 @@ class Head(nn.Module):
         """Compute draft number `depth` after each position at once.
 
         `token_ids` [places] are the tokens that follow `states` [places, hidden_size]. `earlier` contains keys and
-        values of the earlier depths. The states of the first depth come from the model; there a position attends to all
-        positions up to itself. At each further depth a position attends only to itself. Returns the new states, the
-        logits, and the new keys and values.
+        values of the earlier depths. The states of the first depth come from the model, and a position of the first
+        depth attends to all positions up to itself. At each further depth a position attends only to itself. Returns
+        the new states, the logits, and the new keys and values.
         """
         normed = self._norm(states, "hidden_norm")
         x = torch.cat([self._norm(self.embedding[token_ids].float(), "input_layernorm"), normed], dim=1)

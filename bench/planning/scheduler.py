@@ -180,7 +180,7 @@ def us_per_step_by_workers() -> tuple[dict[int, float], dict[int, float]]:
         NUM_WORKERS: [make_scheduler(SEQS_A_WORKER, queue=queue, num_blocks_each=16) for _ in range(NUM_WORKERS)],
     }
     for scheduler in [*fleets[1], fleets[NUM_WORKERS][0]]:
-        add_requests(scheduler, 10)  # requests for which there is no room
+        add_requests(scheduler, 10)  # requests that wait, because the scheduler has no room for them
     warm: dict[int, list[float]] = {number: [] for number in fleets}
     for pair in zip(*fleets.values(), strict=True):
         for number, scheduler in zip(fleets, pair, strict=True):

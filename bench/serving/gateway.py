@@ -94,7 +94,7 @@ class Http:
 
 
 def words_of(directory: Path) -> list[str]:
-    """Words with a leading space. Each of these words is one token in any context."""
+    """Words with a leading space that are one token in any context."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     words = [f" {piece[1:]}" for piece in sorted(tokenizer.get_vocab()) if piece[0] in "Ġ▁" and piece[1:].isalpha()]
     return [word for word in words if word.isascii() and len(tokenizer.encode(word, add_special_tokens=False)) == 1]

@@ -121,7 +121,7 @@ def compare_with_transformers(report: Report, loads: list[Load], directory: Path
     if not loads:
         return
     from bench.systems.peer_transformers import (
-        Transformers,  # imported here, because it imports torch, whose memory and threads would affect the other runs
+        Transformers,  # imported late, because torch's memory and threads would affect the other runs
     )
 
     transformers = Transformers(directory)

@@ -116,8 +116,8 @@ class Vllm:
             yield stream
 
     def stop(self) -> None:
-        """Send SIGTERM to the server, which ends its children. Then send SIGKILL to the processes that are left in the
-        group.
+        """Send SIGTERM to the server, which ends its children. Afterwards send SIGKILL to the processes that are left
+        in the group.
         """
         try:
             self._process.terminate()

@@ -1,8 +1,8 @@
 """The cost of vLLM's own scheduler. `bench scheduler` runs this file with a Python that can import vllm.
 
-The argument is the JSON of `bench.planning.scheduler.Load`. The program prints vLLM's version. Then the program reads
-lines from stdin. Each line contains a number of running sequences. For each line the program prints the microseconds of
-a step, measured over one round.
+The argument is the JSON of `bench.planning.scheduler.Load`. The program prints vLLM's version. Afterwards the program
+reads lines from stdin. Each line contains a number of running sequences. For each line the program prints the
+microseconds of a step, measured over one round.
 
 The V1 scheduler is built as in vLLM's engine core, with prefix caching on and statistics off. The scheduler's model has
 one layer. The model's weights are never loaded. Asynchronous scheduling is off: as in pagewire's measurement, every

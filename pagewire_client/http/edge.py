@@ -1,7 +1,7 @@
 """The two proxies around the gateway. The proxies provide TLS, API keys, and the routes that the gateway lacks.
 
-The gateway supports neither API keys nor TLS: it calls schedulers in plain text and forwards no credentials. Therefore
-this process has a proxy on each side of the gateway.
+The gateway supports neither API keys nor TLS: it calls schedulers in plain text and forwards no credentials. To add
+both, this process has a proxy on each side of the gateway.
 
 The front proxy receives HTTP requests and has the scheduler check the API key. The front proxy gives each request a
 random id. The gateway passes this id on. The back proxy accepts gRPC from the gateway, on this machine only. The back
@@ -94,7 +94,7 @@ class _Request:
 
 
 class Edge:
-    """Both proxies, for the scheduler at `target`, whose model has the name `model`.
+    """The front proxy and the back proxy. The scheduler is at `target`, and its model has the name `model`.
 
     `api_key` is for calls of the gateway and of this process: for the model's files and for token texts.
 

@@ -76,9 +76,10 @@ class GenerationDefaults(SamplerParams):
     """Defaults for fields that a request leaves out. Each default has the same meaning as in transformers.
 
     Without do_sample, decoding is greedy for any value of the other fields. `max_length` and `min_length` count the
-    prompt. These two limits apply if `max_new_tokens` and `min_new_tokens` are absent. Each of `bad_words` is a list of
-    tokens; the list's last token may not follow the list's other tokens. Tokens in `suppressed` are never chosen.
-    Tokens in `begin_suppressed` are never chosen as the first token. A request cannot override suppressed tokens.
+    prompt. `max_length` and `min_length` apply only if `max_new_tokens` and `min_new_tokens` are absent. Each of
+    `bad_words` is a list of tokens; the list's last token may not follow the list's other tokens. Tokens in
+    `suppressed` are never chosen. Tokens in `begin_suppressed` are never chosen as the first token. A request cannot
+    override suppressed tokens.
     """
 
     max_new_tokens: int | None = None

@@ -1,7 +1,7 @@
 """Server reflection, as `grpc.reflection.v1` and as `grpc.reflection.v1alpha`.
 
-grpcio-reflection 1.85 has only v1alpha. The messages of v1 differ only in their package. One servicer therefore answers
-both, and the v1 descriptors are derived from the library's file.
+grpcio-reflection 1.85 has only v1alpha. The messages of v1 differ only in their package. Therefore a single servicer
+answers both versions, and the v1 descriptors are derived from the library's file.
 """
 
 from collections.abc import Sequence

@@ -90,7 +90,7 @@ async def serve_metrics(
 
 
 class _OnLoop(Collector):
-    """A collector that any thread may call. It reads the numbers on the event loop."""
+    """A collector that any thread may call. The collector reads the numbers on the event loop."""
 
     def __init__(self, families: Families, loop: asyncio.AbstractEventLoop) -> None:
         self._families = families

@@ -2,8 +2,8 @@
 seldom.
 
 Each message costs the two processes 70 to 150 µs. The rows of 100 tokens in a message cost as much again. Answers,
-submissions and tokens come one by one, ten for each step of 256 sequences. With this limit, the ten parts are sent in
-one or two messages.
+submissions and tokens come one by one, ten for each step of 256 sequences. With the limit, ten parts are sent in one or
+two messages.
 """
 
 import asyncio

@@ -169,8 +169,8 @@ class Adapters:
         self.fetchers.remove(fetcher)
 
     async def check(self, client: WorkerClient, info: WorkerInfo) -> list[str]:
-        """Check that a worker supports adapters before it serves. Then send the worker the adapters that some other
-        workers cannot use.
+        """Check that a worker supports adapters before it serves. Before the worker serves, send it the adapters that
+        some other workers cannot use.
 
         Returns the fingerprints of the adapters that the worker holds, at most as many as the worker has places. Raises
         WorkerError.

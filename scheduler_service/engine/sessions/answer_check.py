@@ -16,7 +16,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
     """Raise ValueError if a correct worker cannot have given this answer to this step.
 
     The core checks the answer's step and its number of tokens. Like the core, this function ignores entries of
-    sequences that have left the worker since the step was sent. Such a sequence may have a new id on another worker.
+    sequences that have left the worker since the step was sent. A sequence that has left the worker may have a new id
+    on another worker.
     """
     if answer.token_ids and max(answer.token_ids) >= vocabulary_size:
         raise ValueError(f"the worker sampled token {max(answer.token_ids)} of a vocabulary of {vocabulary_size}")

@@ -23,8 +23,8 @@ log = structlog.get_logger()
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
 RETRIES_PER_SECOND = 100
-"""Maximum attempts to connect per second, over all workers. An attempt takes 0.6 ms of processor time, and there may be
-thousands of addresses without a worker.
+"""Maximum attempts to connect per second, over all workers. An attempt takes 0.6 ms of processor time, and thousands of
+addresses may have no worker.
 """
 LONG_RETRY_SECONDS = 30.0
 """Seconds between attempts to use a worker that another scheduler uses, or that fails in every step while other workers

@@ -75,7 +75,7 @@ def settings_above(settings: SchedulerSettings, info: WorkerInfo) -> dict[str, t
 
 
 def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
-    """The limits that requests are promised. These limits follow from the limits of the first worker."""
+    """The limits that requests are promised. The promised limits follow from the limits of the first worker."""
     context_length = max_sequence_tokens(info)
     return ModelLimits(
         name=settings.served_model_name or info.model_id,

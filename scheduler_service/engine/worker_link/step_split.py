@@ -4,9 +4,9 @@ scheduler started.
 The scheduler measures schedule, encode, decode, update and publish, around the calls of these names. The worker's
 answers contain move, forward, sample and guess. wire is the rest of the round trip.
 
-A step that was sent ahead first waits for the previous step. This wait is not part of wire. Therefore a round trip
-begins when its step is sent or when the previous answer arrives, whichever is later. Round trips follow each other
-without overlap, and each moment belongs to one step.
+A step that was sent ahead first waits for the previous step. The wait for the previous step is not part of wire.
+Therefore a round trip begins when its step is sent or when the previous answer arrives, whichever is later. Round trips
+follow each other without overlap, and each moment belongs to one step.
 
 wire is therefore the time in which steps were in flight and the worker was in none of its four phases. wire contains
 protobuf, gRPC and the network in both directions, the worker's codec and bookkeeping, and delays of this event loop.

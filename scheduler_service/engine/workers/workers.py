@@ -23,7 +23,7 @@ apart.
 
 @dataclass(slots=True)
 class Departed:
-    """Sums over workers that have left. Without these sums the totals of all workers would fall."""
+    """Sums over workers that have left. Without the sums of departed workers, the totals of all workers would fall."""
 
     num_losses: int = 0
     num_preemptions: int = 0
