@@ -241,7 +241,7 @@ def seconds(calls: Sequence[Callable[[], object]]) -> float:
     graph.
     """
     for call in calls[:3]:
-        call()  # these calls compile kernels and allocate memory before the capture
+        call()  # the first calls compile kernels and allocate memory before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     rounds = -(-NUM_CALLS // len(calls))

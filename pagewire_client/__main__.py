@@ -57,7 +57,7 @@ def main() -> None:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # Enables line editing for input().
-    # These signals act like Ctrl-C: the command ends and stops its child processes.
+    # SIGTERM and SIGHUP act like Ctrl-C: the command ends and stops its child processes.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:

@@ -14,7 +14,9 @@ class Embedding:
     """
 
     data: bytes = b""
-    """The vectors one after the other, in float32, little-endian. Read them with numpy.frombuffer(data, "<f4")."""
+    """The vectors one after the other, in float32, little-endian. The call numpy.frombuffer(data, "<f4") reads the
+    vectors.
+    """
     dimensions: int = 0
     usage: pb.Usage = field(default_factory=pb.Usage)
     model_fingerprint: str = ""

@@ -114,7 +114,7 @@ class ResumableStream:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._aborted.wait(), pause)
             self._request.resume.CopyFrom(self._received.state)
-        for index in self._received.open:  # these outputs were aborted while no server had the request
+        for index in self._received.open:  # the open outputs were aborted while no server had the request
             yield pb.GenerateResponse(
                 request_id=self._request.request_id, index=index, finish_reason=pb.FINISH_REASON_ABORT
             )

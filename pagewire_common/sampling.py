@@ -1,4 +1,5 @@
-"""The sampling parameters, each with its values, its default and its readers. All parts of the system use this table.
+"""The sampling parameters, each with its values, its default and its readers. All parts of the system use the table of
+parameters.
 
 A plain number is a field of `SamplerParams`. Other code is derived from the field: the checks of requests and steps,
 the core's and the worker's types, both codecs, the command line's flag, the HTTP API's field, and the default in a
@@ -68,7 +69,7 @@ class Parameter(NamedTuple):
 class Number(NamedTuple):
     """A parameter that is a plain number. Only the worker's sampler reads the parameter.
 
-    Beam search refuses all these parameters, because it chooses the likeliest continuations of the model's own
+    Beam search refuses all parameters of the sampler, because it chooses the likeliest continuations of the model's own
     distribution.
     """
 

@@ -114,7 +114,7 @@ def main() -> None:
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}, but {', '.join(PARTS)}")
     raise_open_files_limit()  # This process opens a thousand connections.
-    # These signals act like Ctrl-C: the benchmark ends and stops its child processes.
+    # SIGTERM and SIGHUP act like Ctrl-C: the benchmark ends and stops its child processes.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:

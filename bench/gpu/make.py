@@ -61,7 +61,7 @@ def write(plans: Mapping[str, Plan], folder: Path, piece_bytes: int, *, whole: b
 def download(requirement: str, machine: Inventory, folder: Path) -> Path:
     """Download the newest wheel that meets a requirement and runs on the machine. An earlier download is reused.
 
-    Raises PackError if no such wheel exists.
+    Raises PackError if no wheel meets the requirement.
     """
     wanted = Requirement(requirement)
     if wheel := newest(folder, wanted):
@@ -82,7 +82,9 @@ def download(requirement: str, machine: Inventory, folder: Path) -> Path:
 
 
 def newest(folder: Path, wanted: Requirement) -> Path | None:
-    """The folder's newest wheel that meets the requirement. Returns None if the folder has no such wheel."""
+    """The folder's newest wheel that meets the requirement. Returns None if no wheel in the folder meets the
+    requirement.
+    """
     versions = {
         version: wheel
         for wheel in folder.glob("*.whl")

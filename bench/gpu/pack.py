@@ -2,7 +2,7 @@
 COMMAND.
 
     inventory                        on the GPU machine: print its packages as JSON; standard library only
-    plan FOLDER --inventory FILE     with a network: list the packages to fetch, that fit already, or to leave out
+    plan FOLDER --inventory FILE     with a network: list which packages to fetch, to keep and to leave out
     make FOLDER --inventory FILE     with a network: like plan, then write pieces and manifest.json into FOLDER
     join FOLDER --into PLACE         on the GPU machine, after each piece: keep it, and unpack complete parts
 

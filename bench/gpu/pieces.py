@@ -56,7 +56,7 @@ class Part:
 
 def _check_name(name: str) -> None:
     """Raise ValueError for a name that leads out of its folder. Files with the manifest's names are written and
-    removed, so such a name is dangerous.
+    removed, so a name with a path would be dangerous.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a file")

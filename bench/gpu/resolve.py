@@ -29,7 +29,8 @@ NOT_NEEDED = frozenset({
     # Packages for video, for loading weights, for profiler marks, and for n-gram drafts.
     "fastsafetensors", "numba", "nvtx", "pynvvideocodec", "torchcodec",
 })  # fmt: skip
-"""Requirements of vLLM that are imported only on use. vLLM does not use these packages to serve the benchmark's models.
+"""Requirements of vLLM that are imported only on use. vLLM does not use the listed packages to serve the benchmark's
+models.
 """
 
 

@@ -27,7 +27,7 @@ class System(Protocol):
     start_seconds: float
 
     def pids(self) -> Sequence[int]:
-        """Ids of the started processes. The children of these processes are not listed."""
+        """Ids of the started processes. The ids of child processes are not listed."""
 
     def connect(self) -> AbstractAsyncContextManager[Stream]: ...
 

@@ -99,7 +99,7 @@ def capped(arrival: Arrival, context: int = CONTEXT) -> Arrival:
 
 
 def choose(names: str | None, loads: Sequence[Load]) -> list[Load]:
-    """The loads that have these names. Raises ValueError for an unknown name."""
+    """The loads with the given names. Raises ValueError for an unknown name."""
     if names is None:
         return list(loads)
     by_name = {load.name: load for load in loads}

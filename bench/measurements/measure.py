@@ -16,7 +16,7 @@ from bench.systems.pagewire_system import Pagewire
 from bench.systems.processes import cpu_seconds, memory_mib
 
 PAUSE_SECONDS = 1.0
-"""Seconds before each run. Threads that spin while they wait for work, as OpenMP's threads do, stop within this time.
+"""Seconds before each run. Threads that spin while they wait for work, as OpenMP's threads do, stop during the pause.
 """
 
 

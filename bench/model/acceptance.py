@@ -33,7 +33,7 @@ from worker_service.session.step import TOKENS, SamplingParams
 
 DRAWS = 32
 SKIPPED = 32
-"""Number of leading positions of a text that are skipped, because tokens at these positions have little context."""
+"""Number of leading positions of a text that are skipped, because tokens at the beginning have little context."""
 TOKENS_OF_A_TEXT = 160
 
 

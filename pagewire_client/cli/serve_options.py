@@ -66,7 +66,7 @@ def http_listen(arguments: argparse.Namespace) -> str:
         return str(whole)
     whole = from_environment("PAGEWIRE_HTTP_LISTEN") or DEFAULT_HTTP_LISTEN
     host = host or from_environment("PAGEWIRE_HTTP_HOST")
-    # Kubernetes sets this variable to tcp://… in pods if a Service has the name "pagewire-http".
+    # Kubernetes sets PAGEWIRE_HTTP_PORT to tcp://… in pods if a Service has the name "pagewire-http".
     if port is None and (text := from_environment("PAGEWIRE_HTTP_PORT")) and not text.startswith("tcp://"):
         try:
             port = whole_number(0, 65535)(text)

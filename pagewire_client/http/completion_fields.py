@@ -126,7 +126,7 @@ def sampling_params(fields: CompletionFields) -> pb.SamplingParams:
         sampling.beam_width = max(fields.best_of or 1, fields.n or 1)
         sampling.ClearField("best_of")
     _set_form(sampling, fields)
-    for name in _ONLY_FOR_SAMPLING:  # these fields may use much more memory than the body
+    for name in _ONLY_FOR_SAMPLING:  # fields only for sampling may use much more memory than the body
         setattr(fields, name, None)
     return sampling
 

@@ -59,7 +59,7 @@ class Gateway:
         command = [sys.executable, "-c", _LAUNCH, "launch", f"--worker-urls=grpc://{target}", *FLAGS]
         command += [f"--host={host}", f"--port={port}"]
         command.append(f"--prometheus-port={_free_port()}")  # The gateway's metrics cannot be switched off.
-        # Calls that change the gateway's backends require this key. The key is not stored.
+        # Calls that change the gateway's backends require a random key. The key is not stored.
         command.append(f"--control-plane-api-keys=none:none:admin:{secrets.token_urlsafe()}")
         # The gateway exports spans only at log level info. The gateway writes info lines to stdout.
         command.append(f"--log-level={'info' if traces_endpoint else 'error'}")

@@ -20,7 +20,7 @@ LOOK_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Room:
-    """The number of free places for connections. All sockets that listen at the port share this number."""
+    """The number of free places for connections. All sockets that listen at the port share the places."""
 
     num_free: int
 

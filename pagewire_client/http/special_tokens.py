@@ -86,7 +86,7 @@ async def token_ids_of(fields: dict[str, Any], spelled: str, tokenize: Any, meta
 def _texts(value: Any) -> Iterator[str]:
     """Yield all strings of a JSON value, names included.
 
-    The text parts of one content are also yielded as one string, because a template joins these parts. If a string is
+    The text parts of one content are also yielded as one string, because a template joins text parts. If a string is
     JSON itself, for example a call's arguments, its strings are yielded too: a template receives them as values.
     """
     rest = [value]
@@ -120,7 +120,7 @@ def _pattern_of(archive: bytes) -> re.Pattern[str]:
 
 
 def _any_of(words: list[str]) -> str:
-    """A regular expression for any of these sorted words, in the form of a trie.
+    """A regular expression that matches any of the words, in the form of a trie. The words must be sorted.
 
     Some models have a thousand special tokens with the same beginning. A plain list of alternatives would be tried word
     by word at each position. If a word is a prefix of another word, the expression matches the prefix for both.

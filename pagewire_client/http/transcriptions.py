@@ -1,4 +1,4 @@
-"""OpenAI's /v1/audio/transcriptions and /v1/audio/translations. The gateway lacks these routes for models like Whisper.
+"""OpenAI's /v1/audio/transcriptions and /v1/audio/translations. The gateway lacks both routes for models like Whisper.
 
 The request is a form with a file. The answer is the whole text. With `stream` the answer is a stream of events, which
 are sent while the text is recognised.

@@ -44,7 +44,7 @@ class Unread:
         return answer[: len(answer) - begun], answer[len(answer) - begun :]
 
     def put_into(self, message: bytes) -> bytes:
-        """Add these fields to a serialized vllm.GenerateRequest."""
+        """Add the fields that bypass the gateway to a serialized vllm.GenerateRequest."""
         if not self.logit_bias and not self.token_ids:
             return message
         request = vllm.GenerateRequest.FromString(message)

@@ -64,7 +64,7 @@ def _http_address(variable: str, url: str) -> str:
         if parts.scheme != "http":
             return ""
         if parts.hostname and parts.port != 0 and "@" not in parts.path + parts.query + parts.fragment:
-            return parts.netloc.rpartition("@")[2]  # this part has no password
+            return parts.netloc.rpartition("@")[2]  # the part after the last @ has no password
     except ValueError:
         pass
     raise ValueError(

@@ -110,8 +110,8 @@ class TlsFolder:
             return self._generation
 
     def _is_old(self) -> bool:
-        """Whether the last change of folder and files is at least SETTLE_SECONDS ago. After such a pause, a single look
-        at the files is enough.
+        """Whether the last change of folder and files is at least SETTLE_SECONDS ago. If nothing changed for so long, a
+        single look at the files is enough.
         """
         paths = (self._folder, *(self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)))
         try:

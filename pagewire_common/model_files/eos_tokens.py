@@ -1,4 +1,4 @@
-"""The tokens that end an output, from a model's files. The scheduler ends outputs at these tokens. Workers allow these
+"""The tokens that end an output, from a model's files. The scheduler ends outputs at end tokens. Workers allow the end
 tokens.
 """
 

@@ -33,7 +33,7 @@ class GenerationConfig:
     def read(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None, vocabulary_size: int
     ) -> "GenerationConfig":
-        """Read generation_config.json. Without that file, read the generation keys of config.json, as transformers
+        """Read generation_config.json. If the file is missing, read the generation keys of config.json, as transformers
         does.
 
         Raises StartError for an unknown key, and for a value that no request may set.
@@ -126,7 +126,7 @@ class GenerationDefaults(SamplerParams):
 
     @property
     def num_listed(self) -> int:
-        """Number of entries in the lists of these defaults. Each request carries the lists."""
+        """Number of entries in all lists of the defaults. Each request carries the lists."""
         words = sum(map(len, self.bad_words)) + len(self.bad_words)
         return words + 2 * len(self.logit_bias) + len(self.suppressed) + len(self.begin_suppressed)
 

@@ -34,7 +34,8 @@ class SentenceConfig:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], sentences: Mapping[str, Any], num_labels: int) -> "SentenceConfig":
-        """Read config.json and config_sentence_transformers.json. Either file may be empty. Raises StartError.
+        """Read config.json and config_sentence_transformers.json. Each of the two files may be empty. Raises
+        StartError.
 
         `num_labels` is the number of the network's classes, or 0 if the network is no classifier.
         """
@@ -59,8 +60,8 @@ class SentenceConfig:
 
 
 def _check_prompts(sentences: Mapping[str, Any]) -> None:
-    """Refuse a default prompt for all texts. Prompts with a name are allowed: callers put such a prompt before their
-    texts.
+    """Refuse a default prompt for all texts. Prompts with a name are allowed: callers put the text of a prompt before
+    their texts.
     """
     prompts, default = sentences.get("prompts") or {}, sentences.get("default_prompt_name")
     if not (isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())):

@@ -1,4 +1,4 @@
-"""Reads tokenizer_config.json, or the older files that contain parts of these settings in some folders.
+"""Reads tokenizer_config.json, or the older files that contain parts of its settings in some folders.
 
 Token ids come from tokenizer.json. tokenizer_config.json contains the names of special tokens, added tokens and chat
 templates. Each known key is applied, refused, or ignored for a stated reason. Keys of unknown tokenizer classes are
@@ -98,7 +98,8 @@ class TokenizerConfig:
     def read(cls, files: Mapping[str, Path]) -> "TokenizerConfig":
         """Read a folder's files, given by name. Raises StartError for an invalid value; the error names the key."""
         config = _object(files, FILE)
-        if "added_tokens_decoder" not in config:  # older folders store these parts in separate files
+        # older folders store added tokens and special tokens in separate files
+        if "added_tokens_decoder" not in config:
             config |= _object(files, "special_tokens_map.json")
         special = {key: _token(key, value) for key, value in config.items() if _names_a_token(key, value)}
         named = config.get("model_specific_special_tokens") or {}
@@ -137,7 +138,7 @@ class TokenizerConfig:
         )
 
     def token_id(self, name: str, find: Callable[[str], int | None]) -> int | None:
-        """The id of a special token that has this name. `find` looks up a token's text in tokenizer.json."""
+        """The id of the special token with the given name. `find` looks up a token's text in tokenizer.json."""
         if (token := self.special.get(name)) is None:
             return None
         stated = (token_id for token_id, added in self.added.items() if added.content == token.content)

@@ -15,7 +15,7 @@ _V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def add_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> None:
-    """Add reflection for these services and for the reflection service."""
+    """Add reflection for the named services and for the reflection service."""
     _describe_v1()
     servicer = reflection.aio.ReflectionServicer((*service_names, _V1, _V1ALPHA))
     handler = grpc.stream_stream_rpc_method_handler(

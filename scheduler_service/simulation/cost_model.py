@@ -56,7 +56,7 @@ class CostModel:
 
     @classmethod
     def read(cls, path: Path) -> "CostModel":
-        """Read a JSON object with these fields. Missing fields keep their defaults. Raises ValueError."""
+        """Read a JSON object with the fields of a cost model. Missing fields keep their defaults. Raises ValueError."""
         try:
             values = json.loads(path.read_text())
         except (OSError, ValueError) as error:

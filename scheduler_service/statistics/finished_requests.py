@@ -13,7 +13,7 @@ from pagewire.v1 import admin_service_pb2 as admin_pb
 from pagewire.v1 import inference_service_pb2 as pb
 
 MAX_REQUESTS = 1000
-MAX_BYTES = 1 << 20  # maximum size of the serialized requests; one takes about 120 bytes
+MAX_BYTES = 1 << 20  # maximum size of all serialized requests; a request takes about 120 bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def encode_enum(kind: EnumDescriptor, member: enum.Enum) -> int:
 
 
 def decode_enum(of: type[T], kind: EnumDescriptor, number: int) -> T:
-    """The enum member that has this number. Raises ValueError if no member has this number."""
+    """The enum member with the given number. Raises ValueError if no member has the number."""
     value = kind.values_by_number.get(number)
     name = value.name.removeprefix(_prefix(kind)) if value else ""
     if name not in of.__members__:  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """The existing adapters and their copies: named, being loaded, or needed by requests in flight.
 
 An admitted request refers to its adapter by fingerprint. A name can therefore change to another adapter while requests
-of the old adapter still run and move between workers. A name can even be removed while such requests run.
+of the old adapter still run and move between workers. A name can even be removed while requests of its adapter run.
 """
 
 import time
@@ -43,7 +43,8 @@ class Catalogue:
         self.leaving: dict[str, Adapter] = {}
         """Adapters without a name that requests in flight need, by fingerprint."""
         self.wanted: dict[str, Adapter] = {}
-        """Adapters that are named, loading or leaving, by fingerprint. Only these adapters are sent to workers."""
+        """Adapters that are named, loading or leaving, by fingerprint. Only adapters in `wanted` are sent to workers.
+        """
         self.fingerprints: list[str] = []
         """Fingerprints of the adapters that requests can name."""
         self.contested: set[str] = set()
@@ -70,7 +71,7 @@ class Catalogue:
         return sorted(self.named.values(), key=lambda adapter: adapter.name)
 
     def find(self, name: str) -> str:
-        """The fingerprint of the adapter that has this name. Raises NOT_FOUND."""
+        """The fingerprint of the adapter with the given name. Raises NOT_FOUND."""
         if (adapter := self.named.get(name)) is None:
             raise RequestError(grpc.StatusCode.NOT_FOUND, f"lora_name: there is no adapter {name!r}")
         return adapter.fingerprint

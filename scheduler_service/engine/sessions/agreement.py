@@ -75,8 +75,8 @@ class Agreement:
     async def _learn_model(self, client: WorkerClient, info: WorkerInfo) -> None:
         """Get the model's files and limits from this worker, unless another worker has already sent them.
 
-        The scheduler asks one worker. If that worker is slow, the scheduler also asks another worker. Raises
-        WorkerError.
+        The scheduler asks one worker. If the first worker that was asked is slow, the scheduler also asks another
+        worker. Raises WorkerError.
         """
         with contextlib.suppress(TimeoutError):
             while not self._limits.done() and self._asked is not None:

@@ -80,7 +80,7 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
 
 
 def _check_nothing_else(output: SchedulerOutput, answer: ModelOutput) -> None:
-    """Raise ValueError for reports that the step did not request. If such reports were applied, they would cause errors
+    """Raise ValueError for reports that the step did not request. Applied reports without a request would cause errors
     later.
     """
     for sequence, _, samples in output.scheduled:

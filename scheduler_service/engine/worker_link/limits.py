@@ -1,5 +1,5 @@
-"""Limits of the served model and its workers. The first worker sets the limits. Every later worker must have at least
-these limits.
+"""Limits of the served model and its workers. The first worker sets the limits. The limits of every later worker must
+be at least as large.
 """
 
 import os
@@ -136,8 +136,8 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
 
 
 def num_places(info: WorkerInfo) -> int:
-    """Number of adapters that a worker can hold. A worker that does not report this number can hold the adapters of one
-    step. The number is 0 without adapter support.
+    """Number of adapters that a worker can hold. If a worker does not report its number of places, the number is the
+    adapters of one step. The number is 0 without adapter support.
     """
     return (info.max_cpu_loras or info.max_loras) if info.max_loras else 0
 

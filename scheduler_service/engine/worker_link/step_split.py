@@ -1,8 +1,8 @@
 """The time of a worker's steps, split into ten phases. The time of each phase is summed over all steps since the
 scheduler started.
 
-The scheduler measures schedule, encode, decode, update and publish, around the calls of these names. The worker's
-answers contain move, forward, sample and guess. wire is the rest of the round trip.
+The scheduler measures schedule, encode, decode, update and publish, around the calls of the functions with these names.
+The worker's answers contain move, forward, sample and guess. wire is the rest of the round trip.
 
 A step that was sent ahead first waits for the previous step. The wait for the previous step is not part of wire.
 Therefore a round trip begins when its step is sent or when the previous answer arrives, whichever is later. Round trips
@@ -45,8 +45,8 @@ class StepSplit:
 
 
 class RoundTrips:
-    """The steps in flight of one session. The times of these steps are added to `split`. All times are nanoseconds of
-    one clock.
+    """The steps in flight of one session. The times of answered steps are added to `split`. All times are nanoseconds
+    of one clock.
     """
 
     def __init__(self, split: StepSplit) -> None:
