@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from scheduler_service.simulation.trace import Arrival
 
 CONTEXT = 2048
-"""Context with which systems are started, in tokens. Longer requests of a trace are cut to this length."""
+"""Context with which systems are started, in tokens. Longer requests of a trace are cut to the context."""
 CACHE_GIB = 2
 """Memory in GiB for keys and values of each system."""
 WARM_UP_PROMPT_TOKENS = 8192

@@ -8,7 +8,7 @@ from pagewire.v1.admin_service_pb2 import StepSplit
 PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "guess", "decode", "update", "publish")
 """Phases in the order of a step."""
 MODEL_PHASES = frozenset(("move", "forward", "sample", "guess"))
-"""The worker's phases. All other phases are scheduler, codec and gRPC."""
+"""The worker's phases. All other phases belong to the scheduler, the codec and gRPC."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,8 +101,8 @@ class _Completions:
         if num_bytes > MAX_PARAMETER_BYTES:
             raise invalid(f"the parameters of all prompts have {num_bytes} bytes; they may have {MAX_PARAMETER_BYTES}")
         self._call.held.take(num_bytes)
-        # An echo requires further scheduler calls for each prompt, with this process's key. Anybody could cause such
-        # calls without a valid key, so the client's key is checked before an echo.
+        # An echo requires further scheduler calls for each prompt, with this process's key. A client without a valid
+        # key must not cause scheduler calls, so the key is checked before an echo.
         if fields.echo:
             await self._call.stub.GetModel(pb.GetModelRequest(), metadata=self._call.metadata)
         for one in given:

@@ -35,8 +35,8 @@ from scheduler_service.wire.fields import decode_enum, decode_fields
 T = TypeVar("T")
 
 MAX_REPLAYED_BLOCKS = 4 * MAX_BLOCKS
-"""Maximum number of blocks of all workers together. The maximum number of blocks takes 1.1 GB. Without a limit, the
-numbers in an untrusted file could use up the memory.
+"""Maximum number of blocks, summed over all workers of a recording. The maximum number of blocks takes 1.1 GB. Without
+a limit, the numbers in an untrusted file could use up the memory.
 """
 
 

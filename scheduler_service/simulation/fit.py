@@ -20,7 +20,7 @@ COLUMNS = ("step", *StepWork._fields)
 OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # Workers that never swap have no swapped blocks.
 DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # Sizes that are 0 for an encoder.
 MIN_STEPS = 50  # Ten steps for each coefficient.
-SAME = 1e-9  # A column of length 1 counts as a sum of other columns if its independent part is smaller.
+SAME = 1e-9  # A column of length 1 counts as a sum of other columns if its independent part is below SAME.
 SMALLEST_PREFILL_US = 1e-6  # More than 0, because a cost model divides by the time.
 
 Step = tuple[StepWork, float]
