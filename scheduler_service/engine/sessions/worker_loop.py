@@ -79,8 +79,8 @@ class WorkerLoop:
             if worker.num_steps > steps_before:
                 pause = FIRST_RETRY_SECONDS
             elif self._is_lost_in_a_step and workers.admits:
-                # The worker was lost in its first step. Each further attempt would make its requests suspects of the
-                # losses, while other workers could serve them.
+                # The worker was lost in its first step. Each further attempt would make requests of the worker
+                # suspects, while other workers could serve the requests.
                 pause, longest = max(pause, FIRST_FAILING_RETRY_SECONDS), LONG_RETRY_SECONDS
             if worker.is_superseded:
                 longest = LONG_RETRY_SECONDS
