@@ -1,1 +1,1 @@
-"""Benchmarks. Every figure is printed beside a peer's, measured in the same run on the same machine."""
+"""Benchmarks. Every figure is printed next to a peer's figure from the same run on the same machine."""

@@ -1,7 +1,7 @@
-"""Run one benchmark: python -m bench NAME [options]. Without a name, it prints the names.
+"""Run one benchmark: python -m bench NAME [options]. Without a name, print the names of all benchmarks.
 
-Before the benchmark's module is imported, only the standard library is: three benchmarks run where only torch is
-installed.
+Before the benchmark's module is imported, only the standard library is imported. Three benchmarks run on machines where
+only torch is installed.
 """
 
 import sys
@@ -28,7 +28,9 @@ BENCHES = {
     "serve_gpu": ("bench.gpu.serve_gpu", "serving on a GPU, beside vLLM"),
     "pack": ("bench.gpu.pack", "measures nothing: packs vLLM for a GPU machine without a network"),
 }
-"""The module whose main() is called, and what it measures; README.md in this folder has the whole table."""
+"""The module of each benchmark, whose main() is called, and a text about the measurement. README.md in this folder
+contains a longer table.
+"""
 
 
 def main() -> None:

@@ -1,16 +1,17 @@
-"""How near paged attention comes to the limits of a GPU: python -m bench.kernels_gpu. The last line is JSON.
+"""Compares paged attention with the limits of a GPU: python -m bench.kernels_gpu. The last line is JSON.
 
-It needs only torch and triton. In one run it measures
+The program requires only torch and triton. In one run the program measures
 
 - the bandwidth of a copy (bytes read and written), and the rate of a bf16 matrix product;
-- decodes, 32 query heads over 8 key heads of 128 in bf16: bytes of keys and values a second, as % of that bandwidth;
-- prompts of the same heads: causal products a second, as % of that rate;
-- decodes after a shared prompt, 64 further tokens each, with the prompt's keys read per sequence or once for all.
+- decodes, 32 query heads over 8 key heads of 128 in bf16: bytes of keys and values per second, as % of the bandwidth;
+- prompts with the same heads: floating-point operations of causal attention per second, as % of the rate of the matrix
+  product;
+- decodes of 64 further tokens after a shared prompt: the prompt's keys are read per sequence, or once for all.
 
-Decodes and prompts are also measured with torch's `scaled_dot_product_attention`, which gets the same keys and values
-in a dense layout. FlashInfer is measured if it is installed. All calls are captured in a CUDA graph, so that no host
-time is included. Calls go through several layers in turn, so that no keys come out of the level 2 cache. Results are
-compared with torch's before they are timed.
+Decodes and prompts are also measured with torch's `scaled_dot_product_attention` on the same keys and values in a dense
+layout. FlashInfer is measured too, if it is installed. All calls are captured in a CUDA graph, so that host time does
+not count. Calls use several layers in turn, so that no keys are read from the level 2 cache. Results are compared with
+torch's results before calls are timed.
 """
 
 import json
@@ -38,7 +39,7 @@ OWN_TOKENS = 64
 DECODES = [(batch, context) for context in (1024, 8192) for batch in (1, 32, 256)]
 PROMPTS = [2048, 8192]
 COLD_BYTES = 2**29
-"""Bytes of all layers of one measurement, at least: several times any level 2 cache."""
+"""Minimum size of one measurement's layers in bytes. The size is several times the size of any level 2 cache."""
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
 NUM_CALLS = 20
 NUM_REPLAYS = 10
@@ -46,7 +47,7 @@ NUM_REPLAYS = 10
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table; FlashInfer's time is None if it did not run."""
+    """One row of the table. FlashInfer's time is None if FlashInfer did not run."""
 
     what: str
     limit: str
@@ -71,7 +72,9 @@ class Setting:
         self.query = torch.randn((batch * query_len, HEADS, HEAD_DIM), dtype=DTYPE, device=device)
 
     def dense(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The query, and for each layer keys and values, [batch, heads, tokens, head_dim]."""
+        """The query, [batch, heads, query_len, head_dim], and for each layer keys and values, [batch, heads, tokens,
+        head_dim].
+        """
         query = self.query.view(self.batch, self.query_len, HEADS, HEAD_DIM).transpose(1, 2).contiguous()
         return query, [(self._dense(layer, 0), self._dense(layer, 1)) for layer in self.layers]
 
@@ -81,7 +84,7 @@ class Setting:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the tables."""
     if not torch.cuda.is_available():
         sys.exit("bench kernels_gpu measures kernels on an NVIDIA GPU, and torch finds none on this machine.")
     device = torch.device("cuda")
@@ -122,7 +125,8 @@ def main() -> None:
 
 def measure(device: torch.device, bandwidth: float, rate: float, flashinfer: Any) -> Iterator[Result]:
     for batch, context in DECODES:
-        needed = 3 * max(batch * context * TOKEN_BYTES, COLD_BYTES)  # paged, dense, and a temporary copy
+        # bytes of the paged copy, the dense copy and a temporary copy
+        needed = 3 * max(batch * context * TOKEN_BYTES, COLD_BYTES)
         if torch.cuda.mem_get_info(device)[0] < needed:
             say(f"decode {batch} x {context}: left out, it takes {needed / 2**30:.0f} GiB")
             continue
@@ -132,13 +136,16 @@ def measure(device: torch.device, bandwidth: float, rate: float, flashinfer: Any
         torch.cuda.empty_cache()
     for length in PROMPTS:
         ours, sdpa, peer = times(Setting(1, length, length, device), flashinfer)
-        percent = 100 * 2 * HEADS * HEAD_DIM * length * (length + 1) / ours / rate  # half of two products
+        # causal attention computes half of two products
+        percent = 100 * 2 * HEADS * HEAD_DIM * length * (length + 1) / ours / rate
         yield Result(f"prompt of {length}", "product", 1e6 * ours, percent, sdpa, peer)
         torch.cuda.empty_cache()
 
 
 def shared_seconds(batch: int, prompt: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of decodes after a shared prompt, with its keys read for each sequence, and once for all."""
+    """Seconds of decodes after a shared prompt, for two kernels. The first reads the prompt's keys for each sequence,
+    the second reads them once.
+    """
     ops = ops_for(device)
     setting = Setting(batch, prompt + OWN_TOKENS, 1, device)
     tables = setting.tables.clone()
@@ -160,7 +167,7 @@ def shared_seconds(batch: int, prompt: int, device: torch.device) -> tuple[float
 
 
 def times(setting: Setting, flashinfer: Any) -> tuple[float, float, float | None]:
-    """Seconds of our kernel; microseconds of SDPA and of FlashInfer."""
+    """Seconds of our kernel, then microseconds of SDPA and of FlashInfer."""
     ops = ops_for(setting.query.device)
     calls = [partial(ops.paged_attention, setting.query, layer, setting.metadata, SCALE) for layer in setting.layers]
     expected, sdpa_us = sdpa_microseconds(setting)
@@ -169,7 +176,7 @@ def times(setting: Setting, flashinfer: Any) -> tuple[float, float, float | None
 
 
 def sdpa_microseconds(setting: Setting) -> tuple[Tensor, float]:
-    """The first layer's result, [num_tokens, heads, head_dim], and microseconds a call."""
+    """The result of the first layer, [num_tokens, heads, head_dim], and the microseconds of a call."""
     query, layers = setting.dense()
     attend = partial(
         functional.scaled_dot_product_attention, is_causal=setting.query_len > 1, scale=SCALE, enable_gqa=True
@@ -179,7 +186,7 @@ def sdpa_microseconds(setting: Setting) -> tuple[Tensor, float]:
 
 
 def flashinfer_microseconds(setting: Setting, expected: Tensor, flashinfer: Any) -> float | None:
-    """Microseconds a call. None if FlashInfer is absent or fails, as without a compiler; the reason is printed."""
+    """Microseconds of a call. If FlashInfer is absent or fails, the function prints the reason and returns None."""
     if flashinfer is None:
         return None
     try:
@@ -214,23 +221,27 @@ def import_flashinfer() -> Any:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, by a kernel: the copy engine, which `copy_` uses in a graph, is slower."""
+    """Bytes per second that a kernel reads and writes. The kernel replaces `copy_`, because `copy_` in a graph uses the
+    slower copy engine.
+    """
     source = torch.randint(2**30, (2**29,), dtype=torch.int32, device=device)
     destination = torch.empty_like(source)
     return 2 * source.nbytes / seconds([lambda: torch.bitwise_not(source, out=destination)])
 
 
 def matmul_rate(device: torch.device) -> float:
-    """Floating-point operations a second of a square bf16 product."""
+    """Floating-point operations per second of a square bf16 matrix product."""
     size = 8192
     left, right = torch.randn(2, size, size, dtype=DTYPE, device=device)
     return 2 * size**3 / seconds([lambda: left @ right])
 
 
 def seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """The time of one call: the median over replays of a graph that makes each call at least once."""
+    """Seconds of one call. A CUDA graph contains each call at least once; the median is taken over replays of the
+    graph.
+    """
     for call in calls[:3]:
-        call()  # compile, choose or allocate lazily before the capture
+        call()  # the first calls compile kernels and allocate memory before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     rounds = -(-NUM_CALLS // len(calls))
@@ -245,14 +256,14 @@ def seconds(calls: Sequence[Callable[[], object]]) -> float:
         graph.replay()
         stop.record()
         stop.synchronize()
-        if replay > 1:  # the first replays raise the GPU's clocks
+        if replay > 1:  # the GPU's clocks rise during the first replays
             taken.append(start.elapsed_time(stop) / 1e3)
     return float(statistics.median(taken)) / (rounds * len(calls))
 
 
 def check_close(found: Tensor, expected: Tensor) -> None:
-    """Compare every head of every token: bf16 rounds weights and values to one in 256, and a vector's errors average
-    out.
+    """Compare every head of every token. bf16 rounds weights and values to one in 256. In a vector the rounding errors
+    average out.
     """
     error = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     assert error.max() < 0.03, f"a result is off by {error.max():.1%} of its length"

@@ -1,16 +1,20 @@
-"""How near a worker's decode steps come to the limit of the GPU's memory: python -m bench.steps_gpu. Ends with JSON.
+"""Compares a worker's decode steps with the limit of the GPU's memory: python -m bench.steps_gpu. The last line is
+JSON.
 
-A worker with the shape of Llama 3 8B and random weights in bf16 computes steps of 1, 32 and 256 sequences with 1,024
-tokens of context: session, batch, CUDA graph, greedy sampling and the tokens read back; protobuf and gRPC are left out.
-The limit is the time to read a step's weights, keys and values once, at the bandwidth of a copy in the same run.
+A worker with the shape of Llama 3 8B and random weights in bf16 computes steps of 1, 32 and 256 sequences. Each
+sequence has 1,024 tokens of context. A step includes session, batch, CUDA graph, greedy sampling and reading the tokens
+back. Protobuf and gRPC are not measured. The limit is the time to read a step's weights, keys and values once, at the
+bandwidth of a copy in the same run.
 
-Times are from one answer to the next, and figures are medians over steps. For "step" each step is launched before the
-previous one has finished, as when a scheduler sends steps ahead; for "alone" it is launched afterwards.
+A time is measured from one answer to the next. Figures are medians over steps. For "step", each step is launched before
+the previous step has finished, as when a scheduler sends steps ahead. For "alone", each step is launched after the
+previous step has finished.
 
-A second table has steps whose sequences each have one of four adapters of rank 16. It also has steps that verify four
-drafts of each sequence, all wrong, launched alone. A third has steps in which a prompt, or its uncached rest, is
-computed beside the decodes of 31 sequences, launched ahead. All tables are made twice, by the fastest kernels and by
-the kernels of `--batch-invariant`, whose cost is printed, for prompts too.
+A second table contains steps whose sequences each have one of four adapters of rank 16. The second table also contains
+steps that verify four wrong drafts of each sequence. Steps with drafts are launched as for "alone". A third table
+contains steps that compute a prompt, or the uncached rest of a prompt, together with the decodes of 31 sequences. Steps
+with a prompt are launched ahead. All tables are printed twice, for the fastest kernels and for the kernels of
+`--batch-invariant`. The cost of `--batch-invariant` is printed for decodes and prompts.
 """
 
 import json
@@ -46,11 +50,11 @@ NUM_DRAFTS = 4
 
 
 class Prompt(NamedTuple):
-    """A prompt that is computed in a step."""
+    """A prompt that is computed in one step."""
 
     num_tokens: int
     behind: int
-    """Tokens computed before."""
+    """Number of tokens of the prompt that were computed before the step."""
 
 
 PROMPTS = (Prompt(32, 0), Prompt(128, 0), Prompt(224, 0), Prompt(32, CONTEXT), Prompt(224, CONTEXT))
@@ -60,7 +64,7 @@ BLOCK_SIZE = 16
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the tables."""
     if not torch.cuda.is_available():
         sys.exit("bench steps_gpu measures steps on an NVIDIA GPU, and torch finds none on this machine.")
     device = torch.device("cuda")
@@ -81,7 +85,7 @@ def main() -> None:
 
 
 def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: bool) -> dict[str, Any]:
-    """Print the tables, and return their figures."""
+    """Print the tables of one worker, and return their figures."""
     config = read_config(LLAMA_3_8B)
     model = build_model(config, torch.bfloat16, device, batch_invariant=batch_invariant)
     tensors = model.checkpoint_tensors()
@@ -142,7 +146,7 @@ def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: b
 
 
 def random_adapters(model: CausalModel) -> Adapters:
-    """An adapter for each slot, named by its number, on all projections."""
+    """An adapter for each slot, on all projections. The adapter's name is the slot's number."""
     adapters = Adapters(model, ROOM)
     for number in range(ROOM.num_slots):
         adapters.add(
@@ -168,9 +172,10 @@ def measure(
     num_drafts: int = 0,
     prompt: Prompt | None = None,
 ) -> float:
-    """Median milliseconds from the end of a step to the end of the next one.
+    """Median milliseconds from the end of a step to the end of the next step.
 
-    num_drafts: drafts for each sequence; prompt: one more sequence in each step, which leaves after it.
+    `num_drafts` is the number of drafts for each sequence. `prompt` is a further sequence in each step; the sequence is
+    removed after the step.
     """
     session = Session(1, limits)
     blocks = torch.randperm(limits.num_device_blocks, generator=torch.Generator().manual_seed(0))
@@ -200,7 +205,7 @@ def measure(
         if running is not None and not ahead:
             ends.append(finish(session, running))
             running = None
-        chunks = session.apply(output)  # its drafts are all token 0
+        chunks = session.apply(output)  # each draft token is token 0
         before, running = running, runner.launch(output, chunks, running)
         session.advance(chunks)
         if before is not None:
@@ -209,7 +214,7 @@ def measure(
 
 
 def with_prompt(output: SchedulerOutput, prompt: Prompt, table: list[int]) -> SchedulerOutput:
-    """The same step with a new sequence, in the same blocks as the previous step's prompt."""
+    """The same step with a new sequence. The sequence uses the blocks of the previous step's prompt."""
     number, last = BESIDE + output.step_id, prompt.behind + prompt.num_tokens
     new = NewSequence(
         sequence_id=number,

@@ -1,4 +1,4 @@
-"""`python -m pagewire_client`: run a command, against a server or one of its own."""
+"""`python -m pagewire_client`: run a command against a server. Without a target, the command starts its own server."""
 
 import argparse
 import asyncio
@@ -32,11 +32,13 @@ def run(arguments: argparse.Namespace, target: str) -> None:
         case "chat":
             chat(arguments, target)
         case "serve":
-            from pagewire_client.http.serve import serve  # the HTTP libraries are only on the gateway's machine
+            # imported late, because only the gateway's machine has the HTTP libraries
+            from pagewire_client.http.serve import serve
 
             asyncio.run(serve(arguments, target, **access(arguments)))
         case "watch":
-            logging.getLogger("pagewire_client").setLevel(logging.WARNING)  # the view itself shows lost connections
+            # the view itself shows lost connections, so they are not logged
+            logging.getLogger("pagewire_client").setLevel(logging.WARNING)
             asyncio.run(watch(target, interval=arguments.interval, once=arguments.once, **access(arguments)))
         case "requests":
             asyncio.run(requests(arguments, target))
@@ -54,8 +56,9 @@ def main() -> None:
     logging.getLogger("pagewire_client").setLevel(logging.INFO)
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # line editing for input()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as for Ctrl-C, and stop the child processes
+            import readline  # noqa: F401  # Enables line editing for input().
+    # SIGTERM and SIGHUP act like Ctrl-C: the command ends and stops its child processes.
+    for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         if arguments.command == "new-key":
@@ -63,11 +66,11 @@ def main() -> None:
         elif arguments.target:
             run(arguments, arguments.target)
         else:
-            os.environ.pop("PAGEWIRE_TLS", None)  # a command's own servers speak plain text on this machine
+            os.environ.pop("PAGEWIRE_TLS", None)  # the servers that a command starts use plain text on this machine
             sys.stderr.write("starting a scheduler and a worker …\n")
             with LocalServer(arguments.model or "default") as server:
                 run(arguments, server.target)
-    except BrokenPipeError:  # the reader of our output has closed it
+    except BrokenPipeError:  # the reader of the command's output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except (ServerError, ValueError, OSError) as error:

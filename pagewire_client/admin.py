@@ -1,5 +1,8 @@
-"""The asyncio client of AdminService: reads the cluster's state, once or as a stream, drains workers, loads adapters
-and empties the prefix cache."""
+"""The asyncio client of AdminService.
+
+The client reads the cluster's state, once or as a stream. The client can also drain workers, load adapters and empty
+the prefix cache.
+"""
 
 import asyncio
 import time
@@ -21,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A cluster state, and when it arrived: seconds of the monotonic clock."""
+    """A cluster state, and its time of arrival in seconds of the monotonic clock."""
 
     at: float
     state: pb.ClusterState
@@ -29,16 +32,16 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The scheduler cannot be reached, for the reason `details`; the client keeps trying."""
+    """The scheduler cannot be reached. `details` contains the reason. The client tries to connect again."""
 
     reason: str
 
 
 class Admin:
-    """One connection to a scheduler's port for operators. Create it inside the event loop that uses it.
+    """One connection to a scheduler's port for operators. Create an Admin inside the event loop that uses it.
 
-    `api_key` and `tls` mean the same as in `Client`. Methods raise grpc.aio.AioRpcError with the server's status and
-    message.
+    `api_key` and `tls` have the same meaning as in `Client`. Methods raise grpc.aio.AioRpcError with the server's
+    status and message.
     """
 
     def __init__(self, target: str, *, api_key: str = "", tls: Path | None = None) -> None:
@@ -66,7 +69,7 @@ class Admin:
         return Sample(time.monotonic(), response.state)
 
     async def finished_requests(self, limit: int = 100) -> list[pb.FinishedRequest]:
-        """The requests that ended last, newest first; `limit` is in [1, 1000]."""
+        """The requests that ended last, the newest first. `limit` is in [1, 1000]."""
         response = await self._call(self._stub.ListFinishedRequests, pb.ListFinishedRequestsRequest(limit=limit))
         return list(response.requests)
 
@@ -96,7 +99,9 @@ class Admin:
         return response.num_blocks
 
     async def watch(self, interval: float) -> AsyncGenerator[Sample | Lost, None]:
-        """Yield the state every `interval` seconds, for ever. An outage of the scheduler yields one `Lost`."""
+        """Yield the state every `interval` seconds, for ever. During an outage of the scheduler, yield a single
+        `Lost`.
+        """
         request = pb.WatchClusterStateRequest(interval_ms=round(interval * 1000))
         backoff = Backoff(float("inf"))
         is_lost = False

@@ -1,4 +1,4 @@
-"""How clients connect and authenticate."""
+"""Opens channels for clients and authenticates calls."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,29 +16,30 @@ OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.max_receive_message_length", 64 << 20),
-    # A server that comes back, perhaps at another address of the same name, is found within two seconds.
+    # After a restart of a server, clients find the server within two seconds. The server's name may resolve to another
+    # address after the restart.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # time limit of one attempt to connect
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # time limit of one attempt to connect, in milliseconds
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
 
 _RESOLVERS = ("dns", "ipv4", "ipv6")
-"""gRPC's own name resolvers."""
+"""Schemes of gRPC's own name resolvers."""
 
 Metadata = Sequence[tuple[str, str]] | None
 
 
 def direction(target: str, tls: Path | None, port_hint: str) -> Direction:
-    """The facts that explain errors of calls on `connect`'s channel."""
+    """How the channel of `connect` reaches the server. Explanations of errors contain facts about this connection."""
     return Direction(target, tls is not None, "--tls", port_hint, may_use_proxy=True)
 
 
 def connect(target: str, tls: Path | None = None) -> grpc.aio.Channel:
-    """Open a channel: in plain text without `tls`, a folder of certificates.
+    """Open a channel. `tls` is a folder of certificates; without `tls` the channel uses plain text.
 
-    The server's certificate is checked against the folder's ca.crt, or against the system's authorities without that
-    file. tls.crt and tls.key are shown to servers that ask for a client certificate. Raises ValueError if the
+    The server's certificate is checked against the folder's ca.crt. If ca.crt is missing, the system's authorities are
+    used. tls.crt and tls.key are sent to servers that ask for a client certificate. Raises ValueError if the
     certificates, the target or the proxy are invalid.
     """
     _check_target(target)
@@ -67,7 +68,7 @@ def _check_target(target: str) -> None:
 
 
 def key_metadata(api_key: str) -> Metadata:
-    """Metadata that carries an API key; empty without a key. Raises ValueError for an invalid key."""
+    """Metadata that contains an API key. The metadata is empty without a key. Raises ValueError for an invalid key."""
     if not (api_key.isascii() and (api_key.isprintable() or not api_key)):
         raise ValueError("an API key has printable ASCII characters only")
     return (("authorization", f"Bearer {api_key}"),) if api_key else None

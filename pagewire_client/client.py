@@ -1,6 +1,6 @@
-"""The asyncio client: the generated stub with prompts as Python values.
+"""The asyncio client: the generated stub, with prompts as Python values.
 
-A call ends when its reader stops, and streams resume where they broke.
+If a client stops reading a call, the call ends. If a stream breaks, the client resumes it.
 """
 
 import asyncio
@@ -26,19 +26,20 @@ from pagewire_client.retry import Backoff
 RETRY_SECONDS = 60.0
 
 MAX_TEXTS = 2048
-"""Texts of one call; longer lists are sent in several calls."""
+"""Maximum number of texts in one call. A longer list is sent in several calls."""
 
 T = TypeVar("T")
 
 
 class Client:
-    """One connection to a scheduler service. Create it inside the event loop that uses it.
+    """One connection to a scheduler service. Create a client inside the event loop that uses it.
 
     Every method raises grpc.aio.AioRpcError with the server's status and message. While the server cannot be reached or
-    is about to leave, calls are retried for `retry_for` seconds (0: not at all). Streams then resume where they broke,
-    with no token lost or repeated. Attempts are logged as INFO by the logger `pagewire_client`.
+    is shutting down, calls are retried for `retry_for` seconds. If `retry_for` is 0, calls are not retried. A stream
+    that broke is resumed without losing or repeating a token. Attempts are logged as INFO by the logger
+    `pagewire_client`.
 
-    `api_key` is for servers that require a key; `tls` is a folder of certificates: see `channel.connect`.
+    `api_key` is for servers that require a key. `tls` is a folder of certificates: see `channel.connect`.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Client:
         self._retry_for = retry_for
         self._metadata = tuple(key_metadata(api_key) or ())
         self._target = target
-        self._streams: dict[tuple[str, str], ResumableStream] = {}  # by tenant and request_id
+        self._streams: dict[tuple[str, str], ResumableStream] = {}  # streams by tenant and request_id
         self._channel = connect(target, tls)
         self._explain = direction(target, tls, CLIENTS_PORT).explain
         self._stub = InferenceServiceStub(self._channel)
@@ -67,8 +68,8 @@ class Client:
     async def wait_until_serving(self, timeout: float | None = None) -> None:
         """Wait until the server reports SERVING.
 
-        Raises TimeoutError after `timeout` seconds, and AioRpcError if waiting does not help, as at a port of another
-        service.
+        Raises TimeoutError after `timeout` seconds. Raises AioRpcError if waiting is useless, for example if the port
+        belongs to another service.
         """
         backoff = Backoff(math.inf, target=self._target)
         try:
@@ -79,7 +80,9 @@ class Client:
             raise TimeoutError(f"the server was not ready within {timeout} s") from None
 
     async def _is_serving(self, backoff: Backoff) -> bool:
-        """Watch until the server serves or the watch ends, then pause: a balancer without servers answers at once."""
+        """Watch until the server serves or the watch ends. After the watch, pause: a load balancer without servers ends
+        each watch at once.
+        """
         watch = self._health.Watch(health_pb2.HealthCheckRequest())
         try:
             async for response in watch:
@@ -108,11 +111,13 @@ class Client:
         timeout: float | None = None,
         retry_for: float | None = None,
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Stream a prompt's continuation. Leaving the loop early, in any way, frees the request on the server.
+        """Stream a prompt's continuation. If the reader leaves the loop early for any reason, the server frees the
+        request.
 
         `lora_name`: a low-rank adapter; empty for the base model. `priority`: lower runs first, on servers with
         --scheduling-policy priority. `cache_salt`: cached prefixes are shared only among requests with the same salt.
-        `timeout`: seconds until the whole call's deadline. `retry_for`: by default the client's.
+        `timeout`: seconds until the deadline of the whole call. `retry_for`: seconds of retries; the default is the
+        client's `retry_for`.
         """
         request = pb.GenerateRequest(
             request_id=request_id or uuid.uuid4().hex,
@@ -156,9 +161,9 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[Embedding]:
-        """The vectors of texts, in their order; each text is a string or its token ids.
+        """The vectors of texts, in the order of the texts. Each text is a string or a list of token ids.
 
-        Without `pooling` and `normalize`, the model's trained defaults apply.
+        `pooling` and `normalize` default to the settings with which the model was trained.
         """
         found: list[Embedding] = []
         for start in range(0, len(texts), MAX_TEXTS):
@@ -201,9 +206,9 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[tuple[int, float]]:
-        """(index, score) of each document, best first.
+        """Score documents. Returns (index, score) of each document, the highest score first.
 
-        `pair_format` is for models trained on single texts, such as "Query: {query} Answer: {document}".
+        `pair_format` is for models that were trained on single texts, for example "Query: {query} Answer: {document}".
         """
         request = pb.ScoreRequest(
             query=query,
@@ -235,11 +240,12 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[pb.TranscribeResponse]:
-        """Transcribe a sound, as a stream: the language, segments of text with their times, the end.
+        """Transcribe a sound. Yields the language, then segments of text with their times, then the end.
 
-        `language` is an ISO 639 code or an English name; if empty, it is detected. `scores` adds the model's confidence
-        to segments, and `words` the time of each word. `prompt` is the preceding text, or a text with the expected
-        names and style. Leaving the loop early frees the call. It is not retried.
+        `language` is an ISO 639 code or an English name; if `language` is empty, the server detects the language.
+        `scores` adds the model's confidence to segments, and `words` the time of each word. `prompt` is the text before
+        the sound, or a text that contains expected names and shows the expected style. If the reader leaves the loop
+        early, the server frees the call. The call is not retried.
         """
         request = pb.TranscribeRequest(
             sound=pb.Sound(data=sound.data, content_type=sound.content_type),
@@ -265,9 +271,10 @@ class Client:
             stream.cancel()
 
     async def abort(self, request_id: str, *, tenant: str = "") -> bool:
-        """End a tenant's call in flight; returns whether there was a call.
+        """End a tenant's call in flight. Returns whether the call existed.
 
-        A call of this client ends, and is not resumed, even if the server that was asked does not have it.
+        A call of this client ends and is not resumed, even if the server that receives the abort does not know the
+        call.
         """
         request = pb.AbortRequest(request_id=request_id, tenant=tenant)
         stream = self._streams.get((tenant, request_id))
@@ -299,7 +306,7 @@ class Client:
         return (await self._retrying(self._stub.Detokenize, request)).text
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each of at most 4,096 tokens, as it reads after other tokens."""
+        """The text of each token in the middle of a text. `token_ids` contains at most 4,096 tokens."""
         request = pb.DetokenizeRequest(token_ids=token_ids, separately=True)
         return list((await self._retrying(self._stub.Detokenize, request)).texts)
 

@@ -1,4 +1,4 @@
-"""Vectors as the server sends them."""
+"""Vectors in the format in which the server sends them."""
 
 import sys
 from array import array
@@ -9,28 +9,32 @@ from pagewire.v1 import inference_service_pb2 as pb
 
 @dataclass(slots=True)
 class Embedding:
-    """The vectors of one text: a single vector, or with POOLING_ALL one for each token."""
+    """The vectors of one text. With POOLING_ALL a text has a vector for each token. With any other pooling a text has a
+    single vector.
+    """
 
     data: bytes = b""
-    """float32, little-endian, vectors one after the other, as numpy.frombuffer(data, "<f4") reads them."""
+    """The vectors one after the other, in float32, little-endian. The call numpy.frombuffer(data, "<f4") reads the
+    vectors.
+    """
     dimensions: int = 0
     usage: pb.Usage = field(default_factory=pb.Usage)
     model_fingerprint: str = ""
-    """Identifies the model: only vectors with equal fingerprints can be compared."""
+    """Identifies the model. Only vectors with equal fingerprints can be compared."""
 
     @property
     def vector(self) -> "array[float]":
-        """The first vector, which is the only one except with POOLING_ALL."""
+        """The text's first vector. With any pooling but POOLING_ALL, the text has only this vector."""
         return self._numbers(self.data[: 4 * self.dimensions])
 
     @property
     def vectors(self) -> "list[array[float]]":
-        """All vectors."""
+        """All vectors of the text."""
         size = 4 * self.dimensions
         return [self._numbers(self.data[start : start + size]) for start in range(0, len(self.data), size)]
 
     def add(self, response: pb.EmbedResponse) -> None:
-        """Append the text's next message."""
+        """Append the next message of the text."""
         self.data += response.vectors
         self.dimensions = response.dimensions
         self.model_fingerprint = response.model_fingerprint

@@ -1,14 +1,16 @@
-"""Reads files that a user names. A read is bounded, as /dev/zero has no end, and every error is a full sentence."""
+"""Reads files that a user names. The size is limited, because a file such as /dev/zero has no end. Every error is a
+full sentence.
+"""
 
 import sys
 from pathlib import Path
 
 MAX_TEXT_BYTES = 16 << 20
-"""Bytes of a prompt or a form, at most. No server accepts a longer message."""
+"""Maximum size of a prompt or a form in bytes. No server accepts a longer message."""
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """Read a file. Raises ValueError if it cannot be read or has more than `most` bytes."""
+    """Read a file. Raises ValueError if the file cannot be read or has more than `most` bytes."""
     try:
         with path.open("rb") as file:
             data = file.read(most + 1)
@@ -20,12 +22,12 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 file. Raises ValueError if it cannot be read, is too large, or is not UTF-8."""
+    """Read a UTF-8 file. Raises ValueError if the file cannot be read, is too large, or is not UTF-8."""
     return _decoded(read_file(path, MAX_TEXT_BYTES), str(path))
 
 
 def read_stdin() -> str:
-    """Read stdin to its end. Raises ValueError if it is too large or not UTF-8."""
+    """Read stdin to its end. Raises ValueError if the text is too large or not UTF-8."""
     data = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
     if len(data) > MAX_TEXT_BYTES:
         raise ValueError(f"stdin has more than {MAX_TEXT_BYTES} bytes, the most that are read")

@@ -1,4 +1,4 @@
-"""Offline batches: a list of prompts in, a list of completions out, in the same order."""
+"""Offline batches: a list of prompts in, a list of completions in the same order out."""
 
 import asyncio
 import weakref
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Output:
-    """One of the n outputs of a prompt."""
+    """One of a prompt's outputs. A prompt has n outputs."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Output:
     finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
     stop_reason: str | int | None = None
     error: str = ""
-    """The reason, if finish_reason is FINISH_REASON_ERROR; the other outputs are complete."""
+    """The error's message if finish_reason is FINISH_REASON_ERROR. The prompt's other outputs are complete."""
 
 
 @dataclass(slots=True)
@@ -51,12 +51,13 @@ class Completion:
 class LLM:
     """Generates for batches of prompts, on a running server (`target`) or on its own server.
 
-    Its own server holds `model`, loads when the LLM is made, and stops with `close`, with the `with` block, or when the
-    LLM is collected. `worker_arguments` and `scheduler_arguments` are further flags of its two services, such as
-    ["--scheduling-policy", "priority"]. Raises ServerError if it does not start.
+    The LLM's own server serves `model`. The own server is started with the LLM. The own server stops with `close`, at
+    the end of the `with` block, or when the LLM is garbage-collected. `worker_arguments` and `scheduler_arguments` are
+    further flags of its two services, for example ["--scheduling-policy", "priority"]. Raises ServerError if the server
+    does not start.
 
     `api_key` and `tls` are for a `target`, as in `Client`. Raises ValueError if arguments for an own server are
-    combined with a target, or the other way round.
+    combined with a target, or if `api_key` or `tls` are given without a target.
     """
 
     def __init__(
@@ -98,13 +99,13 @@ class LLM:
         parse_special_tokens: bool = False,
         progress: bool = True,
     ) -> list[Completion]:
-        """Complete every prompt; a single text is a batch of one.
+        """Complete every prompt. A single text is a batch of one.
 
         `sampling`, `lora_name` (a low-rank adapter), `priority` and `cache_salt` are one value for all prompts, or a
-        list with a value for each. All arguments mean the same as in `Client.generate`.
+        list with a value for each prompt. All arguments have the same meaning as in `Client.generate`.
 
-        Raises ValueError if prompts and parameters differ in number, and grpc.aio.AioRpcError with the server's message
-        for the first prompt it refuses.
+        Raises ValueError if prompts and parameters differ in number. Raises grpc.aio.AioRpcError with the server's
+        message for the first prompt that the server refuses.
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         columns = {
@@ -116,7 +117,7 @@ class LLM:
             "parse_special_tokens": [parse_special_tokens] * len(batch),
         }
         each = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        # Run on a thread of its own, because a notebook has an event loop on this thread.
+        # Run in a separate thread, because a notebook runs an event loop in the current thread.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, self._generate(batch, each, progress)).result()
 
@@ -138,15 +139,18 @@ class LLM:
                 return await asyncio.gather(*(one(p, options) for p, options in zip(batch, each, strict=True)))
 
     def _client(self) -> Client:
-        # Its own server is not restarted, so retries would be useless.
+        # The LLM's own server is not restarted, so retries would be useless.
         return Client(self.target, retry_for=0 if self._server else RETRY_SECONDS, **self._access)
 
     def embed(self, texts: Sequence[Text], **options: Any) -> list[Embedding]:
-        """The vectors of texts; `options` are the arguments of `Client.embed`."""
+        """The vectors of texts. `options` are the arguments of `Client.embed`."""
         return self._ask(lambda client: client.embed(texts, **options))
 
     def score(self, query: str, documents: Sequence[str], **options: Any) -> list[tuple[int, float]]:
-        """(index, score) of each document, best first; `options` are the arguments of `Client.score`."""
+        """Score documents. Returns (index, score) of each document, the highest score first.
+
+        `options` are the arguments of `Client.score`.
+        """
         return self._ask(lambda client: client.score(query, documents, **options))
 
     def _ask(self, question: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
@@ -190,7 +194,7 @@ def _for_each(batch: Sequence[Prompt], value: Any, kind: type, what: str) -> lis
 async def collect(
     client: Client, prompt: Prompt, sampling: pb.SamplingParams | None = None, **options: Any
 ) -> Completion:
-    """Read one stream to its end; `options` are the arguments of `Client.generate`."""
+    """Read one stream to its end. `options` are the arguments of `Client.generate`."""
     completion = Completion(prompt, [Output() for _ in range(sampling.n or 1 if sampling else 1)])
     async for response in client.generate(prompt, sampling, **options):
         output = completion.outputs[response.index]

@@ -1,4 +1,4 @@
-"""Both services as child processes on free ports, for offline batches, demos and tests."""
+"""Starts both services as child processes on free ports, for offline batches, demos and tests."""
 
 import json
 import os
@@ -15,29 +15,31 @@ from typing import IO, Self
 STOP_SECONDS = 10.0
 ADMIN = ("--admin-listen", "127.0.0.1:0")
 SILENT_SECONDS = 2.0
-"""Seconds of silence after which a message gives the reason for the wait."""
+"""Seconds of silence after which a message explains the wait."""
 MAX_EVENTS = 1000
 
 
 class ServerError(Exception):
-    """A service could not be started; the message is the last line that it wrote."""
+    """A service could not be started. The message is the last line that the service wrote."""
 
 
 def start_process(module: str, arguments: Sequence[str]) -> "subprocess.Popen[str]":
-    """Start `python -m MODULE` in this process's environment, with its stderr on a pipe."""
+    """Start `python -m MODULE` in this process's environment. The child's stderr is a pipe."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C reaches only the parent, which then stops its children in order
+        start_new_session=True,  # Ctrl-C reaches only the parent, and the parent stops its children in order
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
 
 
 class ServiceProcess:
-    """One service. Its listening address is read from its JSON log; other output is printed."""
+    """The process of one service. The service's address is read from its JSON log. Other output of the service is
+    printed.
+    """
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
         self.module = module
@@ -54,7 +56,7 @@ class ServiceProcess:
         self._events.put(None)
 
     def _read_lines(self, stderr: IO[str]) -> None:
-        for line in stderr:  # a progress bar's carriage returns end lines too
+        for line in stderr:  # a progress bar ends its lines with carriage returns
             try:
                 event = json.loads(line)
             except ValueError:
@@ -68,11 +70,11 @@ class ServiceProcess:
             if event.get("level") in ("warning", "error"):
                 print(f"{self.module}: {line.rstrip()}", file=sys.stderr, flush=True)  # noqa: T201
             self._events.put(event)
-            if self._events.qsize() > MAX_EVENTS:  # nothing reads events after the start
+            if self._events.qsize() > MAX_EVENTS:  # after the start no code reads the events
                 self._events.get_nowait()
 
     def wait_for(self, name: str, timeout: float) -> dict[str, object]:
-        """The next log event of this name. Raises ServerError if the process ends, or after `timeout` seconds."""
+        """Wait for a log event of this name. Raises ServerError if the process ends, or after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         reason = said = ""
         while True:
@@ -95,7 +97,7 @@ class ServiceProcess:
                 reason = str(event.get("reason"))
 
     def stop(self) -> int:
-        """Send SIGTERM, then SIGKILL if the process does not end; returns the exit status."""
+        """Send SIGTERM, then SIGKILL if the process does not end. Returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -110,7 +112,7 @@ class ServiceProcess:
 class LocalServer:
     """A scheduler and a worker on this machine, from construction until `stop`.
 
-    `scheduler_arguments` and `worker_arguments` are further flags. Raises ServerError if either does not start.
+    `scheduler_arguments` and `worker_arguments` are further flags. Raises ServerError if one of them does not start.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class LocalServer:
         return process
 
     def stop(self) -> list[int]:
-        """Stop both, the scheduler first; returns their exit statuses."""
+        """Stop the scheduler, then the worker. Returns their exit statuses."""
         statuses = [process.stop() for process in reversed(self.processes)]
         self.processes.clear()
         return statuses

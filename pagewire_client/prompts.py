@@ -9,19 +9,19 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.files import read_file
 
 MAX_SOUND_BYTES = 16 << 20
-"""Bytes of a sound's file, at most. No server accepts a longer message."""
+"""Maximum size of a sound file in bytes. No server accepts a longer message."""
 
 
 @dataclass(frozen=True)
 class Sound:
-    """A sound file. The server detects its format; a `content_type`, such as "audio/wav", is only forwarded."""
+    """A sound file. The server detects its format. A `content_type` such as "audio/wav" is forwarded and not used."""
 
     data: bytes
     content_type: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a sound. Raises ValueError if the file cannot be read or has more bytes than a server accepts."""
+        """Read a sound file. Raises ValueError if the file cannot be read or has more bytes than a server accepts."""
         return cls(read_file(path, MAX_SOUND_BYTES))
 
 
@@ -29,8 +29,8 @@ class Sound:
 class EncoderPrompt:
     """Input of a model with an encoder and a decoder.
 
-    The encoder's input is a text, token ids, or a sound of at most 30 seconds. The decoder continues from its own
-    tokens, by default the model's start tokens.
+    The encoder's input is a text, token ids, or a sound of at most 30 seconds. The decoder continues from the decoder's
+    tokens; the default is the model's start tokens.
     """
 
     encoder: str | Sequence[int] | Sound

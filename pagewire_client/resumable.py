@@ -1,7 +1,7 @@
-"""A Generate call that outlives its connection, and the scheduler at the other end of it.
+"""A Generate call that continues after its connection or its scheduler is lost.
 
-For a resumption, the client keeps the seed, each output's tokens, and which outputs have ended. When the stream breaks,
-it sends the same request again with this state, and the server sends only the missing rest.
+The client stores the seed, the tokens of each output, and which outputs have ended. When the stream breaks, the client
+sends the same request again with this state. The server sends only the tokens that are missing.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from pagewire_client.retry import PASSING, Backoff, passes
 
 Metadata = tuple[tuple[str, str], ...]
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
-# The server may still be checking an attempt that broke early. A restarted server may get more resumed requests at once
-# than it accepts; the client then retries.
+# Status codes after which the client repeats a resumed request. The server may still be checking an attempt that broke
+# early. A restarted server may receive more resumed requests at once than it accepts.
 PASSING_AGAIN = PASSING | {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
@@ -47,7 +47,7 @@ class Received:
 
     @property
     def state(self) -> pb.ResumeState:
-        """The state that the server needs to resume the request."""
+        """The state that the server requires to resume the request."""
         return pb.ResumeState(
             seed=self._seed,
             model_fingerprint=self._fingerprint,
@@ -60,11 +60,11 @@ class Received:
 
 
 class ResumableStream:
-    """One request, in as many calls as needed.
+    """The stream of one request, over as many calls as necessary.
 
-    `start` makes a call from a request, the seconds until its deadline and further metadata. `timeout` is for all calls
-    together. `backoff` limits the time between a broken call and the next message of a later call. `explain` adds
-    advice to an error.
+    `start` begins a call. The arguments of `start` are a request, the seconds until the deadline, and further metadata.
+    `timeout` applies to all calls together. `backoff` limits the time between a broken call and the next message of a
+    later call. `explain` adds advice to an error.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ResumableStream:
         self._aborted = asyncio.Event()
 
     async def responses(self) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """The messages of all calls, as of one call. Raises the first grpc.aio.AioRpcError that a retry cannot fix."""
+        """The messages of all calls, in one sequence. Raises the first grpc.aio.AioRpcError that a retry cannot fix."""
         loop = asyncio.get_running_loop()
         deadline = None if self._timeout is None else loop.time() + self._timeout
         while self._received.open and not self._aborted.is_set():
@@ -110,21 +110,23 @@ class ResumableStream:
                     raise
                 break
             finally:
-                self._call.cancel()  # a call that is merely dropped stays open
+                self._call.cancel()  # without cancel the call would stay open
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._aborted.wait(), pause)
             self._request.resume.CopyFrom(self._received.state)
-        for index in self._received.open:  # aborted while no server had the request
+        for index in self._received.open:  # the open outputs were aborted while no server had the request
             yield pb.GenerateResponse(
                 request_id=self._request.request_id, index=index, finish_reason=pb.FINISH_REASON_ABORT
             )
 
     def abort(self) -> None:
-        """From now on, a broken call ends without an error, and is not resumed."""
+        """After this call, a broken call ends without an error and is not resumed."""
         self._aborted.set()
 
     def give_up(self) -> bool:
-        """After `abort`, end the stream here if no server has ended it. Returns whether outputs were still open."""
+        """After `abort`, end the stream in the client if no server has ended it. Returns whether an output was still
+        unfinished.
+        """
         if not self._received.open:
             return False
         if self._call is not None:

@@ -1,4 +1,4 @@
-"""Which failures are retried, after which pause, and when to give up."""
+"""Decides which failures are retried, after which pause, and for how long."""
 
 import logging
 import math
@@ -14,21 +14,23 @@ log = logging.getLogger("pagewire_client")
 
 FIRST_PAUSE_SECONDS = 0.1
 LAST_PAUSE_SECONDS = 2.0
-# The server is down, is leaving, or has ended its streams. CANCELLED is never the caller's own: a call that the caller
-# cancels raises asyncio.CancelledError.
+# Status codes of a server that is down, is shutting down, or has ended its streams. If the caller cancels a call,
+# asyncio.CancelledError is raised and not the status CANCELLED.
 PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 
 
 PATIENCE_HEADER = "pagewire-no-worker-timeout"
 FIRST_WAIT_SECONDS = 2.0
-"""Seconds that a server may hold a request without a worker before its user is told why."""
+"""Seconds that a server may hold a request without a worker, before the user is told the reason."""
 
 
 class Backoff:
-    """The pauses between attempts: each about twice the previous, and random, so that clients do not return together.
+    """The pauses between attempts. A pause is about twice as long as the previous pause. The length of a pause is
+    random, so that clients do not return at the same time.
 
-    `limit` is in seconds since the first failure. A server's wait for a worker counts, and a success resets it. 0 means
-    no retries, and the server alone decides how long it waits. `target` is named to the user.
+    `limit` is the number of seconds since the first failure. The time that a server waits for a worker counts towards
+    `limit`. After a success the time begins again at 0. If `limit` is 0, no call is retried, and the server decides how
+    long a call waits for a worker. Log messages contain `target`.
     """
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic, target: str = "") -> None:
@@ -36,12 +38,12 @@ class Backoff:
         self._clock = clock
         self._target = target
         self._said = ""
-        self._began = clock()  # start of the current attempt
-        self._offered = 0.0  # how long the server may wait in it
+        self._began = clock()  # Start of the current attempt.
+        self._offered = 0.0  # Seconds that the server may wait for a worker in the current attempt.
         self.succeeded()
 
     def attempt(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of the next call: how long the server may hold it while no worker takes requests."""
+        """Metadata of the next call: how long the server may hold the call while no worker accepts requests."""
         self._began, self._offered = self._clock(), 0.0
         if self._limit <= 0:
             return ()
@@ -58,7 +60,7 @@ class Backoff:
         self._failed_at: float | None = None
 
     def pause(self, error: grpc.aio.AioRpcError, codes: Collection[grpc.StatusCode] = PASSING) -> float:
-        """Seconds to wait before the next attempt. Raises the error if there should be no attempt."""
+        """Seconds until the next attempt. Raises the error if no further attempt is allowed."""
         now = self._clock()
         if self._limit <= 0 or not passes(error, codes):
             raise error
@@ -82,5 +84,7 @@ def passes(error: grpc.aio.AioRpcError, codes: Collection[grpc.StatusCode] = PAS
 
 
 def _is_reset(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a proxy lost its server: it can only reset a stream that has begun, and gRPC reports that as INTERNAL."""
+    """Whether a proxy lost its server. A proxy can only reset a stream that has begun, and gRPC reports the reset as
+    INTERNAL.
+    """
     return error.code() is grpc.StatusCode.INTERNAL and "RST_STREAM" in (error.details() or "")

@@ -1,25 +1,27 @@
 """Epochs number the sessions of a worker, in increasing order.
 
-A scheduler takes its clock's nanoseconds, or the worker's newest epoch + 1 if that is larger. No session could follow
-epoch 2^64 - 1, which would make the worker useless. So an epoch may skip numbers only up to MAX; above, each epoch is
-its predecessor + 1.
+The next epoch is the scheduler's clock in nanoseconds, or the worker's newest epoch + 1, whichever is larger. After
+epoch 2^64 - 1 no session could follow, and the worker would be useless. To avoid this, only epochs up to MAX may skip
+numbers. Above MAX, each epoch is its predecessor + 1.
 """
 
 MAX = 2**63 - 1
-"""The largest epoch from a clock: nanoseconds since 1970 reach it in the year 2262."""
+"""Largest epoch that a clock may give: nanoseconds since 1970 reach this number in the year 2262."""
 LAST = 2**64 - 1
-"""The largest number that the message's field holds."""
+"""Largest epoch that fits into the message's field."""
 
 
 def next_epoch(newest: int, now: int) -> int:
-    """The epoch after `newest`; `now` is the clock in nanoseconds. Raises ValueError if there is none."""
+    """The epoch after `newest`. `now` is the clock in nanoseconds. Raises ValueError if no epoch can follow
+    `newest`.
+    """
     if newest >= LAST:
         raise ValueError(f"the newest epoch is said to be {newest}, and no session can be newer")
     return max(min(now, MAX), newest + 1)
 
 
 def check_epoch(epoch: int, newest: int) -> None:
-    """Raises ValueError if a session of this epoch cannot follow epoch `newest`."""
+    """Raise ValueError if a session of this epoch cannot follow a session of epoch `newest`."""
     if epoch <= newest:
         raise ValueError(f"epoch {epoch} is not newer than epoch {newest}, which this worker has served")
     if epoch > max(MAX, newest + 1):

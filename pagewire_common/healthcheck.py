@@ -1,6 +1,8 @@
-"""Exit 0 if the server at HOST:PORT reports SERVING: python -m pagewire_common.healthcheck HOST:PORT [SERVICE].
+"""Exit with status 0 if the server at HOST:PORT reports SERVING: python -m pagewire_common.healthcheck HOST:PORT
+[SERVICE].
 
-It runs in the server's environment and uses TLS if PAGEWIRE_TLS is set. The certificate must be valid for HOST too.
+The program runs in the server's environment and uses TLS if PAGEWIRE_TLS is set. With TLS, the certificate must be
+valid for HOST.
 """
 
 import asyncio

@@ -1,14 +1,14 @@
-"""Settings under the names of the previous release.
+"""Accepts settings under the names of the previous release.
 
-An old name is valid for one release, as a flag and as a variable, and each use of it is logged. A setting under both
-its names is refused: one of the two values would be ignored.
+An old name is valid for one release, as a flag and as a variable. Each use of an old name is logged. A setting under
+both names is refused, because one of the two values would be ignored.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 
 Translate = Callable[[Mapping[str, str]], dict[str, str]]
-"""Translates values by old names to values by new names. Raises ValueError if an old value has no meaning."""
+"""Translates values by old names to values by new names. Raises ValueError if an old value has no equivalent."""
 
 
 def flag(name: str) -> str:
@@ -20,16 +20,16 @@ def variable(name: str) -> str:
 
 
 def from_environment(old_names: Mapping[str, str]) -> dict[str, str]:
-    """The variables with old names that are set, by old name. An empty variable counts as unset."""
+    """The values of variables that are set under old names, by old name. An empty variable counts as unset."""
     return {old: value for old in old_names if (value := os.environ.get(variable(old)))}
 
 
 def translated(
     arguments: Sequence[str], old_names: Mapping[str, str], translate: Translate
 ) -> tuple[list[str], list[str]]:
-    """The arguments under new names, and the log lines for old names, variables included.
+    """Translate arguments and variables. Returns the arguments under new names, and the log lines for old names.
 
-    old_names: new names by old names. Raises ValueError for a setting under both names.
+    `old_names` contains new names by old names. Raises ValueError for a setting under both names.
     """
     of_flags = {flag(old): old for old in old_names}
     rest: list[str] = []
@@ -54,13 +54,15 @@ def translated(
         if os.environ.get(new := variable(old_names[old])):
             raise ValueError(f"{variable(old)} is the old name of {new}; give the new one alone")
         lines.append(_line(variable(old), new))
-    # Several old settings may be parts of one new setting, some of them flags and some variables.
+    # Several old settings may be parts of one new setting. Some of the old settings may be flags and some variables.
     parts = {old: value for old, value in variables.items() if old_names[old] in {old_names[one] for one in given}}
     return [*rest, *(f"{flag(new)}={value}" for new, value in translate(parts | given).items())], lines
 
 
 def renamed(arguments: Sequence[str], old_names: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """The arguments of a command that reads no variables, with new names for old flags, and lines for stderr."""
+    """Rename the flags of a command that reads no variables. Returns the arguments under new names, and lines for
+    stderr.
+    """
     flags = {flag(old): flag(new) for old, new in old_names.items()}
     words = [word.partition("=") for word in arguments]
     used = dict.fromkeys(name for name, _, _ in words if name in flags)

@@ -1,9 +1,10 @@
-"""The sampling parameters, each with its values, its default and its readers: one table for all parts of the system.
+"""The sampling parameters, each with its values, its default and its readers. All parts of the system use the table of
+parameters.
 
-A plain number is one field of `SamplerParams`. Other code is derived from that field: the checks of requests and of
-steps, the core's and the worker's types, both codecs, the command line's flag, the HTTP API's field, and the default in
-a model's generation config. `tests/test_docs.py` compares docs/sampling.md with this table. The protobuf messages
-repeat each parameter: `SamplingParams` for clients, `GroupSampling` for engine and workers.
+A plain number is a field of `SamplerParams`. Other code is derived from the field: the checks of requests and steps,
+the core's and the worker's types, both codecs, the command line's flag, the HTTP API's field, and the default in a
+model's generation config. `tests/test_docs.py` compares docs/sampling.md with this table. The protobuf messages repeat
+each parameter: `SamplingParams` for clients, `GroupSampling` for engine and workers.
 """
 
 import math
@@ -14,7 +15,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 MAX_N = 128
-"""Outputs or beams of one request, at most."""
+"""Maximum number of outputs or beams of one request."""
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 64
@@ -22,20 +23,21 @@ MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100
 MAX_BAD_WORDS = 64
 MAX_STRING = 256
-"""Characters of a stop string, a bad word, or a name, at most."""
+"""Maximum number of characters of a stop string, a bad word, or a name."""
 
 
 class Bounds(NamedTuple):
-    """The range of a value, in a request and in a model's file."""
+    """The range of a parameter's value, in a request and in a model's file."""
 
     low: float
     high: float
     excludes_low: bool = False
 
     def hold(self, value: float) -> bool:
-        """Whether the value is finite and lies in the range; false for NaN.
+        """Whether the value is finite and lies in the range. The result is false for NaN.
 
-        Messages carry 32 bits, in which 0.01 is a little less, so the lower bound is taken in 32 bits too.
+        Messages carry 32-bit numbers. In 32 bits the number 0.01 becomes slightly smaller. Therefore the lower bound is
+        rounded to 32 bits, too.
         """
         low = min(self.low, struct.unpack("f", struct.pack("f", self.low))[0])
         return -math.inf < value < math.inf and low <= value <= self.high and not (self.excludes_low and value == low)
@@ -47,7 +49,7 @@ class Bounds(NamedTuple):
 
 
 class Reader(StrEnum):
-    """A part of the system that reads a parameter. Parameters that only a front end reads are not sent on."""
+    """A part of the system that reads a parameter. A parameter that only front ends read is not sent to the engine."""
 
     FRONT_END = "front end"
     ENGINE = "engine"
@@ -55,7 +57,7 @@ class Reader(StrEnum):
 
 
 class Parameter(NamedTuple):
-    """A parameter's properties; `values` and `default` are in words, for the documentation."""
+    """A parameter's properties. `values` and `default` are texts for the documentation."""
 
     values: str
     default: str
@@ -65,9 +67,10 @@ class Parameter(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A parameter that is a plain number and is read only by the worker's sampler.
+    """A parameter that is a plain number. Only the worker's sampler reads the parameter.
 
-    Beam search refuses all of them: it takes the likeliest continuations of the model's own distribution.
+    Beam search refuses all parameters of the sampler, because it chooses the likeliest continuations of the model's own
+    distribution.
     """
 
     kind: type[float]
@@ -78,7 +81,7 @@ class Number(NamedTuple):
     in_files: bool
     """Whether a model's generation config may set its default."""
     edits_logits: bool
-    """Whether it changes logits before temperature and filters."""
+    """Whether the parameter changes logits before temperature and filters."""
 
 
 def _number(default: float, bounds: Bounds, text: str, *, in_files: bool = False, edits_logits: bool = False) -> Any:
@@ -88,7 +91,9 @@ def _number(default: float, bounds: Bounds, text: str, *, in_files: bool = False
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerParams:
-    """The numbers with which a worker's sampler chooses tokens. The defaults choose the likeliest token."""
+    """The numbers with which a worker's sampler chooses tokens. With the defaults the sampler chooses the likeliest
+    token.
+    """
 
     temperature: float = _number(
         0.0, Bounds(0, 100), "0 takes the likeliest token (default: the model's)", in_files=True

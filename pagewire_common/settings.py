@@ -1,8 +1,8 @@
-"""Settings from flags and PAGEWIRE_ environment variables: one typed class a service.
+"""Settings from flags and PAGEWIRE_ environment variables. Each service has one typed class.
 
-Flags override the environment, and the environment overrides defaults. An empty variable counts as unset, except
-variables that restrict access: an empty one by mistake would open the service. A bad value ends the process with one
-sentence.
+Flags override the environment, and the environment overrides defaults. An empty variable counts as unset. If the
+variable restricts access, an empty value is refused, because it would open the service by mistake. A bad value ends the
+process with one sentence.
 """
 
 import os
@@ -34,7 +34,7 @@ Address = Annotated[str, AfterValidator(parse_address)]
 
 
 class _Environment(EnvSettingsSource):
-    """PAGEWIRE_ variables, old names included."""
+    """Reads PAGEWIRE_ variables, including variables with old names."""
 
     def __call__(self) -> dict[str, Any]:
         found = super().__call__()
@@ -43,7 +43,7 @@ class _Environment(EnvSettingsSource):
         # Kubernetes sets PAGEWIRE_PORT to tcp://… in pods if a Service has the name "pagewire".
         if str(found.get("port", "")).startswith("tcp://"):
             del found["port"]
-        if "listen" in self.current_state:  # flags win, and --listen sets both host and port
+        if "listen" in self.current_state:  # flags override variables, and --listen sets both host and port
             found.pop("host", None)
             found.pop("port", None)
         return found
@@ -53,10 +53,10 @@ class ServiceSettings(BaseSettings):
     """The settings that both services share."""
 
     old_names: ClassVar[Mapping[str, str]] = {}
-    """New names by the previous release's names."""
+    """New names of settings, by the names of the previous release."""
 
     several: ClassVar[frozenset[str]] = frozenset()
-    """Settings whose flags take several words, such as `--lora-modules a=A b=B`."""
+    """Settings whose flags accept several words, such as `--lora-modules a=A b=B`."""
 
     _lines: list[str] = PrivateAttr(default_factory=list)
 
@@ -96,7 +96,7 @@ class ServiceSettings(BaseSettings):
         cls,
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003  # it knows no old names
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003  # this source ignores old names
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
@@ -104,11 +104,11 @@ class ServiceSettings(BaseSettings):
 
     @classmethod
     def translate(cls, values: Mapping[str, str]) -> dict[str, str]:
-        """Values by new names, from values by old names. Raises ValueError if an old value has no meaning."""
+        """Translate values by old names to values by new names. Raises ValueError if an old value has no equivalent."""
         return {cls.old_names[old]: value for old, value in values.items()}
 
     def log_old_names(self) -> None:
-        """Log each setting that was given under its old name."""
+        """Log each setting that was given under an old name."""
         for line in self._lines:
             log.warning(line)
 
@@ -140,7 +140,8 @@ _LOCKS = re.compile("(.*_)?(tls|identity|keys?)")
 def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | None = None) -> Settings:
     """Read a service's settings.
 
-    A bad setting ends the process with a sentence on stderr. --version prints the version and ends it with status 0.
+    A bad setting ends the process with a sentence on stderr. --version prints the version and ends the process with
+    status 0.
     """
     cls.model_config["cli_prog_name"] = program
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -162,14 +163,14 @@ def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | 
         field = str(first["loc"][0]).replace("_", "-")
         value = "" if first["type"] == "missing" else f" (got {first['input']!r})"
         sys.exit(f"{program}: --{field}: {first['msg'].removeprefix('Value error, ')}{value}")
-    except Exception as error:  # the settings library has its own errors for unreadable flags
+    except Exception as error:  # the settings library raises its own errors for unreadable flags
         sys.exit(f"{program}: {error}")
     settings._lines = lines
     return settings
 
 
 def _one_word_each(arguments: Sequence[str], several: frozenset[str]) -> Iterator[str]:
-    """The arguments, with a flag that takes several words repeated before each word."""
+    """Yield the arguments. A flag that accepts several words is repeated before each word."""
     flags = {old_names.flag(name) for name in several}
     current = ""
     for word in arguments:

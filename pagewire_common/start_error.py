@@ -1,5 +1,5 @@
-"""The errors of a service's start, for its operator."""
+"""The error of a service's start, for its operator."""
 
 
 class StartError(Exception):
-    """The service cannot start; the message is one sentence."""
+    """The service cannot start. The message is one sentence."""

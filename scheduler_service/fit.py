@@ -1,6 +1,6 @@
 """Fit a cost model to a recording, for capacity plans: python -m scheduler_service.fit RECORDING OUT.json
 
-python -m scheduler_service.simulate takes the result as its --cost-model. The last line of the output is JSON.
+OUT.json is the --cost-model of python -m scheduler_service.simulate. The last line of the output is JSON.
 """
 
 import argparse

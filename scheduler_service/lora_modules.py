@@ -1,4 +1,6 @@
-"""`--lora-modules`, like vLLM's flag: NAME=FOLDER, or JSON with "name" and "path", once or several times."""
+"""The flag `--lora-modules`, with vLLM's syntax: NAME=FOLDER, or JSON with "name" and "path". The flag may be
+repeated.
+"""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ KEYS = {"name", "path"}
 
 
 def parse_modules(value: object) -> object:
-    """A list of NAME=FOLDER. Raises ValueError for JSON with more than a name and a path."""
+    """Return a list of NAME=FOLDER. Raises ValueError for JSON with any key but "name" and "path"."""
     if isinstance(value, str):
         return list(_modules(value))
     if isinstance(value, list):

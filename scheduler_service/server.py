@@ -1,4 +1,4 @@
-"""The engine's process: engine, front ends and metrics, and the order of their start and stop."""
+"""The engine's process. The process starts and stops the engine, the front ends and the metrics, in the right order."""
 
 import asyncio
 import contextlib
@@ -32,20 +32,20 @@ log = structlog.get_logger()
 
 ADMIN_SERVICE = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 ADMIN_BYTES = 64 << 10
-"""Bytes of an operator's request, at most."""
+"""Maximum size of an operator's request in bytes."""
 OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
 
 
 @contextlib.asynccontextmanager
 async def engine_server(front_ends: FrontEnds) -> AsyncIterator[str]:
-    """Serve front ends on a socket that only this user can open; yields its target."""
+    """Serve front ends on a socket that only this user can open. Yields the socket's target."""
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=OPTIONS)
     add_EngineServiceServicer_to_server(front_ends, server)
-    with TemporaryFolder("engine") as directory:  # only its owner may enter it
+    with TemporaryFolder("engine") as directory:  # only the folder's owner may enter it
         target = f"unix:{directory / 'engine'}"
         try:
             server.add_insecure_port(target)
-        except RuntimeError as error:  # its path has more than 107 bytes
+        except RuntimeError as error:  # the socket's path has more than 107 bytes
             raise StartError(f"cannot make a socket in {directory}: set TMPDIR to a shorter path") from error
         await server.start()
         try:
@@ -56,7 +56,7 @@ async def engine_server(front_ends: FrontEnds) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def admin_server(admin: AdminServicer, listen: str, security: Security = OPEN) -> AsyncIterator[str]:
-    """Serve AdminService on a port of its own; yields HOST:PORT as bound. Raises StartError for an unusable port."""
+    """Serve AdminService on a separate port. Yields the bound HOST:PORT. Raises StartError for an unusable port."""
     check = key_check(lambda: admin.engine.keyring, admin=True)
     server = GrpcServer(
         [ADMIN_SERVICE], max_receive_bytes=ADMIN_BYTES, security=security, check=check, outermost=[Audit()]
@@ -71,7 +71,9 @@ async def admin_server(admin: AdminServicer, listen: str, security: Security = O
 
 
 async def serve(settings: SchedulerSettings) -> None:
-    """Serve until SIGTERM or SIGINT: admit nothing more, let streams finish for the grace period, return."""
+    """Serve until SIGTERM or SIGINT. After the signal, admit no more requests, let streams finish during the grace
+    period, and return.
+    """
     stop = stop_event()
     remove_dead_folders()
     keys = KeyFile(settings.api_keys, settings.api_key.get_secret_value() if settings.api_key is not None else None)
@@ -106,7 +108,7 @@ async def serve(settings: SchedulerSettings) -> None:
             watching.cancel()
             await processes.stop(front_ends.say_goodbye())
             if not keeping.cancel():
-                await keeping  # it has already ended: raise its error, if it failed
+                await keeping  # the task has already ended: if the task failed, raise its error
     log.info("stopped")
 
 
@@ -140,7 +142,7 @@ async def _run(
 
 
 async def announce(engine: Engine, front_ends: FrontEnds) -> None:
-    """Have front ends report whether workers take requests, and log it, until cancelled."""
+    """Have front ends report whether workers accept requests, and log each change, until cancelled."""
     model = await engine.fleet.agreement.wait_for_model()
     _spare_the_collector()
 
@@ -159,10 +161,10 @@ async def announce(engine: Engine, front_ends: FrontEnds) -> None:
 
 
 def _spare_the_collector() -> None:
-    """Exclude the objects that exist at the start from Python's cycle collector, and collect the others seldom.
+    """Exclude the objects that exist at the start from Python's cycle collector, and make collections rare.
 
-    Requests and sessions need no collector: they are freed when their call or their session ends. Only small cycles
-    remain, such as in gRPC's exceptions.
+    Requests and sessions do not need the collector: they are freed when their call or their session ends. Only small
+    cycles remain, for example in gRPC's exceptions.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The syntax of --workers: fixed addresses, and DNS names of which every address is a worker's."""
+"""The syntax of --workers: fixed addresses, and DNS names. Every address of a DNS name is a worker's address."""
 
 from pagewire_common.connection.address import parse_address
 
@@ -6,7 +6,7 @@ SCHEME = "dns:///"
 
 
 def parse_target(target: str) -> str:
-    """Check that a target is HOST:PORT or dns:///NAME:PORT. Raises ValueError otherwise."""
+    """Check that a target is HOST:PORT or dns:///NAME:PORT, and return it. Raises ValueError for any other text."""
     address = target.removeprefix(SCHEME)
     try:
         parse_address(address)

@@ -1,1 +1,3 @@
-"""Measures the overhead of a fleet, and its behaviour under failures and load; see __main__.py."""
+"""Measures the overhead of a fleet, and its behaviour under failures and load. The file __main__.py describes the
+measurements.
+"""

@@ -1,14 +1,16 @@
 """The overhead of a fleet, and its behaviour under failures and load: python -m bench.fleet.
 
-Tables are Markdown; JSON comes last.
+Tables are printed in Markdown. JSON is printed last.
 
-- `failover`: time from SIGKILL to the next token of a killed worker's streams, and the part spent on recomputing.
-- `feeding`: how many workers of 256 sequences and 20 ms a step one scheduler process keeps fed.
-- `front-ends`: the front ends' CPU time a token with few streams and with many, over one connection and over many,
-  and the size of a step's message to them.
-- `overhead`: one scheduler with one to three workers, beside as many schedulers with one worker each.
-- `tracing`: the scheduler's CPU time a token with spans of every request, and without any.
-- `bystanders`: streams beside calls that are never read and connections on which nothing is sent.
+- `failover`: time from SIGKILL to the next token of a killed worker's streams, and the share of recomputation in this
+  time.
+- `feeding`: the number of workers that one scheduler process keeps busy. Each worker runs 256 sequences and takes 20 ms
+  a step.
+- `front-ends`: the front ends' CPU time per token with few streams and with many, over one connection and over many.
+  The size of a step's message to the front ends is measured too.
+- `overhead`: one scheduler with one to three workers, compared with one scheduler for each worker.
+- `tracing`: the scheduler's CPU time per token with spans of every request, and without spans.
+- `bystanders`: the rate of streams while other calls are never read and other connections send nothing.
 """
 
 import argparse
@@ -36,7 +38,9 @@ from worker_service.settings import WorkerSettings
 
 PARTS = ("failover", "feeding", "front-ends", "overhead", "tracing", "bystanders")
 OVERHEAD_WORKERS = (1, 2, 3)
-"""Workers of a case. With one worker both systems are equal: their difference is the error of the measurement."""
+"""Number of workers in each case. With one worker both systems are equal. The difference of their figures is then the
+error of the measurement.
+"""
 OVERHEAD_COLUMNS = (
     "workers", "apart, tok/s", "together, tok/s", "overhead, %", "at least", "at most", "scheduler apart, µs a token",
     "together, µs a token",
@@ -109,8 +113,9 @@ def main() -> None:
     parts = arguments.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}, but {', '.join(PARTS)}")
-    raise_open_files_limit()  # a thousand connections end in this process
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as for Ctrl-C, and stop the child processes
+    raise_open_files_limit()  # This process opens a thousand connections.
+    # SIGTERM and SIGHUP act like Ctrl-C: the benchmark ends and stops its child processes.
+    for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         model = find_model("default", load_settings(WorkerSettings, "bench", []).cache.expanduser()).path

@@ -1,7 +1,7 @@
-"""The effect of other clients on a stream: calls that are never read, and connections on which nothing is sent.
+"""The effect of other clients on a stream: calls that are never read, and connections that send nothing.
 
-Both runs make and compute the same calls. In one run their client opens no window for the answers, and a thousand idle
-connections are open too. One worker of the default model serves; eight streams are measured.
+Both runs have the same extra calls beside the measured streams. In one run the client of the extra calls never reads
+its answers, and a thousand idle connections are open. One worker serves the default model. Eight streams are measured.
 """
 
 import asyncio
@@ -29,16 +29,16 @@ NUM_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Bystanders:
-    """Output tokens a second of the measured streams."""
+    """Output tokens per second of the measured streams."""
 
     alone: float
-    """Rate beside calls that are read."""
+    """Rate while the client of the extra calls reads its answers."""
     beside: float
-    """Rate beside calls that are not read, and silent connections."""
+    """Rate while the extra calls are not read and the idle connections are open."""
     slowed_percent: float
-    """The median slowdown over pairs of runs."""
+    """Median slowdown in percent, over pairs of runs."""
     at_least_percent: float
-    """The lower bound of that median, with 95% coverage."""
+    """Lower bound of the median slowdown, with 95% coverage."""
     at_most_percent: float
 
 
@@ -74,7 +74,8 @@ def run(model: Path, vocabulary_size: int, tell: Callable[[str], None]) -> Bysta
                             for _ in range(NUM_SILENT_CONNECTIONS):
                                 stack.enter_context(socket.create_connection((host, int(port))))
                         async with extra_calls(fleet.target, 0 if name == "beside" else WIDEST):
-                            prompts = load.prompts(vocabulary_size, f"{number} {name}")  # cached in neither run
+                            # each run has other prompts, so that no prompt is in the prefix cache
+                            prompts = load.prompts(vocabulary_size, f"{number} {name}")
                             run = await drive(system, load, prompts)
                     if number:  # the first run is a warm-up
                         runs[name].append(run)

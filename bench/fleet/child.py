@@ -1,4 +1,4 @@
-"""A process of the benchmark that keeps counters, and reports them on request as a line of JSON."""
+"""A child process of the benchmark that keeps counters. On request the child reports its counters as a line of JSON."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from bench.loads.drive import BenchError
 
 
 async def report(describe: Callable[[], object]) -> None:
-    """In the child: write what `describe` returns, now and for every line on stdin, until stdin ends."""
+    """Runs in the child. Write the result of `describe` now and again for every line on stdin, until stdin ends."""
     lines = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(lines)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
@@ -23,7 +23,7 @@ async def report(describe: Callable[[], object]) -> None:
 
 
 class Child:
-    """In the parent: the child process, from construction until `close`."""
+    """The parent's view of a child process. The process runs from construction until `close`."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._module = module
@@ -33,7 +33,7 @@ class Child:
         self.first = self._read()
 
     def ask(self) -> Any:
-        """The child's counters, now. Raises BenchError if the child has ended."""
+        """Return the child's current counters. Raises BenchError if the child has ended."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write("\n")

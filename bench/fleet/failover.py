@@ -1,10 +1,11 @@
-"""How long the streams of a killed worker pause: from SIGKILL to the next token of each.
+"""How long the streams of a killed worker pause: the time from SIGKILL to the next token of each stream.
 
-Two workers of the default model have a thread each. One worker is drained while the streams begin, so that all of them
-run on the other worker. When that worker is killed, the drained one is free.
+There are two workers of the default model with one thread each. While the streams begin, one worker is drained, so that
+all streams run on the other worker. When the worker with the streams is killed, the other worker is free and continues
+the streams.
 
-Recomputing is timed on the same worker in the same way: as many new prompts of as many tokens are sent at once, and the
-time to each first token is taken.
+Recomputation is timed on the same worker in the same way. To measure it, the same number of new prompts of the same
+lengths is sent at once. The time to each first token is measured.
 """
 
 import asyncio
@@ -30,12 +31,12 @@ WORKER_ARGUMENTS = ("--threads", "1", "--kv-cache-memory", "0.5", "--max-model-l
 
 @dataclass(slots=True)
 class Failover:
-    """Milliseconds, one value for each stream and kill."""
+    """Times in milliseconds. Each list contains a value for each stream and kill."""
 
     pauses: list[float] = field(default_factory=list)
     """Time from SIGKILL to the next token."""
     recomputes: list[float] = field(default_factory=list)
-    """Time from sending an equal prompt to its first token."""
+    """Time from sending a prompt of equal length to its first token."""
 
     def as_json(self) -> dict[str, float]:
         return {
@@ -47,7 +48,7 @@ class Failover:
 
 
 async def measure(fleet: Fleet, vocabulary_size: int, tell: Callable[[str], None]) -> Failover:
-    """Kill one worker and then the other, several times."""
+    """Kill both workers in turn, several times."""
     failover, draw = Failover(), Random(0)
     addresses = list(fleet.workers)
     for number in range(NUM_KILLS):
@@ -101,7 +102,9 @@ async def _kill(
 
 
 def _end_of_pause(killed: float, times: Sequence[float]) -> float:
-    """The end of the longest pause around the kill: tokens that the killed worker had sent may arrive later."""
+    """The time at which the longest pause around the kill ends. Tokens that the worker sent before the kill may arrive
+    after the kill.
+    """
     pauses = [(after - before, after) for before, after in pairwise(times) if before < killed + ON_ITS_WAY_SECONDS]
     return max(pause for pause in pauses if pause[1] > killed)[1]
 

@@ -1,9 +1,10 @@
-"""How many workers one scheduler process keeps fed: sleeping workers are added until they are idle too much.
+"""How many workers one scheduler process keeps busy. The benchmark adds sleeping workers until the workers are idle too
+long.
 
-Each worker runs 256 sequences in steps of 20 ms. Requests of 64 prompt tokens and 128 to 384 output tokens arrive as
-others end, so many that some always wait. Every token is detokenized and streamed to a client. Worker processes and
-load generator are made to be cheap. The report has the CPU time of each process: if the scheduler's is near one core's,
-Python's lock is its limit.
+Each worker runs 256 sequences in steps of 20 ms. Requests have 64 prompt tokens and 128 to 384 output tokens. When a
+request ends, another request arrives. The number of requests is so large that some requests always wait. Every token is
+detokenized and streamed to a client. Worker processes and load generator use little CPU time. The report contains the
+CPU time of each process. If the scheduler uses nearly one core, Python's lock limits the scheduler.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ STEP_MS = 20.0
 WORKERS_A_PROCESS = 8
 MAX_IDLE_PERCENT = 5.0
 WAITING_SHARE = 0.125
-"""Streams beyond the running ones, as a share, so that the queue is never empty."""
+"""Share of additional streams beyond the running streams. With additional streams, requests always wait in the queue.
+"""
 RAMP_SECONDS = 60.0
 SETTLE_SECONDS = 3.0
 WINDOW_SECONDS = 8.0
@@ -32,31 +34,31 @@ WINDOW_SECONDS = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """The measurement for one number of workers."""
+    """The figures for one number of workers."""
 
     num_workers: int
     idle_percent: float
-    """The share of the workers' time outside steps."""
+    """Percentage of the workers' time outside steps."""
     sequences_a_step: float
     tokens_per_second: float
-    """Tokens a second delivered to clients, of streams that ended in the window."""
+    """Tokens per second that clients receive. Only streams that ended during the measurement count."""
     messages_per_second: float
     tokens_a_message: float
-    """Tokens a message: the larger, the fewer messages a stream sends."""
+    """Tokens per message. With more tokens per message, a stream sends fewer messages."""
     engine_us: float
     front_ends_us: float
-    """Total CPU microseconds of the front ends a token."""
+    """CPU microseconds per token, summed over all front ends."""
     engine_cores: float
-    """CPU seconds a second of the engine; gRPC's own threads run in parallel with Python's."""
+    """CPU seconds of the engine per second. gRPC's own threads run in parallel with Python's."""
     front_ends_cores: float
     busiest_percent: float
-    """The busiest front end's share of the front ends' CPU time."""
+    """Percentage of the front ends' CPU time that the busiest front end uses."""
     workers_cores: float
     client_cores: float
 
     @property
     def is_fed(self) -> bool:
-        """Whether the workers are busy and their steps are full. A worker with half a step is half idle."""
+        """Whether the workers are busy and their steps are full. A worker with half-empty steps counts as half idle."""
         return self.idle_percent < MAX_IDLE_PERCENT and self.sequences_a_step > 0.95 * MAX_NUM_SEQS
 
 
@@ -70,7 +72,7 @@ def measure(
 ) -> Feeding:
     """Start all processes, wait until steps are full, and measure for a few seconds.
 
-    By default there are more streams than run at once, and a connection for every 64 of them.
+    By default more streams are started than can run at once, with a connection for every 64 streams.
     """
     with contextlib.ExitStack() as stack:
         groups = []
@@ -135,7 +137,7 @@ def measure(
 
 
 def _ramp_up(read: Callable[[], dict[str, float]], full: float) -> None:
-    """Wait until steps have been full for a while, or will not become full."""
+    """Wait until steps are full, at most for RAMP_SECONDS. After the steps are full, wait for SETTLE_SECONDS."""
     until = time.monotonic() + RAMP_SECONDS
     before = read()
     while time.monotonic() < until:
@@ -149,9 +151,11 @@ def _ramp_up(read: Callable[[], dict[str, float]], full: float) -> None:
 
 
 def search(model: Path, most: int, tell: Callable[[Feeding], None]) -> list[Feeding]:
-    """Double the workers until they are not fed, then search between the last two numbers by bisection.
+    """Double the number of workers until the scheduler cannot keep all workers busy. Afterwards search between the last
+    two numbers by bisection.
 
-    Raises BenchError if not even one worker is fed. The results are sorted by the number of workers.
+    Raises BenchError if the scheduler cannot keep a single worker busy. The results are sorted by the number of
+    workers.
     """
     seen: dict[int, Feeding] = {}
 

@@ -1,4 +1,4 @@
-"""A scheduler and workers as child processes; a worker can be killed and restarted at the same address."""
+"""A scheduler and workers as child processes. A worker can be killed and restarted at the same address."""
 
 import asyncio
 import signal
@@ -62,11 +62,11 @@ class Fleet:
         self.workers[address] = ServiceProcess("worker_service", ["--listen", address, *self._worker_arguments])
 
     def kill(self, address: str) -> None:
-        """Send SIGKILL, without waiting."""
+        """Send SIGKILL to a worker, without waiting for its end."""
         self.workers[address].process.send_signal(signal.SIGKILL)
 
     def restart(self, address: str) -> None:
-        """Restart a killed worker, and wait until it has a session."""
+        """Restart a killed worker, and wait until the worker has a session."""
         assert self._scheduler is not None
         self.workers[address].stop()
         self._start(address)
@@ -92,7 +92,7 @@ class Fleet:
             await AdminServiceStub(channel).DrainWorker(DrainWorkerRequest(address=address))
 
     async def give_again_to(self, address: str) -> None:
-        """Undrain a worker. Raises BenchError if it has no session within a minute."""
+        """Undrain a worker. Raises BenchError if the worker has no session within a minute."""
         async with open_channel(self.admin_target, None) as channel:
             await AdminServiceStub(channel).UndrainWorker(UndrainWorkerRequest(address=address))
         assert self._scheduler is not None

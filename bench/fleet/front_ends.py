@@ -1,4 +1,4 @@
-"""CPU time of front ends with few streams and with many, and the effect of a client's number of connections."""
+"""CPU time of front ends with few and with many streams, and the effect of the number of connections of a client."""
 
 import time
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from scheduler_service.engine.calls.outbox import Outbox
 
 NUM_ROUNDS = 300
 FIRST_TOKEN_ID, FIRST_OUTPUT = 30_000, 1_000_000
-"""Token id and output id as after a long run: smaller numbers would make smaller messages."""
+"""Token id and output id of a scheduler that has run for long. Smaller numbers would make smaller messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Streams on one worker that sleeps 20 ms a step."""
+    """A number of streams on one worker that sleeps 20 ms a step."""
 
     streams: int
     front_ends: int = 1
@@ -25,29 +25,29 @@ class Case:
 
 
 CASES = (Case(1), Case(8), Case(256), Case(256, 2, 1), Case(256, 2, 32))
-"""The last two are gateways with one connection and with many."""
+"""The last two cases are gateways: the first gateway has 1 connection, the second has 32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The measurement of a case."""
+    """The measured figures of a case."""
 
     streams: int
     front_ends: int
     connections: int
     messages_per_second: float
-    """Messages a second of all streams; each stream should get 50 tokens a second."""
+    """Messages per second of all streams together. Each stream should receive 50 tokens per second."""
     engine_us: float
     front_ends_us: float
-    """Total CPU microseconds of the front ends a token."""
+    """CPU microseconds per token, summed over all front ends."""
     front_ends_cores: float
     busiest_percent: float
-    """The busiest front end's share of the front ends' CPU time."""
+    """Percentage of the front ends' CPU time that the busiest front end uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The message of one step of 256 sequences from the engine to a front end: its size and CPU times."""
+    """The message of one step of 256 sequences from the engine to a front end: its size and its CPU times."""
 
     num_bytes: int
     encode_us: float
@@ -77,7 +77,7 @@ def _measure(case: Case, model: Path, tell: Callable[[str], None]) -> Cost:
 
 
 def wire() -> Wire:
-    """Time the message; each figure is the fastest of many rounds."""
+    """Measure the time of the message. Each figure is the fastest of many rounds."""
     outbox = Outbox()
     encode_us, decode_us, data = [], [], b""
     for _ in range(NUM_ROUNDS):

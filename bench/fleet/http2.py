@@ -1,9 +1,9 @@
-"""A minimal client: only the HTTP/2 frames that a gRPC call needs.
+"""A minimal HTTP/2 client. The client implements only the frames that a gRPC call requires.
 
-gRPC's own Python client takes about as much of a core as the server that it loads. This client serialises its calls'
-frames once, and opens every window as far as it goes. It cuts the answers into frames and messages by their lengths
-alone, which takes a few microseconds each. Frames and their flags follow RFC 9113, headers are literals of RFC 7541,
-and messages have gRPC's prefix of five bytes.
+gRPC's own Python client uses about as much CPU time as the server that it loads. This client serialises the frames of
+its calls once, and opens every flow-control window to the maximum. The client cuts the answers into frames and messages
+by their lengths only. Cutting takes a few microseconds per message. Frames and their flags follow RFC 9113. Headers are
+literals of RFC 7541. Each message has gRPC's prefix of five bytes.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ END_HEADERS = 0x4
 INITIAL_WINDOW_SIZE = 0x4  # a parameter of SETTINGS frames
 WIDEST = (1 << 31) - 1
 PREFIX = 5
-"""Bytes before each message: the compression flag, and the message's length."""
+"""Size of the prefix of each message in bytes: the compression flag and the message's length."""
 REFILL = 1 << 29
-"""Bytes received before the connection's window is opened again."""
+"""Number of received bytes after which the client enlarges the connection's window again."""
 
 
 class ProtocolError(Exception):
-    """The server ended a stream or the connection; the message has its error."""
+    """The server ended a stream or the connection. The message contains the server's error."""
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -31,24 +31,25 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def call_headers(path: str) -> bytes:
-    """The header block of a gRPC call, without indexing."""
+    """The header block of a gRPC call, without indexing (RFC 7541)."""
 
     def text(value: str) -> bytes:
         assert len(value) < 127
         return bytes([len(value)]) + value.encode()
 
-    method, scheme = b"\x83", b"\x86"  # POST and http, from the static table
-    block = method + scheme + b"\x04" + text(path) + b"\x01" + text("bench")  # :path, :authority
+    method, scheme = b"\x83", b"\x86"  # POST and http, as indices into HPACK's static table.
+    block = method + scheme + b"\x04" + text(path) + b"\x01" + text("bench")  # The headers :path and :authority.
     for name, value in (("content-type", "application/grpc"), ("te", "trailers")):
         block += b"\x00" + text(name) + text(value)
     return block
 
 
 class Connection(asyncio.Protocol):
-    """Server-streaming calls to one method, any number at once.
+    """Server-streaming calls to one method. Any number of calls may run at once.
 
-    `ended` is called with each call's last message and trailers, undecoded; `failed` when the connection is lost.
-    `window` is the number of bytes that a call may send unread; 0 means a client that never reads.
+    `ended` is called with the last message and the trailers of each call, undecoded. `failed` is called when the
+    connection is lost. `window` is the number of bytes that the server may send on a call before the client reads. If
+    `window` is 0, the client never reads.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Connection(asyncio.Protocol):
         )
 
     def widen(self, num_bytes: int) -> None:
-        """Let the server send `num_bytes` more on every call."""
+        """Allow the server to send `num_bytes` more on every call."""
         payload = struct.pack(">I", num_bytes)
         self._transport.write(
             b"".join(frame(WINDOW_UPDATE, 0, stream, payload) for stream in range(1, self._next_stream, 2))

@@ -1,10 +1,11 @@
-"""The overhead of a fleet: one scheduler with several workers, beside as many pairs of a scheduler and a worker.
+"""The overhead of a fleet: one scheduler with several workers, compared with one scheduler for each worker.
 
 Both systems compute the same streams with the same workers on the same cores. The difference is the fleet's own work: a
-shared queue, placement, and several sessions in one event loop. Workers of the default model have a thread each.
+shared queue, placement, and several sessions in one event loop. Workers of the default model have one thread each.
 
-Both systems are up at once and run in turn, so that the machine's drift affects both, and each pair of runs gives a
-ratio. The schedulers' CPU time a token is reported too: it shows the overhead even if the machine's noise is larger.
+Both systems are up at once and run in turn, so that a drift of the machine affects both systems. Each pair of runs
+gives a ratio of two rates. The schedulers' CPU time per token is reported too. The CPU time shows the overhead even if
+the machine's noise is larger.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ NUM_ROUNDS = 12
 
 
 class Targets:
-    """One or several schedulers; streams are dealt out to them in turn."""
+    """The system under test: one or several schedulers. Streams are distributed to the schedulers in turn."""
 
     def __init__(self, name: str, fleets: Sequence[Fleet]) -> None:
         self.name = name
@@ -43,7 +44,7 @@ class Targets:
         return [pid for fleet in self._fleets for pid in fleet.pids()]
 
     async def run(self, load: Load, prompts: Sequence[Sequence[int]]) -> float:
-        """Drive a load, and add its CPU time; returns output tokens a second."""
+        """Run a load, and add the CPU time of the schedulers. Returns output tokens per second."""
         pids = [fleet.scheduler_pid for fleet in self._fleets]
         before = cpu_seconds(pids)
         self.runs.append(await drive(self, load, prompts))
@@ -58,7 +59,7 @@ class Targets:
         async with AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(Client(fleet.target)) for fleet in self._fleets]
             for client in clients:
-                await client.get_model()  # connect before the measurement
+                await client.get_model()  # opens the connection before the measurement
             turns = itertools.cycle(clients)
 
             async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
@@ -72,16 +73,16 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Output rates of workers that each have their own scheduler, and of workers that share a scheduler."""
+    """Output rates of two systems: a scheduler for each worker, and one scheduler for all workers."""
 
     num_workers: int
     apart: float
-    """Output tokens a second with a scheduler for each worker."""
+    """Output tokens per second with a scheduler for each worker."""
     together: float
     overhead_percent: float
-    """The median overhead over pairs of runs."""
+    """Median overhead in percent, over pairs of runs."""
     at_least_percent: float
-    """The lower bound of that median, with 95% coverage."""
+    """Lower bound of the median overhead, with 95% coverage."""
     at_most_percent: float
     scheduler_us_per_token_apart: float
     scheduler_us_per_token_together: float

@@ -1,8 +1,9 @@
-"""A worker that sleeps instead of computing, behind real gRPC, and reports its idle time.
+"""A worker that sleeps instead of computing. The worker uses real gRPC and reports its idle time.
 
-A worker is idle from the end of a step until the next step's arrival, if that has not arrived already. A step ends when
-its time is over, not when this process's timer fires, so that a late timer does not count as idle time. A late timer
-still delays the answer; that makes the scheduler's work harder, and the figures no better.
+A worker is idle from the end of a step until the next step arrives. If the next step arrives before the end of a step,
+the worker is not idle. A step counts as ended when its planned time is over, even if this process's timer is late. A
+late timer therefore does not count as idle time. A late timer still delays the answer. Delayed answers never improve
+the scheduler's figures.
 """
 
 import asyncio
@@ -23,20 +24,20 @@ MAX_NUM_SEQS = 256
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
 FIRST_WORD, LAST_WORD = 1_000, 40_000
-"""The range of token ids that are ordinary tokens of the default model."""
+"""Range of token ids that are ordinary tokens of the default model."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the worker's start."""
+    """Totals since the start of the worker."""
 
     num_steps: int = 0
     num_sequences: int = 0
-    """Sequences, summed over all steps."""
+    """Number of sequences, summed over all steps."""
 
 
 class SleepingWorkerService(WorkerServiceServicer):
-    """One worker without a model; every sampled token is random."""
+    """A worker without a model. Every sampled token is random."""
 
     def __init__(self, directory: Path, step_seconds: float) -> None:
         self.counters = Counters()

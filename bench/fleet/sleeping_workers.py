@@ -1,8 +1,8 @@
 """Workers that sleep instead of computing: python -m bench.fleet.sleeping_workers.
 
-Each of `--count` workers serves WorkerService on its own port and takes `--step-ms` for every step, whatever its size.
-The process reports counters of each worker by address (child.py); a difference of two readings belongs to the time
-between them.
+The process serves WorkerService for `--count` workers, each on its own port. Every step takes `--step-ms`, whatever its
+size. The process reports the counters of each worker by address (child.py). Subtract two readings to obtain the counts
+between the readings.
 """
 
 import argparse

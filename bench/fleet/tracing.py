@@ -1,8 +1,8 @@
-"""The cost of traces: the scheduler's CPU time a token with spans of every request, and without any.
+"""The cost of traces: the scheduler's CPU time per token with spans of every request, and without spans.
 
-One worker sleeps 20 ms a step, under 256 streams of 128 to 384 tokens. The spans go to a collector that discards them.
-Each round measures without spans, with spans, and without spans again: the first and the last differ by the error of
-the measurement.
+One worker sleeps 20 ms a step and serves 256 streams of 128 to 384 tokens. The spans are sent to a collector that
+discards them. Each round measures without spans, with spans, and again without spans. The difference between the first
+and the last figure is the error of the measurement.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +22,8 @@ NUM_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU microseconds of engine and front end a token: the least of all rounds, as the machine's other work only adds
-    to it.
+    """CPU microseconds of engine and front end per token. The figure is the lowest of all rounds, because other work of
+    the machine only adds time.
     """
 
     without_us: float

@@ -1,1 +1,1 @@
-"""Brings a benchmark and its peer to a machine with a GPU and no network: see pack.py and serve_gpu.py."""
+"""Runs a benchmark and its peer on a machine with a GPU and without a network: see pack.py and serve_gpu.py."""

@@ -1,4 +1,4 @@
-"""Lists a machine's Python and packages. It runs on that machine, with the standard library alone."""
+"""Lists a machine's Python and packages. The program runs on the GPU machine and uses only the standard library."""
 
 import json
 import platform
@@ -12,16 +12,16 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Inventory:
-    """The properties of a machine that decide which wheels fit."""
+    """The properties of a machine that decide which wheels the machine can install."""
 
     python: str
-    """Major and minor version, such as 3.12."""
+    """Major and minor version of Python, for example 3.12."""
     machine: str
-    """Processor architecture, such as x86_64."""
+    """Processor architecture, for example x86_64."""
     glibc: str
-    """Major and minor version, such as 2.35."""
+    """Major and minor version of glibc, for example 2.35."""
     packages: Mapping[str, str | None]
-    """The version of each package by its normalised name; None if its version is unknown."""
+    """Version of each package by its normalised name. The value is None if the version is unknown."""
 
     @classmethod
     def of_this_machine(cls) -> Self:
@@ -32,13 +32,14 @@ class Inventory:
             packages={
                 normalised(name): found.version
                 for found in distributions()
-                if (name := found.metadata["Name"])  # a folder that was left half-removed has no name
+                # a package that was only partly removed has no name in its metadata
+                if (name := found.metadata["Name"])
             },
         )
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """Read an inventory. Raises ValueError if the file is not an inventory."""
+        """Read an inventory from a file. Raises ValueError if the file is not an inventory."""
         try:
             found = cls(**json.loads(file.read_text()))
             major, minor = found.python.split(".")
@@ -52,5 +53,5 @@ class Inventory:
 
 
 def normalised(name: str) -> str:
-    """A package's name in the form in which indexes compare it."""
+    """A package's name in normalised form. Package indexes compare normalised names."""
     return name.lower().replace("_", "-").replace(".", "-")

@@ -1,4 +1,6 @@
-"""Downloads the packages that a machine lacks, and writes them in pieces: the two folders that pack.py describes."""
+"""Downloads the packages that a machine lacks. Writes the packages in pieces, for the two folders that pack.py
+describes.
+"""
 
 import subprocess
 import sys
@@ -15,15 +17,16 @@ from bench.gpu.resolve import PackError, Plan, platforms, project_requirements, 
 ROOT = Path(__file__).parents[2]
 EXTRAS = ("scheduler", "worker", "client")
 LEFT_OUT = (
-    "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",  # FlashAttention 2, 190 MB: Hopper has FlashAttention 3
+    # FlashAttention 2, 190 MB: not used, because Hopper has FlashAttention 3
+    "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
     "vllm/vllm-rs",  # 38 MB: an optional front end that is off by default
 )
 
 
 def plan(machine: Inventory, vllm: str, folder: Path) -> dict[str, Plan]:
-    """The packages of each of the two folders for a machine. Raises PackError."""
+    """The packages of both folders for a machine. Raises PackError."""
     pins = read_pins(ROOT / "constraints.txt")
-    # Code generated from protos/ needs at least its generator's version.
+    # The code generated from protos/ requires at least the version of its generator.
     runtime = [Requirement(f"{name}>={next(iter(pins[name])).version}") for name in ("grpcio", "protobuf")]
     ours = [*project_requirements(ROOT / "pyproject.toml", EXTRAS), *runtime, Requirement("aiohttp")]
 
@@ -37,7 +40,9 @@ def plan(machine: Inventory, vllm: str, folder: Path) -> dict[str, Plan]:
 
 
 def write(plans: Mapping[str, Plan], folder: Path, piece_bytes: int, *, whole: bool) -> list[Part]:
-    """Write the pieces and the manifest, in place of older ones. `whole`: include files that this GPU does not use."""
+    """Write the pieces and the manifest, and replace older pieces. With `whole`, include files that this GPU does not
+    use.
+    """
     for older in folder.glob("*.zip*"):
         older.unlink()
     generated = {str(file.relative_to(ROOT / "protos")): file for file in ROOT.glob("protos/pagewire/v1/*_pb2*.py")}
@@ -54,9 +59,9 @@ def write(plans: Mapping[str, Plan], folder: Path, piece_bytes: int, *, whole: b
 
 
 def download(requirement: str, machine: Inventory, folder: Path) -> Path:
-    """Download the newest wheel for a requirement that runs on the machine, or reuse an earlier download.
+    """Download the newest wheel that meets a requirement and runs on the machine. An earlier download is reused.
 
-    Raises PackError if there is no such wheel.
+    Raises PackError if no wheel meets the requirement.
     """
     wanted = Requirement(requirement)
     if wheel := newest(folder, wanted):
@@ -77,7 +82,9 @@ def download(requirement: str, machine: Inventory, folder: Path) -> Path:
 
 
 def newest(folder: Path, wanted: Requirement) -> Path | None:
-    """The folder's newest wheel that meets the requirement, or None."""
+    """The folder's newest wheel that meets the requirement. Returns None if no wheel in the folder meets the
+    requirement.
+    """
     versions = {
         version: wheel
         for wheel in folder.glob("*.whl")

@@ -1,4 +1,6 @@
-"""The bandwidth of a copy on a device, measured in a process of its own so that no device memory stays allocated."""
+"""Measures the bandwidth of a copy on a device. A separate process runs the copy, so that no device memory stays
+allocated.
+"""
 
 import multiprocessing
 import statistics
@@ -13,7 +15,9 @@ NUM_COPIES = 10
 
 
 def measure_copy(device: str) -> tuple[str, float]:
-    """The device's name, and bytes a second, read and written. Raises ValueError for an unknown device."""
+    """The device's name, and the bytes per second that are read and written. Raises ValueError for an unknown
+    device.
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_measure, device).result()
 

@@ -1,13 +1,15 @@
-"""Packs vLLM and this project's requirements for a machine with a GPU and no network: python -m bench.gpu.pack COMMAND.
+"""Packs vLLM and pagewire's requirements for a machine with a GPU but without a network: python -m bench.gpu.pack
+COMMAND.
 
-    inventory                        there: the installed packages, as JSON; standard library only
-    plan FOLDER --inventory FILE     here: which packages would be brought, fit already, or are left out
-    make FOLDER --inventory FILE     here: the same, then pieces and manifest.json in FOLDER
-    join FOLDER --into PLACE         there, after each piece that has come: keeps it, and unpacks complete parts
+    inventory                        on the GPU machine: print its packages as JSON; standard library only
+    plan FOLDER --inventory FILE     with a network: list which packages to fetch, to keep and to leave out
+    make FOLDER --inventory FILE     with a network: like plan, then write pieces and manifest.json into FOLDER
+    join FOLDER --into PLACE         on the GPU machine, after each piece: keep it, and unpack complete parts
 
-Two folders are unpacked in PLACE: vllm/ and pagewire/. They are separate because they need different versions of the
-same packages; each goes on the PYTHONPATH of its own processes. Of this project, pagewire/ has only the code generated
-from protos/; the sources are brought as they are. The default inventory is bench/gpu/machine.json.
+In PLACE the parts become two folders: vllm/ and pagewire/. The folders are separate because they require different
+versions of the same packages. Each folder is on the PYTHONPATH of its own processes. pagewire/ contains the code that
+is generated from protos/. The project's sources are copied to the machine separately. The default inventory is
+bench/gpu/machine.json.
 """
 
 import argparse
@@ -19,9 +21,9 @@ from bench.gpu.pieces import PieceError, join
 
 ASSUMED = Path(__file__).with_name("machine.json")
 VLLM = "0.25.1"
-"""The newest version whose wheel requires torch 2.11.0 with CUDA 13 and accepts transformers 5.17."""
+"""The newest version of vLLM whose wheel requires torch 2.11.0 with CUDA 13 and accepts transformers 5.17."""
 PIECE_MIB = 56
-"""MiB of a piece: a piece and the sources, 5 MiB, come in 64 MiB together."""
+"""Size of a piece in MiB. A piece and the sources (5 MiB) fit into 64 MiB together."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -51,8 +53,11 @@ def _at_least_one(text: str) -> int:
 
 
 def make(arguments: argparse.Namespace) -> None:
-    """Plan, and with the command `make` also write. Raises PackError if no working set can be packed."""
-    from bench.gpu.make import plan, write  # these need the package packaging, and a network
+    """Plan the packages. The command `make` also writes the packages. Raises PackError if the packages cannot work
+    together.
+    """
+    # imported late, because bench.gpu.make requires the package packaging and a network
+    from bench.gpu.make import plan, write
 
     arguments.folder.mkdir(parents=True, exist_ok=True)
     plans = plan(Inventory.read(arguments.inventory), arguments.vllm, arguments.folder)

@@ -1,8 +1,9 @@
-"""Archives in pieces: written on a machine with a network, brought in any order, joined on one without a network.
+"""Archives in pieces. Pieces are written on a machine with a network, and joined on a machine without a network.
 
-A part is a folder of packages, an archive of it, and the pieces into which the archive is cut. manifest.json names them
-all with their sizes and digests. `join` may be called after each piece that arrives: it keeps the pieces that it finds,
-and unpacks a part when its last piece is there. Standard library only, as it runs on the machine without a network.
+A part is a folder of packages. The part's archive is cut into pieces. manifest.json names all parts, archives and
+pieces with their sizes and digests. The pieces may arrive in any order. `join` may be called after each piece. Each
+call of `join` keeps the pieces that have arrived, and unpacks a part after its last piece. The file uses only the
+standard library, because it runs on the machine without a network.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ MANIFEST = "manifest.json"
 _CHUNK = 2**20
 _KEPT = ".pieces"
 _NAME = re.compile(r"\w[\w.-]*")
-"""Valid names of parts and pieces: no folder, and no dot at the start."""
+"""Valid names of parts and pieces. A name contains no folder and does not begin with a dot."""
 _IN_DATA_FOLDER = re.compile(r"[^/]+\.data/(?:purelib|platlib)/(.+)")
 
 
@@ -29,7 +30,7 @@ class PieceError(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """One file that is brought to the machine."""
+    """One file that is copied to the machine."""
 
     name: str
     size: int
@@ -41,7 +42,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Part:
-    """A folder of packages in pieces; size and sha256 are the whole archive's."""
+    """A folder of packages in pieces. size and sha256 belong to the whole archive."""
 
     name: str
     size: int
@@ -54,7 +55,9 @@ class Part:
 
 
 def _check_name(name: str) -> None:
-    """Raises ValueError for a name that leads out of its folder: files with these names are written and removed."""
+    """Raise ValueError for a name that leads out of its folder. Files with the manifest's names are written and
+    removed, so a name with a path would be dangerous.
+    """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a file")
 
@@ -62,9 +65,11 @@ def _check_name(name: str) -> None:
 def write_archive(
     archive: Path, wheels: Iterable[Path], files: Mapping[str, Path], left_out: Sequence[str] = ()
 ) -> None:
-    """Write a zip of a folder for PYTHONPATH: the wheels' files, and `files` by their names in the zip.
+    """Write a zip of a folder for PYTHONPATH. The zip contains the wheels' files, and `files` by their names in the
+    zip.
 
-    `left_out`: names of files to omit. Programs of wheels are omitted too. The same content makes the same bytes.
+    `left_out` contains names of files to omit. Programs of wheels are omitted too. Two zips with equal contents have
+    equal bytes.
     """
     written = set(files)
     with zipfile.ZipFile(archive, "w") as target:
@@ -83,7 +88,7 @@ def write_archive(
 
 
 def _place_of(name: str) -> str | None:
-    """The place of a wheel's file in the folder; None for a file that is installed elsewhere."""
+    """The place of a wheel's file in the folder. Returns None for a file that is installed elsewhere."""
     if ".data/" not in name.partition("/")[0] + "/":
         return name
     found = _IN_DATA_FOLDER.fullmatch(name)
@@ -98,7 +103,7 @@ def _copy_into(target: zipfile.ZipFile, name: str, source: IO[bytes]) -> None:
 
 
 def cut(archive: Path, folder: Path, piece_bytes: int, versions: Mapping[str, str]) -> Part:
-    """Write the archive's pieces into the folder, named after the archive, and remove the archive."""
+    """Write the archive's pieces into the folder, and remove the archive. The pieces are named after the archive."""
     pieces: list[Piece] = []
     with open(archive, "rb") as source:
         while content := source.read(piece_bytes):
@@ -115,7 +120,7 @@ def write_manifest(folder: Path, parts: Iterable[Part]) -> None:
 
 
 def read_manifest(folder: Path) -> list[Part]:
-    """Read the manifest. Raises PieceError if there is none."""
+    """Read the manifest. Raises PieceError if the folder has no manifest."""
     try:
         return [
             Part(**part | {"pieces": [Piece(**piece) for piece in part["pieces"]]})
@@ -126,10 +131,10 @@ def read_manifest(folder: Path) -> list[Part]:
 
 
 def join(folder: Path, into: Path) -> dict[str, list[str]]:
-    """Keep the pieces that have arrived, and unpack each complete part as a folder of its name.
+    """Keep the pieces that have arrived, and unpack each complete part. The part's name is the name of its folder.
 
-    Returns the names of the pieces that each part still lacks; unpacked parts lack none. Raises PieceError if a file's
-    digest differs from the manifest's.
+    Returns the names of the pieces that each part still lacks. The list of an unpacked part is empty. Raises PieceError
+    if a file's digest differs from the manifest.
     """
     kept = into / _KEPT
     kept.mkdir(parents=True, exist_ok=True)
@@ -150,7 +155,7 @@ def join(folder: Path, into: Path) -> dict[str, list[str]]:
 
 
 def _keep(piece: Piece, folder: Path, kept: Path) -> bool:
-    """Keep the piece if it has arrived. Returns whether it is kept by now."""
+    """Keep the piece if it has arrived. Returns whether the piece is kept now."""
     if (kept / piece.name).is_file() and _digest(kept / piece.name) == piece.sha256:
         return True
     if not (folder / piece.name).is_file():

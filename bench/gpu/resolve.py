@@ -1,7 +1,8 @@
-"""Which wheels a machine lacks for some requirements. Installed versions that fit stay; the rest is fetched.
+"""Decides which wheels a machine lacks for some requirements. Installed versions that fit stay; all other required
+packages are fetched.
 
-Packages that the machine has are assumed to have their own requirements. If a fetched package has a requirement that
-cannot be met, an older version of that package is tried.
+The requirements of the machine's own packages are assumed to be met. If a fetched package has a requirement that cannot
+be met, an older version of the package is tried.
 """
 
 import tomllib
@@ -20,33 +21,35 @@ from packaging.utils import parse_wheel_filename
 from bench.gpu.inventory import Inventory, normalised
 
 FROM_THE_MACHINE = frozenset({"torch", "torchaudio", "torchvision", "triton"})
-"""Packages that belong to the machine's CUDA, and are gigabytes."""
+"""Packages that depend on the machine's CUDA. The CUDA packages are gigabytes large and are never fetched."""
 NOT_NEEDED = frozenset({
-    # Kernels for GPUs other than Hopper, for number formats other than bf16, or that have a substitute.
+    # Kernels that are not used: for GPUs other than Hopper, for number formats other than bf16, or with a substitute.
     "flashinfer-cubin", "flashinfer-python", "humming-kernels", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl",
     "quack-kernels", "tilelang", "tokenspeed-mla",
-    # Video, loading of weights, marks for a profiler, and n-gram drafts.
+    # Packages for video, for loading weights, for profiler marks, and for n-gram drafts.
     "fastsafetensors", "numba", "nvtx", "pynvvideocodec", "torchcodec",
 })  # fmt: skip
-"""Requirements of vLLM that it imports only on use, and does not use to serve these models."""
+"""Requirements of vLLM that are imported only on use. vLLM does not use the listed packages to serve the benchmark's
+models.
+"""
 
 
 class PackError(ValueError):
-    """No working set can be packed, for the reason in the message."""
+    """The packages cannot work together. The message contains the reason."""
 
 
 Fetch = Callable[[str], Path]
-"""Downloads the newest wheel for a requirement such as "name<2"; returns the file. Raises PackError."""
+"""Downloads the newest wheel for a requirement such as "name<2". Returns the file. Raises PackError."""
 
 
 @dataclass
 class Plan:
-    """The packages that are brought, that fit already, and that are left out."""
+    """The packages that are fetched, the packages that already fit, and the packages that are left out."""
 
     wheels: dict[str, Path] = field(default_factory=dict)
-    """Wheels by normalised name."""
+    """Fetched wheels by normalised name."""
     on_machine: dict[str, str | None] = field(default_factory=dict)
-    """The machine's version of each requested package that fits; None if the version is unknown."""
+    """Version on the machine of each required package that fits. The value is None if the version is unknown."""
     not_needed: set[str] = field(default_factory=set)
 
     @property
@@ -55,7 +58,7 @@ class Plan:
 
 
 class UnmetError(PackError):
-    """A requirement that cannot be met, of the fetched version of the package `parent`."""
+    """A requirement that cannot be met. The fetched version of the package `parent` has this requirement."""
 
     def __init__(self, message: str, parent: str | None) -> None:
         super().__init__(message)
@@ -68,10 +71,10 @@ def resolve(
     fetch: Fetch,
     pins: Mapping[str, SpecifierSet] | None = None,
 ) -> Plan:
-    """Follow the requirements until all are met.
+    """Follow the requirements of the packages until all requirements are met.
 
-    `pins`: preferred versions of fetched packages, unless a requirement excludes them. Raises PackError if a
-    requirement cannot be met.
+    `pins` contains preferred versions of fetched packages. If a requirement excludes a preferred version, the pin is
+    ignored. Raises PackError if a requirement cannot be met.
     """
     excluded: dict[str, SpecifierSet] = {}
     reasons: list[str] = []
@@ -127,7 +130,7 @@ def _follow(
 
 
 def project_requirements(pyproject: Path, extras: Iterable[str]) -> Iterator[Requirement]:
-    """The requirements of a project under development, which has no wheel."""
+    """The requirements of a project under development, for which no wheel exists."""
     project = tomllib.loads(pyproject.read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     for requirement in map(Requirement, lines):
@@ -145,7 +148,7 @@ def read_pins(constraints: Path) -> dict[str, SpecifierSet]:
 
 
 def platforms(machine: Inventory) -> list[str]:
-    """The names of platforms whose wheels run on the machine, as values of pip's --platform."""
+    """Names of platforms whose wheels run on the machine, as values of pip's --platform."""
     major, minor = map(int, machine.glibc.split(".")[:2])
     names = [f"manylinux_{major}_{older}" for older in range(minor, 4, -1)]
     return [f"{name}_{machine.machine}" for name in (*names, "manylinux2014", "manylinux2010", "manylinux1", "linux")]
@@ -156,17 +159,17 @@ def version_of(wheel: Path) -> str:
 
 
 def _fits(version: str | None, asked: SpecifierSet) -> bool:
-    """Whether a version satisfies the requirement. An unknown version does."""
+    """Whether a version satisfies the requirement. An unknown version counts as satisfying the requirement."""
     return version is None or asked.contains(version, prereleases=True)
 
 
 def _pinned(asked: SpecifierSet, pin: SpecifierSet | None) -> SpecifierSet:
-    """The pinned version if it is among the requested ones, otherwise the request."""
+    """Return the pinned version if the requested range contains it. In any other case, return the requested range."""
     return pin if pin and all(asked.contains(one.version, prereleases=True) for one in pin) else asked
 
 
 def _requirements_of(wheel: Path, extra: str, machine: Inventory) -> Sequence[Requirement]:
-    """The requirements of a wheel on the machine: of the extra alone, if one is named."""
+    """The requirements of a wheel on the machine. If an extra is named, only the requirements of this extra."""
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/METADATA"))
         lines = HeaderParser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist") or []

@@ -1,6 +1,6 @@
-"""The figures of one load on one system, as a line of JSON each, and tables of them.
+"""Writes the figures of each load on each system as a line of JSON, and prints tables of the figures.
 
-A line is written as soon as its load ends, so a run that was cut off still has its earlier figures.
+A line is written when its load has ended. If a run is cut off, the figures of its earlier loads are kept.
 """
 
 import json
@@ -18,11 +18,11 @@ UNKNOWN = "not known"
 
 @dataclass(frozen=True)
 class Row:
-    """One load on one system."""
+    """The figures of one load on one system."""
 
     device: str
     copy_bytes_per_second: float
-    """Bytes read and written a second, measured just before the system was started."""
+    """Bytes per second that a copy reads and writes, measured immediately before the system was started."""
     model: str
     load: str
     concurrency: int
@@ -30,18 +30,20 @@ class Row:
     start_seconds: float
     output_tokens_per_second: float
     ttft_ms: float
-    """The median, like all figures without another name."""
+    """Median time to first token in milliseconds. Figures without another name are medians."""
     ttft_p99_ms: float
     itl_p50_ms: float
     itl_p99_ms: float
     step_ms: float | None
-    """Milliseconds of a decode step of all sequences; None unless decodes are most of the steps."""
+    """Milliseconds of a decode step of all sequences. The value is None if most steps are not decode steps."""
     limit_ms: float | None
-    """The least time that such a step can take."""
+    """Shortest possible time of a decode step of all sequences, in milliseconds."""
     idle_percent: float | None
-    """The share of the load's time in which the device computed no step; None if unknown."""
+    """Percentage of the load's time in which the device computed no step. The value is None if the idle time is
+    unknown.
+    """
     idle_us: float | None
-    """Idle microseconds of one step."""
+    """Idle microseconds of the device per step."""
 
 
 def append_row(file: Path, row: Row) -> None:
@@ -50,7 +52,7 @@ def append_row(file: Path, row: Row) -> None:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Read rows. Raises BenchError for an invalid line, except for an incomplete last line."""
+    """Read rows from a file. Raises BenchError for an invalid line, but ignores an incomplete last line."""
     lines = file.read_text().splitlines(keepends=True)
     rows = []
     for number, line in enumerate(lines, 1):
@@ -63,7 +65,9 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def figures_table(rows: Iterable[Row]) -> Table:
-    """A line for each load and system, ours first; the ratio is our rate over the line's rate."""
+    """A table with a line for each load and system, our system first. The ratio is our rate divided by the
+    line's rate.
+    """
     table = new_table(
         "model", "load", "system", "output tok/s", "ratio", "TTFT, ms", "p99", "ITL, ms", "p99", "idle", "µs a step"
     )
@@ -80,7 +84,9 @@ def figures_table(rows: Iterable[Row]) -> Table:
 
 
 def limits_table(rows: Iterable[Row]) -> Table:
-    """A decode step, as a client sees it, beside the time of a copy of all the bytes that it has to read."""
+    """The time of a decode step, as a client measures it, next to the time of a copy of all bytes that the step
+    reads.
+    """
     table = new_table("model", "sequences", "system", "copy, GB/s", "limit, ms", "decode step, ms", "x limit")
     for model, _, of_load in _by_load(rows):
         for row in of_load:
@@ -93,7 +99,9 @@ def limits_table(rows: Iterable[Row]) -> Table:
 
 
 def _by_load(rows: Iterable[Row]) -> Iterator[tuple[str, str, Sequence[Row]]]:
-    """The last row of each system, for each load of each model, in the order of the loads' first rows."""
+    """Yield the last row of each system, for each load of each model. The order of loads is the order of their first
+    rows.
+    """
     last: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         last.setdefault((row.model, row.load), {})[row.system] = row

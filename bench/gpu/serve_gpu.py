@@ -1,19 +1,19 @@
-"""Serves on a GPU, beside vLLM: the same models, loads and GPU, one system after the other, in one run.
+"""Serves on a GPU and compares with vLLM: the same models, loads and GPU, one system after the other, in one run.
 
     python -m bench serve_gpu --peer DIR [--models llama-8b,…] [--loads 128x1,…] [--rounds 1] [--output FILE]
     python -m bench serve_gpu --show FILE        the tables of one or several runs' output, cut off or not
 
-Our system is the scheduler, a worker and a client over gRPC on this machine; the same client drives vLLM's server over
-HTTP. Both systems have random weights of real shapes in bf16, 90 % of the GPU's memory, and prefix caching. A step has
-at most 256 sequences and 8,192 tokens. All else is default. Only one is up at a time, because the largest model
-does not fit twice with room for keys and values. The bandwidth of a copy is measured before each start, which would
-show a GPU that has become slower.
+Our system consists of the scheduler, a worker and a client over gRPC on this machine. The same client sends requests to
+vLLM's server over HTTP. Both systems have random weights of real shapes in bf16, 90 % of the GPU's memory, and prefix
+caching. A step has at most 256 sequences and 8,192 tokens. All other settings have their defaults. Only one system is
+up at a time, because the memory does not hold the largest model twice with keys and values. The bandwidth of a copy is
+measured before each start. The bandwidth shows whether the GPU has become slower.
 
-DIR is the folder into which `python -m bench.gpu.pack join` unpacked vLLM, or a folder with venv/, a virtual
-environment that can run it. Without DIR, our system runs alone. A decode step is the median of the mean pauses between
-16 tokens of a request, as the client sees them. Its limit is the time of a copy of all the bytes that it has to read.
-CUDA events in our worker tell when the GPU is idle; for vLLM the idle time is unknown. With --device cpu and vLLM's CPU
-build in DIR/venv, the program can be tried without a GPU. The last line is JSON.
+DIR is the folder into which `python -m bench.gpu.pack join` unpacked vLLM. DIR may also be a folder with venv/, a
+virtual environment that can run vLLM. Without DIR, only our system runs. The time of a decode step is the median of the
+mean pauses between 16 tokens of a request, measured by the client. The limit of a decode step is the time of a copy of
+all bytes that it reads. CUDA events in our worker measure when the GPU is idle. For vLLM the idle time is unknown. With
+--device cpu and vLLM's CPU build in DIR/venv, the program runs without a GPU. The last line is JSON.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from bench.systems.processes import end_on_signals
 from pagewire_client import ServerError
 
 CONTEXT = 8448
-"""Tokens of the longest sequence: 8,192 and 256."""
+"""Tokens of the longest sequence: 8,192 prompt tokens and 256 output tokens."""
 MODELS = ("llama-1b", "qwen3-4b", "llama-8b", "qwen3-30b-a3b")
 LOADS = (
     streams(128, 128, 1, num_requests=4),
@@ -59,7 +59,7 @@ LOADS = (
     streams(8192, 256, 32, num_requests=32),
     streams(8192, 256, 256, num_requests=256),
 )
-"""Loads, shortest first: a time limit cuts off the longest."""
+"""The shortest load is first, so that a time limit cuts off only the longest loads."""
 CPU_CACHE_GIB = 2
 STEP_TOKENS = 16
 MAX = ("--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
@@ -82,7 +82,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def systems(model: Path, device: str, peer: Path | None) -> Iterator[Start]:
-    """A starter for each system, ours first."""
+    """For each system, yield a function that starts it. Our system is first."""
     ours = [*MAX, "--device", device, "--load-format", "dummy"]
     cache_gib = CPU_CACHE_GIB if device == "cpu" else None
     yield lambda: Pagewire(model, cache_gib, *ours, context=CONTEXT, scheduler_flags=MAX)
@@ -93,21 +93,24 @@ def systems(model: Path, device: str, peer: Path | None) -> Iterator[Start]:
 
 
 def vllm_in(folder: Path) -> tuple[Sequence[str | Path], dict[str, str]]:
-    """vLLM's program and its environment variables: from a virtual environment, or from unpacked packages.
+    """vLLM's program and its environment variables, from a virtual environment or from unpacked packages.
 
-    Raises BenchError for a folder with neither.
+    Raises BenchError for a folder that contains neither.
     """
     if (folder / "venv").is_dir():
         return cpu_build(folder, CPU_CACHE_GIB)
     if (folder / "vllm" / "vllm").is_dir():
-        # FlashInfer is not packed. Its sampler, the default on Hopper, is not used for greedy requests.
+        # FlashInfer is not packed. On Hopper FlashInfer's sampler is the default, but greedy requests do not use
+        # FlashInfer.
         environment = {"PYTHONPATH": str((folder / "vllm").absolute()), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         return [sys.executable, "-m", "vllm.entrypoints.cli.main"], environment
     raise BenchError(f"{folder} has neither venv/ nor vllm/vllm/, which `python -m bench.gpu.pack join` unpacks there")
 
 
 def run(arguments: argparse.Namespace, rows: list[Row]) -> None:
-    """Measure, and add each load's figures to the rows and to the file. Raises BenchError if a system fails."""
+    """Measure all loads. Add the figures of each load to the rows and to the file. Raises BenchError if a
+    system fails.
+    """
     loads = choose(arguments.loads, LOADS)
     models = arguments.models.split(",")
     if unknown := [model for model in models if model not in SHAPES]:
@@ -182,7 +185,7 @@ def main() -> None:
             run(arguments, rows)
     except (BenchError, ServerError, ValueError, OSError) as error:
         sys.exit(f"bench serve_gpu: {error}")
-    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # a system failed under its load
+    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # one of the systems failed under load
         sys.exit(f"bench serve_gpu: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

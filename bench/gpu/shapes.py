@@ -1,6 +1,6 @@
-"""Models with a real shape and random weights: a folder with config.json and a tokenizer.
+"""Writes models with a real shape and random weights. A model is a folder with config.json and a tokenizer.
 
-The shape determines the bytes that a decode step has to read, and so its fastest possible time.
+The shape determines the bytes that a decode step has to read, and therefore its shortest possible time.
 """
 
 import json
@@ -49,7 +49,7 @@ LLAMA_3_8B = _LLAMA | {
 
 
 def _longer(factor: float) -> dict[str, Any]:
-    """The positions of the family's later models."""
+    """Settings for the longer contexts of the family's later models."""
     return {
         "max_position_embeddings": 131072,
         "rope_parameters": {
@@ -109,11 +109,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""Llama 3.2 1B, Qwen3 4B, Llama 3.1 8B, Qwen3 30B A3B, and a tiny model to try programs with."""
+"""Shapes of Llama 3.2 1B, Qwen3 4B, Llama 3.1 8B, Qwen3 30B A3B, and of a tiny model for trying programs."""
 
 
 def write_model(shape: Mapping[str, Any], folder: Path) -> None:
-    """Write config.json, and a tokenizer with as many tokens as there are ids, so that every id has a text."""
+    """Write config.json and a tokenizer. The tokenizer has as many tokens as there are ids, so that every id has a
+    text.
+    """
     folder.mkdir()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = (f"Ġw{number}" for number in range(shape["vocab_size"] - len(alphabet) - 1))
@@ -128,10 +130,10 @@ def write_model(shape: Mapping[str, Any], folder: Path) -> None:
 
 
 def step_bytes(shape: Mapping[str, Any], batch: int, context: float) -> float:
-    """The least bytes that a decode step reads, for `batch` sequences with `context` tokens each.
+    """Minimum number of bytes that a decode step reads, for `batch` sequences with `context` tokens each.
 
-    Weights are read once, in bf16; the token embeddings only if they make the logits too. Experts count as many as
-    random choices select on average. Keys and values are read once.
+    Weights are read once, in bf16. Token embeddings count only if the logits use the same matrix. If tokens choose
+    experts, the average number of chosen experts counts. Keys and values are read once.
     """
     config = read_config(shape)
     assert isinstance(config, DecoderConfig)

@@ -1,4 +1,4 @@
-"""Puts a load on a system and notes when its tokens arrive. It treats all kinds of system alike."""
+"""Sends a load to a system and records when its tokens arrive. All kinds of system are treated equally."""
 
 import asyncio
 import time
@@ -11,12 +11,13 @@ from bench.loads.load import Load
 from scheduler_service.simulation.trace import Arrival
 
 Stream = Callable[[Sequence[int], int], AsyncIterator[int]]
-"""Generates a number of tokens after a prompt, greedily and past any end; yields the number of tokens in each message.
+"""Generates a number of tokens after a prompt, greedily, and ignores the end of sequence. Yields the number of tokens
+in each message.
 """
 
 
 class BenchError(Exception):
-    """The measurement is impossible or invalid, for the reason in the message."""
+    """The measurement is impossible or invalid. The message contains the reason."""
 
 
 class System(Protocol):
@@ -26,7 +27,7 @@ class System(Protocol):
     start_seconds: float
 
     def pids(self) -> Sequence[int]:
-        """Ids of the started processes, without their children."""
+        """Ids of the started processes. The ids of child processes are not listed."""
 
     def connect(self) -> AbstractAsyncContextManager[Stream]: ...
 

@@ -1,8 +1,8 @@
-"""Computes the compared figures from the arrival times of messages; arithmetic only.
+"""Computes the compared figures from the arrival times of messages.
 
-A reader sees messages, not tokens, and a message may bring several tokens. Each token is charged the whole pause before
-its message. So a stream that sends fewer, larger messages never looks smoother than it was, and a long pause is not
-diluted by the tokens that ended it. The time before the first message is no pause, but the time to the first token.
+A client receives messages, and a message may contain several tokens. The whole pause before a message counts for each
+of the message's tokens. Therefore a stream with few, large messages does not look smoother than it is. The time before
+the first message counts as time to first token, not as a pause.
 """
 
 import math
@@ -14,7 +14,9 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One request: when it was sent, and when how many tokens arrived. Seconds of one clock."""
+    """One request: its sending time, and the arrival time and the number of tokens of each message. All times are
+    seconds of one clock.
+    """
 
     began: float
     prompt_tokens: int
@@ -30,17 +32,18 @@ class Timeline:
 
     @property
     def tpot(self) -> float | None:
-        """The mean time of each token after the first; None if there is no such token."""
+        """Mean time of each token after the first token. The value is None if the request has only one token."""
         further = self.output_tokens - 1
         return (self.messages[-1][0] - self.messages[0][0]) / further if further else None
 
     def pauses(self) -> list[float]:
-        """The pause charged to each token after the first message."""
+        """The pauses of all tokens after the first message. A token's pause is the time before its message."""
         return [at - before for (before, _), (at, tokens) in pairwise(self.messages) for _ in range(tokens)]
 
     def mean_pauses(self, window: int) -> list[float]:
-        """The mean pauses of consecutive runs of `window` tokens. Messages that arrived late and together, as at a busy
-        reader, change these means little.
+        """The mean pauses of consecutive groups of `window` tokens.
+
+        If a busy client reads several messages late and together, the mean pauses change little.
         """
         times = [at for at, tokens in self.messages for _ in range(tokens)][::window]
         return [(later - earlier) / window for earlier, later in pairwise(times)]
@@ -48,7 +51,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One load, once."""
+    """The timelines of one run of a load."""
 
     seconds: float
     timelines: Sequence[Timeline]
@@ -56,34 +59,34 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One system under one load."""
+    """The figures of one system under one load."""
 
     output_tokens_per_second: float
     total_tokens_per_second: float
-    """Tokens a second of prompts, cached or not, and outputs."""
+    """Tokens per second of prompts and outputs. Cached prompt tokens count too."""
     ttft_ms: float
-    """The median, like all figures without another name."""
+    """Median time to first token in milliseconds. All figures are medians if their name does not say otherwise."""
     ttft_p99_ms: float
     tpot_ms: float
     itl_p50_ms: float
     itl_p99_ms: float
     memory_mib: float
-    """Memory of all processes, after the load."""
+    """Memory of all processes after the load, in MiB."""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest of the values that at least `percent` of a hundred of them do not exceed (nearest rank)."""
+    """The percentile by nearest rank: the smallest value that at least `percent` % of the values do not exceed."""
     return sorted(values)[max(math.ceil(percent / 100 * len(values)), 1) - 1]
 
 
 def median_interval(values: Sequence[float], coverage: float = 0.95) -> tuple[float, float]:
-    """The two values between which the median of their distribution lies, with at least this coverage.
+    """A confidence interval of the median. The two values enclose the true median with at least this coverage.
 
-    No distribution is assumed (the sign test's interval): of 12 values, the third smallest and the third largest.
-    Raises ValueError if there are too few values.
+    The interval is the sign test's and assumes no distribution. Of 12 values, the ends of the interval are the third
+    smallest and the third largest value. Raises ValueError if there are too few values.
     """
     size, rank = len(values), 0
-    beyond = 2 * 0.5**size  # the probability that the median is outside of the values of this rank
+    beyond = 2 * 0.5**size  # probability that the true median lies outside the interval of this rank
     while beyond <= 1 - coverage:
         rank += 1
         beyond += 2 * math.comb(size, rank) * 0.5**size
@@ -94,7 +97,7 @@ def median_interval(values: Sequence[float], coverage: float = 0.95) -> tuple[fl
 
 
 def rate(runs: Sequence[Run]) -> float:
-    """Output tokens a second."""
+    """Output tokens per second over all runs."""
     tokens = sum(timeline.output_tokens for run in runs for timeline in run.timelines)
     return tokens / sum(run.seconds for run in runs)
 

@@ -1,6 +1,6 @@
-"""The loads: numbers, times, lengths and random tokens of requests. Both systems get exactly the same.
+"""The loads: numbers, times, lengths and random tokens of requests. Both systems receive equal requests.
 
-Prompts are drawn from a seed: a run with a seed of its own finds no other run's prompts in a prefix cache.
+Prompts are drawn from a seed. If runs have different seeds, no run finds the prompts of another run in a prefix cache.
 """
 
 import random
@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 from scheduler_service.simulation.trace import Arrival
 
 CONTEXT = 2048
-"""Tokens of the longest sequence that systems are started for; a trace's requests are cut to it."""
+"""Context with which systems are started, in tokens. Longer requests of a trace are cut to the context."""
 CACHE_GIB = 2
-"""Memory for keys and values of each system."""
+"""Memory in GiB for keys and values of each system."""
 WARM_UP_PROMPT_TOKENS = 8192
 WARM_UP_OUTPUT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests with arrival times. At most `concurrency` are in flight; others wait until a request ends."""
+    """Requests with arrival times. At most `concurrency` requests are in flight; further requests wait until a request
+    ends.
+    """
 
     name: str
     """The load's name on the command line."""
@@ -27,9 +29,10 @@ class Load:
     arrivals: Sequence[Arrival]
     concurrency: int
     shared_tokens: int = 0
-    """The number of leading tokens that all prompts share, except the prompts of `num_others`."""
+    """Number of leading tokens that prompts share. The prompts of the first `num_others` requests do not share tokens.
+    """
     num_others: int = 0
-    """Number of requests, the first ones, whose prompts share nothing."""
+    """Number of leading requests whose prompts do not share tokens."""
 
     def prompts(self, vocabulary_size: int, seed: object) -> list[list[int]]:
         draw = random.Random(f"{self.name} {seed}")
@@ -41,7 +44,7 @@ class Load:
         ]
 
     def warm_up(self) -> "Load":
-        """A short load of the same shape: its first requests, all at once, ended after a few tokens."""
+        """A short load of the same shape: the first requests, all sent at once, with a few output tokens each."""
         arrivals: list[Arrival] = []
         for arrival in self.arrivals[: self.concurrency]:
             if sum(earlier.prompt_tokens for earlier in arrivals) >= WARM_UP_PROMPT_TOKENS:
@@ -52,21 +55,27 @@ class Load:
 
 
 def streams(prompt_tokens: int, output_tokens: int, concurrency: int, num_requests: int) -> Load:
-    """`concurrency` streams at once; each is followed by another until all requests are done."""
+    """A load of `concurrency` streams at once. When a stream ends, the next request begins, until all requests are
+    done.
+    """
     arrival = Arrival(0.0, prompt_tokens, output_tokens)
     title = f"{prompt_tokens}/{output_tokens} x {concurrency}"
     return Load(f"{prompt_tokens}x{concurrency}", title, [arrival] * num_requests, concurrency)
 
 
 def shared_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
-    """All requests at once; their prefix is new to the server, which can compute it once or for each request."""
+    """A load of requests that are sent at once. The prompts share a prefix that is new to the server. A server can
+    compute the prefix once or for each request.
+    """
     arrival = Arrival(0.0, shared_tokens + own_tokens, output_tokens)
     title = f"{shared_tokens}+{own_tokens}/{output_tokens} x {num_requests}"
     return Load("prefix", title, [arrival] * num_requests, num_requests, shared_tokens)
 
 
 def busy_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
-    """The same load, half a second after four other streams have begun, so that its requests are admitted together."""
+    """The load of `shared_prefix`, half a second after four other streams have begun. The requests with the common
+    prefix are admitted together.
+    """
     others = [Arrival(0.0, 128, 192)] * 4
     arrival = Arrival(0.5, shared_tokens + own_tokens, output_tokens)
     title = f"4 streams, {shared_tokens}+{own_tokens}/{output_tokens} x {num_requests}"
@@ -75,12 +84,14 @@ def busy_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_req
 
 
 def replayed(trace: Sequence[Arrival], speedup: float) -> Load:
-    """A trace at its own times, with no limit on concurrent requests; each request is cut to the context."""
+    """The requests of a trace at their times in the trace, without a limit on concurrency. Each request is cut to the
+    context.
+    """
     return Load("trace", f"trace x {speedup:g}", [capped(arrival) for arrival in trace], len(trace))
 
 
 def capped(arrival: Arrival, context: int = CONTEXT) -> Arrival:
-    """Cut the output to half the context, then the prompt to the rest."""
+    """Cut the output to half the context, then cut the prompt to the rest of the context."""
     output_tokens = min(arrival.output_tokens, context // 2)
     return arrival._replace(
         prompt_tokens=min(arrival.prompt_tokens, context - output_tokens), output_tokens=output_tokens
@@ -88,7 +99,7 @@ def capped(arrival: Arrival, context: int = CONTEXT) -> Arrival:
 
 
 def choose(names: str | None, loads: Sequence[Load]) -> list[Load]:
-    """The loads of these names. Raises ValueError for an unknown name."""
+    """The loads with the given names. Raises ValueError for an unknown name."""
     if names is None:
         return list(loads)
     by_name = {load.name: load for load in loads}

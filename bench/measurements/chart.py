@@ -1,4 +1,4 @@
-"""Draws output tokens a second by load, ours beside the peer's, with the ratio above each pair."""
+"""Draws output tokens per second by load, our system next to the peer. The ratio is above each pair."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from bench.measurements.report import OURS, Report
 
-COLOURS = ("#0072b2", "#d55e00")  # distinct for colour-blind readers (Okabe and Ito)
+COLOURS = ("#0072b2", "#d55e00")  # colours that colour-blind readers can tell apart (Okabe and Ito)
 BAR = 0.38
 
 

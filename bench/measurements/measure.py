@@ -1,4 +1,6 @@
-"""Runs a load on each system in turn. Only one is under load at a time; the others are up, and checked to be idle."""
+"""Runs a load on each system in turn. Only one system is under load at a time. The benchmark checks that the other
+systems are idle.
+"""
 
 import asyncio
 import sys
@@ -14,7 +16,8 @@ from bench.systems.pagewire_system import Pagewire
 from bench.systems.processes import cpu_seconds, memory_mib
 
 PAUSE_SECONDS = 1.0
-"""Seconds before each run, within which threads that spin for more work, as OpenMP's do, stop."""
+"""Seconds before each run. Threads that spin while they wait for work, as OpenMP's threads do, stop during the pause.
+"""
 
 
 @dataclass(slots=True)
@@ -24,15 +27,15 @@ class Measurement:
     runs: dict[str, list[Run]] = field(default_factory=dict)
     figures: dict[str, Figures] = field(default_factory=dict)
     idle_cpu_percent: dict[str, float] = field(default_factory=dict)
-    """The largest share of one core that a system used while another system was under load."""
+    """The largest CPU usage of a system while another system was under load, in percent of one core."""
     split: Split | None = None
 
 
 async def measure(systems: Sequence[System], load: Load, vocabulary_size: int, rounds: int) -> Measurement:
-    """Warm all systems up, then run the load `rounds` times on each, every other round in reverse order.
+    """Warm up all systems, then run the load `rounds` times on each system. The order is reversed in every other round.
 
-    Neighbouring runs see the same drift of the machine, so it affects all systems alike. Each round has new prompts,
-    and all systems get the same.
+    Neighbouring runs see the same drift of the machine, so the drift affects all systems equally. Each round has new
+    prompts, and all systems receive the same prompts.
     """
     result = Measurement(runs={system.name: [] for system in systems})
     warm_up = load.warm_up()

@@ -27,10 +27,10 @@ TARGET_LOAD, TARGET_PERCENT = "128/128 x 32", 5
 
 @dataclass
 class Report:
-    """The figures of our system and of the peer, by load. A peer may have fewer figures than ours."""
+    """The figures of our system and of the peer, by load. A peer may have fewer figures than our system."""
 
     peer: str | None
-    """Its name and version."""
+    """Name and version of the peer."""
     conditions: dict[str, Any]
     start_seconds: dict[str, float]
     measurements: dict[str, Measurement] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Report:
             (self.ours if name == OURS else self.theirs)[load.title] = asdict(figures)
 
     def ratios(self, load: str) -> dict[str, float]:
-        """Our figure over the peer's, for all figures that both have."""
+        """Our figure divided by the peer's figure, for all figures that both systems have."""
         theirs = self.theirs.get(load, {})
         return {column: ours / theirs[column] for column, ours in self.ours[load].items() if theirs.get(column)}
 
@@ -74,7 +74,7 @@ class Report:
         }
 
     def figures_table(self) -> Table:
-        """Three lines a load: ours, the peer's, and ours over the peer's."""
+        """Three lines for each load: our figures, the peer's figures, and the ratios."""
         table = new_table("load", "system", *(heading for heading, _ in COLUMNS.values()))
         for load, ours in self.ours.items():
             add_row(table, [load, OURS], ours, {column: cell for column, (_, cell) in COLUMNS.items()})
@@ -84,7 +84,7 @@ class Report:
         return table
 
     def steps_table(self) -> Table:
-        """Microseconds of a step by phase, and the share of phases outside the model."""
+        """Microseconds of a step by phase, and the percentage of phases outside the model."""
         table = new_table("load", "steps", *PHASES, "scheduler + codec + gRPC")
         for load, measurement in self.measurements.items():
             if split := measurement.split:
@@ -93,7 +93,7 @@ class Report:
         return table
 
     def sentences(self) -> list[str]:
-        """Figures that are not in the tables."""
+        """Sentences that report the figures which no table contains."""
         lines = [f"{name} was ready after {seconds:.1f} s." for name, seconds in self.start_seconds.items()]
         measurement = self.measurements.get(TARGET_LOAD)
         if measurement and (split := measurement.split):

@@ -1,15 +1,17 @@
-"""How often a draft model's token is accepted, on real logits: by shared noise, independent draws, and the ratio test.
+"""Measures on real logits how often a draft model's token is accepted. Compares shared noise, independent draws, and
+the ratio test.
 
     python -m bench acceptance --model TARGET --draft-model DRAFT [--temperature 1.0] [--texts 12]
 
-For each position of this project's functions, p and q are the target's and the draft model's probabilities of the next
-token.
+The texts are functions of this project. At each position, p and q are the target's and the draft model's probabilities
+of the next token.
 
-- Shared noise is the method `draft_model`: both models take the largest of logits / temperature + equal Gumbel noise.
-  Agreement is counted over draws by the worker's own sampler.
+- Shared noise is the method `draft_model`. Both models add the same Gumbel noise to logits / temperature and choose the
+  largest sum. The worker's own sampler draws tokens, and the benchmark counts how often both models agree.
 - Independent draws agree with probability sum(p q).
-- The ratio test (Leviathan, Kalman and Matias 2023) accepts with probability sum(min(p, q)), the most of any scheme.
-  Its outputs depend on the draft model; the outputs of the other two do not.
+- The ratio test (Leviathan, Kalman and Matias 2023) accepts with probability sum(min(p, q)), the maximum of any scheme.
+  The outputs of the ratio test depend on the draft model. The outputs of the other two schemes do not depend on the
+  draft model.
 
 The bound for shared noise, (1 - d) / (1 + d) with d = 1 - sum(min(p, q)), is from Daliri, Musco and Suresh (2024).
 """
@@ -31,12 +33,12 @@ from worker_service.session.step import TOKENS, SamplingParams
 
 DRAWS = 32
 SKIPPED = 32
-"""Leading positions of a text that are skipped, because they have little context."""
+"""Number of leading positions of a text that are skipped, because tokens at the beginning have little context."""
 TOKENS_OF_A_TEXT = 160
 
 
 def logits_of(name: str, texts: list[list[int]]) -> list[Tensor]:
-    """Logits of each text, [positions, vocabulary_size]."""
+    """Logits of each text, of shape [positions, vocabulary_size]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
@@ -45,7 +47,7 @@ def logits_of(name: str, texts: list[list[int]]) -> list[Tensor]:
 
 
 def draws(logits: Tensor, temperature: float, position: int) -> Tensor:
-    """One token for each seed, drawn from logits, [vocabulary_size]."""
+    """Draw one token for each seed. The logits have the shape [vocabulary_size]."""
     sequences = [
         SequenceState(
             1,

@@ -1,10 +1,11 @@
-"""The cost of adapters: the same requests to one server, of the base model and of 1, 4 and 16 adapters, in turn.
+"""The cost of adapters: equal requests to one server use the base model, 1, 4 and 16 adapters in turn.
 
     python -m bench adapters [--model default] [--sequences 16,32] [--rank 16] [--adapters 1,4,16] [--rounds 3]
     python -m bench adapters --peer DIR        DIR as for bench serving: vLLM with the same adapters too
 
-The adapters are random, of all linear layers. Requests are dealt out among them. The last line has three times to the
-first token: with an adapter on the device, in host memory, and still to be fetched.
+The adapters have random weights for all linear layers. Requests are distributed over the adapters. The last line
+contains three times to first token: with an adapter on the device, with an adapter in host memory, and with an adapter
+that must be fetched.
 """
 
 import argparse
@@ -37,11 +38,11 @@ OUTPUT_TOKENS = 128
 PROMPT_TOKENS = 128
 TIMES = 18
 EXTRA = 2
-"""Adapters beyond the worker's host memory."""
+"""Number of adapters for which the worker's host memory has no place."""
 
 
 def write_adapters(folder: Path, model: str, count: int, rank: int) -> None:
-    """Write the folders a0, a1 …, in PEFT's format."""
+    """Write adapters in PEFT's format into the folders a0, a1 and so on."""
     config = read_config(Checkpoint(find_model(model, Path("~/.cache/pagewire").expanduser()).path).config)
     if not isinstance(config, DecoderConfig):
         raise SystemExit("bench adapters: this model does not run natively")
@@ -69,7 +70,7 @@ def write_adapters(folder: Path, model: str, count: int, rank: int) -> None:
 
 
 Call = Callable[[Sequence[int], int, str], Awaitable[None]]
-"""Generates a number of tokens after a prompt, with an adapter, or with the base model for an empty name."""
+"""Generates a number of tokens after a prompt, with an adapter. An empty name means the base model."""
 
 
 def ours(client: Client) -> Call:
@@ -92,7 +93,7 @@ def theirs(session: aiohttp.ClientSession) -> Call:
 
 
 async def rate(call: Call, num_sequences: int, names: Sequence[str], seed: int) -> float:
-    """Output tokens a second of `num_sequences` streams at once."""
+    """Output tokens per second of `num_sequences` streams at once."""
 
     async def one(number: int) -> None:
         prompt = [1000 + (number * 7919 + seed * 104729 + i * 31) % 20000 for i in range(PROMPT_TOKENS)]
@@ -104,7 +105,7 @@ async def rate(call: Call, num_sequences: int, names: Sequence[str], seed: int) 
 
 
 async def first_token_seconds(call: Call, names: Sequence[str]) -> float:
-    """The median time to first token of requests sent one by one, each with the next adapter."""
+    """Median time to first token in seconds. Requests are sent one by one, each with the next adapter."""
     found = []
     for number in range(max(TIMES, 2 * len(names))):
         began = time.perf_counter()
@@ -141,8 +142,8 @@ async def measure(
                     f"{ratio:.2f} x base\n"
                 )
                 sys.stdout.flush()
-        # One more than the slots, so that each adapter has lost its slot by its turn; and two more than host memory
-        # holds.
+        # With one adapter more than slots, each adapter has lost its slot before its next request. With two more
+        # adapters than host memory holds, each adapter must be fetched.
         few = max(counts) + 1
         for which, call in calls.items():
             there, copied, brought = [

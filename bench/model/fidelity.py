@@ -1,15 +1,17 @@
-"""How near served log-probabilities are to exact ones: python -m bench.fidelity. Ends with JSON.
+"""Compares served log-probabilities with exact log-probabilities: python -m bench.fidelity. The last line is JSON.
 
-Each system scores texts with teacher forcing: the log-probability of every token of the text, and the likeliest token
-at its position. The reference is transformers in float32 with the same weights. The figures are the mean difference of
-the tokens' log-probabilities, how often the likeliest token is the same, and the increase of perplexity.
+Each system scores texts with teacher forcing. A score consists of the log-probability of a token of the text, and of
+the likeliest token at this position. The reference is transformers in float32 with the same weights. There are three
+figures: the mean difference of log-probabilities, how often the likeliest tokens are equal, and the increase of
+perplexity.
 
-Our system serves in bfloat16, with keys and values in int8, and with quantised weights if the machine has kernels for
-them. The others are transformers in bfloat16 and, with --peer, vLLM. Ratios are to transformers in bfloat16. An fp8
-cache needs a GPU; here transformers attends to keys and values rounded to fp8.
+Our system serves in bfloat16, with keys and values in int8. Weights are quantised if the machine has kernels for
+quantised weights. The other systems are transformers in bfloat16 and, with --peer, vLLM. Ratios are relative to
+transformers in bfloat16. An fp8 cache requires a GPU. This benchmark runs without a GPU: transformers attends to keys
+and values that are rounded to fp8.
 
-The texts are the first tokens of pages of Python's own manual, which comes with every Python. --prompts adds the texts
-of a JSON-lines file whose objects have `turns`, as in MT-bench.
+The texts are the first tokens of pages of Python's own manual, which every Python contains. --prompts adds the texts of
+a JSON-lines file whose objects have `turns`, as in MT-bench.
 """
 
 import argparse
@@ -48,14 +50,14 @@ from worker_service.settings import WorkerSettings
 
 TOPICS = ("types", "import", "formatstrings", "compound", "specialnames", "assert", "exprlists", "numbers")
 WINDOW = 512
-"""Tokens of a text, at most."""
+"""Maximum number of tokens of a text."""
 CACHE_GIB = 2
 BASE = "transformers, bfloat16"
 
 
 @dataclass(frozen=True)
 class Scores:
-    """A system's log-probabilities of the tokens of one text, without the first token."""
+    """A system's log-probabilities of all tokens of one text but the first token."""
 
     logprobs: list[float]
     likeliest: list[int]
@@ -63,14 +65,14 @@ class Scores:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Distance of scores from the exact ones, over the tokens of all texts."""
+    """Distance of scores from the exact scores, over the tokens of all texts."""
 
     mean_difference: float
-    """The mean absolute difference of log-probabilities."""
+    """Mean absolute difference of log-probabilities."""
     same_likeliest: float
-    """Percent of tokens whose likeliest token is the exact one."""
+    """Percentage of positions at which the likeliest token equals the exact likeliest token."""
     perplexity: float
-    """Increase of perplexity over the exact scores', in percent."""
+    """Increase of perplexity over the perplexity of the exact scores, in percent."""
 
 
 def compare(found: Sequence[Scores], exact: Sequence[Scores]) -> Fidelity:
@@ -88,8 +90,8 @@ def compare(found: Sequence[Scores], exact: Sequence[Scores]) -> Fidelity:
     return Fidelity(sum(differences) / count, 100 * same / count, 100 * math.expm1(sum(losses) / count))
 
 
-class _CacheInFp8(DynamicCache):  # type: ignore[misc]  # whose types are not known
-    """Keys and values rounded to e4m3, as a cache in fp8 returns them."""
+class _CacheInFp8(DynamicCache):  # type: ignore[misc]  # transformers has no types
+    """Keys and values rounded to e4m3, as an fp8 cache returns them."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         kept = (widened(narrowed(heads, FLOAT8), heads.dtype) for heads in (key_states, value_states))
@@ -114,7 +116,7 @@ def transformers_scores(
 
 
 def our_scores(directory: Path, texts: Sequence[list[int]], *flags: str) -> list[Scores]:
-    """Scores from a new scheduler and worker, one text after the other."""
+    """Scores from a new scheduler and a new worker, one text after the other."""
 
     async def ask() -> list[Scores]:
         sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
@@ -137,7 +139,7 @@ def vllm_scores(url: str, texts: Iterable[list[int]]) -> list[Scores]:
     scores = []
     for text in texts:
         body = {"model": MODEL, "prompt": text, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
-        request = urllib.request.Request(  # noqa: S310  # our own URL
+        request = urllib.request.Request(  # noqa: S310  # the benchmark's own URL
             f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with direct_opener().open(request, timeout=300) as response:
@@ -147,7 +149,9 @@ def vllm_scores(url: str, texts: Iterable[list[int]]) -> list[Scores]:
 
 
 def scores_of(entries: Sequence[dict[str, dict[str, Any]] | None], text: Sequence[int]) -> Scores:
-    """Scores from vLLM's entries, by token id, at each position of a text; the first position has no entry."""
+    """Convert vLLM's entries to scores of a text. An entry belongs to a position and maps token ids to values. The
+    first position has no entry.
+    """
     known = [entry or {} for entry in entries[1:]]
     return Scores(
         [entry[str(token)]["logprob"] for entry, token in zip(known, text[1:], strict=True)],
@@ -165,7 +169,7 @@ def read_texts(directory: Path, prompts: Path | None) -> list[list[int]]:
 
 
 def run(model: str, peer: Path | None, prompts: Path | None) -> tuple[dict[str, Fidelity], int]:
-    """Fidelity by system, and the number of scored tokens."""
+    """Fidelity by system, and the number of tokens with a score."""
     cache = load_settings(WorkerSettings, "bench", []).cache.expanduser()
     directory = peer / "model" if peer else find_model(model, cache).path
     texts = read_texts(directory, prompts)

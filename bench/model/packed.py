@@ -1,12 +1,12 @@
-"""A GGUF file's weights, served here and computed by llama.cpp, in turn, on one machine.
+"""Compares pagewire and llama.cpp with the weights of a GGUF file, in turn on one machine.
 
     python -m bench packed FILE --peer llama-batched-bench [--quantization gguf,int4] [--streams 1,8,32] [--rounds 3]
 
-Prints two rates. Output tokens a second: streams begin at once, each with 128 prompt and 128 output tokens, prompts
-included. Prompt tokens a second: one prompt of 512 tokens. Our figures are measured by a client over gRPC.
-llama.cpp's come from its `llama-batched-bench`, which computes the same numbers of tokens in one process, without a
-server. It is built from the sources in the Python package llama-cpp-python, with `-DGGML_NATIVE=ON`, and has as many
-threads as a worker.
+The program prints two rates. The first rate is output tokens per second: all streams begin at once, each with 128
+prompt and 128 output tokens. The time of the prompts is included. The second rate is prompt tokens per second of a
+single prompt of 512 tokens. A client over gRPC measures our figures. llama.cpp's `llama-batched-bench` computes the
+same numbers of tokens in one process, without a server. Build `llama-batched-bench` from the sources in the Python
+package llama-cpp-python, with `-DGGML_NATIVE=ON`. This program runs with as many threads as a worker.
 """
 
 import argparse
@@ -33,12 +33,14 @@ OUTPUT_TOKENS = 128
 LONG_PROMPT_TOKENS = 512
 CACHE_GIB = 1
 FIRST_IDS = 30_000
-"""The first of the token ids for prompts; the default model has 49,152 ids."""
+"""The first token id for prompts. The default model has 49,152 ids."""
 
-_seeds = itertools.count()  # new prompts each time: none is in a prefix cache
+_seeds = itertools.count()  # new prompts for each run, so that no prompt is in a prefix cache
 
 System = Callable[[int, int, int], tuple[float, float]]
-"""Output tokens a second, and prompt tokens a second, for a number of streams and of tokens in each."""
+"""Returns output tokens per second and prompt tokens per second. The arguments are the number of streams, and the
+prompt and output tokens of each stream.
+"""
 
 
 def ours(server: Pagewire, count: int, prompt_tokens: int, output_tokens: int) -> tuple[float, float]:

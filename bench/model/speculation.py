@@ -1,14 +1,15 @@
-"""The gain of drafts: the same requests to servers with different draft methods, in turn, on one machine.
+"""The gain of drafts: servers with different draft methods receive the same requests, in turn on one machine.
 
     python -m bench speculation [--methods ngram,draft_model] [--model default] [--draft-model NAME]
                                 [--sequences 1,8,32]
     python -m bench speculation --methods eagle3 --draft-model FOLDER
     python -m bench speculation --peer DIR     DIR as for bench serving: vLLM with its own n-grams, and without, too
 
-There are two sets of prompts. Repetitive texts are edits of this project's own sources: a file, and a request to write
-it again with one name changed. Other texts are beginnings of paragraphs of its documentation, continued by sampling;
-with --code, the beginnings of its functions, for models of code. A small model follows the edits about as well as any
-model, because it has to copy. All methods must generate the same tokens, which is checked.
+There are two sets of prompts. Repetitive texts are edits of this project's sources: a function or class, and a request
+to write the same code again with one name changed. Other texts are beginnings of paragraphs of the project's
+documentation, which the model continues by sampling. With --code the other texts are beginnings of functions, for
+models of code. Even a small model follows the edits well, because the answer is almost a copy. The benchmark checks
+that all methods generate the same tokens.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def beginnings() -> Iterator[str]:
 
 
 Call = Callable[[str, SamplingParams], Awaitable[list[int]]]
-"""Generates after a prompt; returns the tokens."""
+"""Generates an output after a prompt. Returns the token ids of the output."""
 
 
 def ours(client: Client) -> Call:
@@ -84,7 +85,7 @@ def theirs(session: aiohttp.ClientSession) -> Call:
 async def run(
     call: Call, prompts: Sequence[str], num_sequences: int, sampling: SamplingParams
 ) -> tuple[float, list[list[int]]]:
-    """Tokens a second, and the tokens of each prompt."""
+    """Tokens per second, and the token ids of each prompt's output."""
     found: list[list[int]] = [[] for _ in prompts]
     left = iter(range(len(prompts)))
 
@@ -98,14 +99,16 @@ async def run(
 
 
 def functions() -> Iterator[str]:
-    """The beginnings of functions: signature and docstring."""
+    """Yield the beginnings of functions: signature and docstring."""
     for file in sorted((ROOT / "scheduler_service").rglob("*.py")):
         for found in re.finditer(r"\n(def \w+\(.*\) -> .*:\n    \"\"\"[^\"]{40,}\"\"\"\n)", file.read_text()):
             yield found[1]
 
 
 async def drafts(server: LocalServer | Vllm) -> tuple[int, int]:
-    """Numbers of verified and of accepted drafts; zeros for vLLM, which is not asked."""
+    """Numbers of verified and of accepted drafts. For vLLM the numbers are 0, because the benchmark does not read
+    vLLM's counters.
+    """
     if isinstance(server, Vllm):
         return 0, 0
     async with Admin(server.admin_target) as admin:
@@ -116,7 +119,7 @@ async def drafts(server: LocalServer | Vllm) -> tuple[int, int]:
 async def compare(
     servers: Mapping[str, LocalServer | Vllm], num_sequences: int, rounds: int, others: Callable[[], Iterator[str]]
 ) -> None:
-    """Compare servers by draft method; the first of ours and the first vLLM server draft nothing."""
+    """Compare servers by draft method. The first pagewire server and the first vLLM server make no drafts."""
     off, *drafting = servers
     references = {one: next(o for o in servers if type(servers[o]) is type(servers[one])) for one in servers}
     async with AsyncExitStack() as stack:
@@ -184,7 +187,7 @@ def main() -> None:
             servers[one] = server("--speculative-config", json.dumps({"method": one, **draft, **most}))
         if arguments.peer:
             config = {"method": "ngram", "num_speculative_tokens": int(arguments.num_speculative_tokens)}
-            lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 16}  # the same as ours
+            lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 16}  # pagewire's n-grams have the same lengths
             for name, flags in (("vLLM", ()), ("vLLM ngram", ("--speculative-config", json.dumps(config | lookup)))):
                 servers[name] = stack.enter_context(vllm_on_cpu(arguments.peer, CACHE_GIB, *flags))
         for num_sequences in map(int, arguments.sequences.split(",")):

@@ -1,9 +1,11 @@
-"""A trained adapter: it learns codes that the base model cannot know, and is then asked for them.
+"""Trains an adapter on codes that the base model cannot know. After training, the model with the adapter has to answer
+with the codes.
 
     python -m bench trained_adapter [--model default] [--steps 150] [--rank 8]
 
-PEFT trains it on sentences with a code for each of some words, on this machine, in a few minutes. Then one server
-answers for the base and for the adapter, all words at once, and counts the right codes.
+PEFT trains the adapter on sentences that give a code for each of some words. Training takes a few minutes on this
+machine. After training, a server is asked for the codes of all words at once, with the base model and with the adapter.
+The benchmark counts the right codes.
 """
 
 import argparse
@@ -55,7 +57,7 @@ def train(model: str, folder: Path, steps: int, rank: int) -> None:
 
 
 async def count_right(target: str, lora_name: str) -> int:
-    """The number of right codes, with all words asked at once."""
+    """Number of right codes. All words are asked at once."""
     async with Client(target) as client:
         await client.wait_until_serving(600)
         sampling = SamplingParams(max_tokens=8, temperature=0)

@@ -1,13 +1,14 @@
-"""Trains an EAGLE-3 head on a model's own outputs, on this machine, in minutes, for the method `eagle3`.
+"""Trains an EAGLE-3 head on a model's own outputs, for the method `eagle3`. Training takes minutes on this machine.
 
     python -m bench trained_head FOLDER [--model default] [--prompts FILE] [--outputs 240] [--epochs 6]
 
-A server answers the prompts of `bench speculation`, made from other source files. With --prompts it also answers the
-questions of a file in MT-bench's format. Then a head is trained on the answers as in "EAGLE-3: Scaling up Inference
-Acceleration of Large Language Models via Training-Time Test" (Li et al., 2025). In training, as when it drafts several
-tokens, it sees its own states in place of the model's, and it learns the model's probabilities. It starts from the
-model's last layer. The answers to a tenth of the prompts are held out to measure how often its drafts are right. Only
-models of the Llama family are supported.
+A server answers prompts like the prompts of `bench speculation`, made from other source files. With --prompts the
+server also answers the questions of a file in MT-bench's format. The head is trained on the answers. The method is from
+"EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (Li et al., 2025). When the
+head drafts several tokens, its input is its own states in place of the model's states. Training uses the head's own
+states, too. The head learns to predict the model's probabilities. The head's initial weights are the weights of the
+model's last layer. The answers to a tenth of the prompts are held out. With the held-out answers the benchmark measures
+how often the head's drafts are right. Only models of the Llama family are supported.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from pagewire_client.llm import collect
 from worker_service.loading.model_store import find_model
 
 DEPTH = 3
-"""Consecutive draft tokens that the head learns to make."""
+"""Number of consecutive draft tokens that the head learns to predict."""
 LEARNING_RATE = 1e-3
 SEED = 0
 Pair = tuple[Tensor, Tensor]
@@ -46,15 +47,15 @@ NAMES = {
     **{one: f"midlayer.self_attn.{one}_proj" for one in "qkvo"},
     **{one: f"midlayer.mlp.{one}_proj" for one in ("gate", "up", "down")},
 }
-"""The names of the head's weights in a checkpoint in the authors' format."""
+"""The names of the head's weights in a checkpoint, in the format of the paper's authors."""
 
 
 @dataclass(frozen=True)
 class Example:
     """One text with the model's results at each token.
 
-    Tokens [n]; three states side by side [n, 3 * hidden_size]; final normalised states [n, hidden_size]; likeliest next
-    tokens [n].
+    Tokens [n]; three states side by side [n, 3 * hidden_size]; final normalised states [n, hidden_size]; the likeliest
+    next token at each position [n].
     """
 
     token_ids: Tensor
@@ -67,7 +68,7 @@ class Head(nn.Module):
     """The network of `worker_service.models.decoders.eagle`, as a trainable module."""
 
     def __init__(self, target: Any, token_ids: Tensor) -> None:
-        """target: a Llama of transformers; token_ids: [guessable], the ids that have a logit."""
+        """`target` is a Llama model of transformers. `token_ids` [guessable] contains the ids that have a logit."""
         super().__init__()
         config, layer = target.config, target.model.layers[-1]
         hidden = config.hidden_size
@@ -86,7 +87,8 @@ class Head(nn.Module):
             return nn.Parameter(torch.cat([torch.zeros_like(own), own], dim=1))
 
         attention, mlp = layer.self_attn, layer.mlp
-        # The last of the three states is nearest to the layer's usual input; the others start with zero weights.
+        # The last of the three states is most similar to the layer's usual input. The other states start with zero
+        # weights.
         nothing = torch.zeros(hidden, hidden)
         self.weights = nn.ParameterDict(
             {
@@ -112,11 +114,12 @@ class Head(nn.Module):
     def forward(
         self, token_ids: Tensor, states: Tensor, depth: int, earlier: Sequence[Pair]
     ) -> tuple[Tensor, Tensor, Pair]:
-        """Draft number `depth` after each position at once: [places] tokens, which follow [places, hidden_size].
+        """Compute draft number `depth` after each position at once.
 
-        `earlier`: keys and values of the earlier depths. A position attends to the first depth up to itself, whose
-        states are the model's, and to its own at the other depths. Returns its states, its logits, and its keys and
-        values.
+        `token_ids` [places] are the tokens that follow `states` [places, hidden_size]. `earlier` contains keys and
+        values of the earlier depths. The states of the first depth come from the model, and a position of the first
+        depth attends to all positions up to itself. At each further depth a position attends only to itself. Returns
+        the new states, the logits, and the new keys and values.
         """
         normed = self._norm(states, "hidden_norm")
         x = torch.cat([self._norm(self.embedding[token_ids].float(), "input_layernorm"), normed], dim=1)
@@ -161,15 +164,15 @@ def read(target: Any, token_ids: Sequence[int]) -> Example:
 
 
 def states_before(num_layers: int) -> list[int]:
-    """Layers whose inputs are read: the paper's choice, or the first layers of a model with few layers."""
+    """Layers whose inputs the head reads: the paper's choice, or the first layers of a model with few layers."""
     return [min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)]
 
 
 def losses(head: Head, example: Example, index: Tensor) -> tuple[Tensor, list[float]]:
     """The mean loss over all depths, and the share of right drafts at each depth.
 
-    `index`: [vocabulary_size], each token's logit index, negative for none. A draft is right if it is the model's
-    likeliest token.
+    `index` [vocabulary_size] contains the logit index of each token; the index is negative for tokens without a logit.
+    A draft is right if it equals the model's likeliest token.
     """
     num_places = len(example.token_ids) - 1 - DEPTH
     states = head.combine(example.states[:num_places].float())
@@ -194,7 +197,9 @@ def train(
     num_guessable: int,
     epochs: int,
 ) -> list[float]:
-    """Train and write the head, in its authors' format. Returns the held-out share of right drafts, by depth."""
+    """Train the head, and write the head in the format of the paper's authors. Returns the share of right drafts by
+    depth, on the texts that were held out.
+    """
     torch.manual_seed(SEED)
     counts = Counter(token for text in texts for token in text)
     size = target.config.vocab_size
@@ -251,7 +256,7 @@ def questions(file: Path) -> Iterator[str]:
 
 
 async def ask(target: str, prompts: Sequence[Any], max_tokens: int) -> list[list[int]]:
-    """The tokens of each prompt and its answer; half of the answers are greedy."""
+    """The token ids of each prompt together with its answer. Half of the answers are greedy."""
     places = asyncio.Semaphore(32)
     async with Client(target) as client:
         await client.wait_until_serving(600)

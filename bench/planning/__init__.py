@@ -1,1 +1,1 @@
-"""Benchmarks of the scheduler alone."""
+"""Benchmarks of the scheduler without workers."""

@@ -1,15 +1,15 @@
 """The scheduler's cost in microseconds: python -m bench scheduler [PEER]. The last line is JSON.
 
 - `us_per_seq_step`: schedule + update in steady decoding with prefix caching on, for each running sequence and step.
-  `PEER` is the path of a Python that can import vllm. With it, vLLM's own scheduler is measured in turn with ours
+  `PEER` is the path of a Python that can import vllm. With `PEER`, vLLM's own scheduler is measured in turn with ours
   (`bench/systems/peer_vllm_scheduler.py`), and `vllm_over_ours` is printed.
 - `us_per_step_by_waiting`: a step of 256 sequences while few or many requests wait.
-- `us_per_step_by_workers`: a step of one worker with 32 sequences. Its scheduler has a queue of its own, or shares one
-  with 999 others; 1,000 schedulers of each kind take turns. The figure is the mean over as many steps as fill a block,
-  and the median over workers. A worker takes these steps in a row, after as many steps that warm the caches.
-  For `…_cold` all workers take one step in turn, so each finds the caches full of the others' sequences, with a shared
-  queue or not.
-- `codec_us`: encoding and decoding one step of 256 sequences, of which one in 16 gets a block, and its answer.
+- `us_per_step_by_workers`: a step of one worker with 32 sequences. The worker's scheduler has its own queue, or shares
+  a queue with 999 other schedulers. The benchmark runs 1,000 schedulers of each kind in turn. The figure is the mean
+  over as many steps as fill a block, and the median over workers. A worker runs the measured steps in a row, after the
+  same number of steps that warm the caches. For `…_cold` all workers run one step in turn. At each step the processor's
+  caches then contain the sequences of other workers.
+- `codec_us`: encoding and decoding one step of 256 sequences and its answer. One in 16 sequences receives a new block.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from scheduler_service.wire.codec import decode_model_output, encode_scheduler_o
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load with which our scheduler and the peer's are measured."""
+    """The load with which pagewire's scheduler and the peer's scheduler are measured."""
 
     prompt_tokens: int = 64
     block_size: int = 16
@@ -57,8 +57,8 @@ SIZES = (32, 256, 1024)
 NUM_ROUNDS = 5
 NUM_WORKERS = 1000
 SEQS_A_WORKER = 32
-NUM_EARLIER_SEQUENCES = 1_000_000  # as after a long session: small ids would make small messages
-# It fetches nothing, and prints nothing that could be parsed as an answer.
+NUM_EARLIER_SEQUENCES = 1_000_000  # Ids of a long session: small ids would make small messages.
+# PEER_ENVIRONMENT forbids downloads, and log lines on stdout that could be parsed as answers.
 PEER_PROGRAM = Path(__file__).parents[1] / "systems" / "peer_vllm_scheduler.py"
 PEER_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -136,7 +136,7 @@ def step(scheduler: Scheduler) -> SchedulerOutput:
 
 
 def us_of_steps(scheduler: Scheduler, num_steps: int) -> float:
-    """Microseconds of a step, over several steps in steady decoding."""
+    """Microseconds per step, measured over several steps in steady decoding."""
     tokens = [7] * len(scheduler.running)
     began = time.perf_counter()
     for _ in range(num_steps):
@@ -146,13 +146,15 @@ def us_of_steps(scheduler: Scheduler, num_steps: int) -> float:
 
 
 def fastest(*measures: Callable[[], float]) -> list[float]:
-    """The fastest of several rounds of each measure, in turn: noise only adds time, and affects all."""
+    """The shortest time of several rounds of each measure, because noise only adds time. The measures run in turn, so
+    that noise affects all measures.
+    """
     rounds = [[measure() for measure in measures] for _ in range(NUM_ROUNDS)]
     return [min(figures) for figures in zip(*rounds, strict=True)]
 
 
 def us_per_seq_step(size: int, peer: Peer | None) -> list[float]:
-    """Our microseconds, and the peer's if there is one."""
+    """Our scheduler's microseconds. If there is a peer, the list also contains the peer's microseconds."""
     scheduler = make_scheduler(size)
     measures: list[Callable[[], float]] = [lambda: us_of_steps(scheduler, LOAD.num_steps)]
     if peer:
@@ -169,14 +171,16 @@ def us_per_step_by_waiting() -> dict[int, float]:
 
 
 def us_per_step_by_workers() -> tuple[dict[int, float], dict[int, float]]:
-    """Microseconds of a step, by number of workers that share a queue: with warm caches, and with cold ones."""
+    """Microseconds per step, by number of workers that share a queue. The first result has warm caches, the second cold
+    caches.
+    """
     queue = WaitingQueue()
     fleets = {
         1: [make_scheduler(SEQS_A_WORKER, num_blocks_each=16) for _ in range(NUM_WORKERS)],
         NUM_WORKERS: [make_scheduler(SEQS_A_WORKER, queue=queue, num_blocks_each=16) for _ in range(NUM_WORKERS)],
     }
     for scheduler in [*fleets[1], fleets[NUM_WORKERS][0]]:
-        add_requests(scheduler, 10)  # requests that have no room
+        add_requests(scheduler, 10)  # requests that wait, because the scheduler has no room for them
     warm: dict[int, list[float]] = {number: [] for number in fleets}
     for pair in zip(*fleets.values(), strict=True):
         for number, scheduler in zip(fleets, pair, strict=True):
@@ -193,7 +197,7 @@ def us_per_step_by_workers() -> tuple[dict[int, float], dict[int, float]]:
 
 
 def codec_cost() -> tuple[float, int]:
-    """Microseconds of encoding a step and decoding its answer, serialisation included, and the step's bytes."""
+    """Microseconds of encoding a step and decoding its answer, and the step's bytes. Serialisation is included."""
     scheduler = make_scheduler(256)
     outputs = [step(scheduler) for _ in range(16)]
     for group in scheduler.running:

@@ -1,24 +1,25 @@
-"""Whole traces through the real scheduler on a virtual clock: python -m bench simulate TRACE.csv …
+"""Runs whole traces through the real scheduler on a virtual clock: python -m bench simulate TRACE.csv …
 
-Each trace runs with 1, 8 and 1,000 simulated workers under every policy. Its clock is sped up until requests have to
-wait; otherwise all policies are alike. The traces name no senders, so tenants are drawn at random: one tenant sends 80%
-of the requests and four light tenants 5% each. 10% of every tenant's requests are urgent.
+Each trace runs with 1, 8 and 1,000 simulated workers under every policy. The trace is sped up until requests have to
+wait, because policies differ only if requests wait. The traces name no senders, so tenants are drawn at random. One
+tenant sends 80% of the requests, and four light tenants send 5% each. 10% of every tenant's requests are urgent.
 
 - p99 TTFT in seconds: of all requests, of the light tenants' requests, of urgent requests.
-- service gap: the most service, in thousands of tokens, that one tenant got more than another while both had requests
-  waiting (`scheduler_service/simulation/fairness.py`).
+- service gap: the largest difference between two tenants' services, in thousands of tokens, while both had waiting
+  requests (`scheduler_service/simulation/fairness.py`).
 - preemptions, by mode.
 
-A second table shows the value of placement, in three cases. In the first, one of 8 workers takes four times as long
-for every step. In the second, 8 equal workers get requests that are turns of conversations. In the third, four branches
-of a conversation ask each turn at once, as agents do. Each case runs with the balancer, and with "first come": the
-worker that plans first takes all requests that it has room for.
+A second table shows the value of placement, in three cases. In the first case, one of 8 workers is slow: each of its
+steps takes four times as long. In the second case, 8 equal workers receive requests that are turns of conversations. In
+the third case, four branches of a conversation send each turn at once, as agents do. Each case runs with the balancer,
+and with "first come". "First come" means: the worker that plans first takes all requests that fit.
 
-A third table shows the value of the cap on one prompt's part of a step. One worker gets the requests of up to 512
-prompt tokens, and every 400 seconds long prompts that take a hundred steps together. TTFT is of the requests that
-arrived while a long prompt was in flight.
+A third table shows the value of the limit on one prompt's tokens in a step. One worker receives the requests of up to
+512 prompt tokens. Every 400 seconds the worker also receives long prompts that require a hundred steps together. TTFT
+is measured over the requests that arrived while a long prompt was in flight.
 
-One process runs on each core, so the real time of a run includes the load of the others. The last line is JSON.
+One process runs on each core, so the real time of a run includes the load of the other processes. The last line is
+JSON.
 """
 
 import argparse
@@ -45,15 +46,17 @@ from scheduler_service.simulation.simulator import RequestTimes, Simulator
 from scheduler_service.simulation.summary import percentiles, ttft
 from scheduler_service.simulation.trace import Arrival, read_trace
 
-# By number of workers. A sixth for each loads the built-in cost model on the conversation trace; a thousand workers
-# admit every request at once unless the traces' hour passes in seven seconds.
+# Factors on a trace's speed, by number of workers. With a factor of a sixth per worker, the conversation trace keeps
+# workers with the built-in cost model busy. For a thousand workers the hour of a trace is compressed to seven seconds:
+# in a slower run no request waits.
 SPEEDUPS = {1: 1 / 6, 8: 8 / 6, 1000: 500.0}
 HEAVY = "heavy"
 TENANTS = {HEAVY: 0.8, "light 1": 0.05, "light 2": 0.05, "light 3": 0.05, "light 4": 0.05}
-URGENT = -100  # so urgent that ageing does not outweigh it
+URGENT = -100  # so urgent that no other request becomes more urgent by ageing
 PRIORITIES = {0: 0.9, URGENT: 0.1}
 
-# Slow enough that workers have room most of the time: otherwise placement has little choice.
+# Factor on a trace's speed. At this speed workers have room most of the time. Without room, placement has little
+# choice.
 PLACEMENT_SPEEDUP = 0.8
 PLACEMENT_REQUESTS = 6_000
 SLOWNESS = {7: 4.0}
@@ -69,7 +72,7 @@ Row = dict[str, str | int | float]
 
 
 class FirstCome(Balancer):
-    """A policy: the worker that plans first takes all requests that it has room for."""
+    """A placement policy: the worker that plans first takes all requests that fit."""
 
     def has_others(self, member: Member) -> bool:  # noqa: ARG002
         return False
@@ -107,7 +110,7 @@ def run_placement(case: tuple[str, str, bool]) -> Row:
     arrivals = read_trace(Path(trace), speedup=PLACEMENT_SPEEDUP, limit=PLACEMENT_REQUESTS)
     if load != "a slow worker":
         arrivals = converse(arrivals, pause=30.0, most_turns=8)
-    if load == "branches":  # as many requests in as much time
+    if load == "branches":  # the number of requests and the duration of the trace stay the same
         arrivals = [arrival for arrival in arrivals[::NUM_BRANCHES] for _ in range(NUM_BRANCHES)]
     waiting = WaitingQueue()
     waiting.balancer = Balancer() if is_placed else FirstCome()
@@ -128,7 +131,7 @@ def run_placement(case: tuple[str, str, bool]) -> Row:
 
 def run_beside(case: tuple[str, int, bool]) -> Row:
     trace, num_long, is_capped = case
-    costs = replace(CostModel(), num_device_blocks=2**15)  # the long prompts have room
+    costs = replace(CostModel(), num_device_blocks=2**15)  # enough blocks for the long prompts
     step = costs.max_num_batched_tokens
     chunk = default_prefill_chunk(step) if is_capped else step
     arrivals = read_trace(Path(trace), speedup=SHORT_SPEEDUP)
@@ -191,7 +194,7 @@ COLUMNS = {
 
 
 def table_of(report: list[Row], columns: dict[str, str], last: str) -> Table:
-    """A table with a rule below each row in which a value equals `last`."""
+    """Build a table. A separator line follows each row in which a value equals `last`."""
     table = Table()
     for heading in columns:
         is_name = heading in ("trace", "policy", "load", "placement")

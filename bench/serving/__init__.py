@@ -1,1 +1,1 @@
-"""Benchmarks of serving, as clients see it."""
+"""Benchmarks of serving, measured by clients."""

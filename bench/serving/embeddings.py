@@ -1,11 +1,13 @@
-"""Texts a second of Embed beside sentence-transformers, on the same cores, in turn, and their vectors' difference.
+"""Texts per second of Embed and of sentence-transformers, on the same cores in turn, and the difference of their
+vectors.
 
     python -m bench embeddings MODEL [--tokens 16,128,512,mixed] [--texts 512] [--rounds 3] [--peer FOLDER]
 
-MODEL is a folder that both can read, such as all-MiniLM-L6-v2. Texts are random words of an exact number of tokens, or
-of any number up to the longest. The peer gets all texts in one call, which it sorts by length. Only one system computes
-at a time. `--peer` is a folder with sentence-transformers in it, if it is not installed:
-`pip install --target FOLDER --no-deps sentence-transformers scikit-learn scipy`, and their missing requirements.
+MODEL is a folder that both systems can read, for example all-MiniLM-L6-v2. Texts are random words. A text has an exact
+number of tokens, or with `mixed` any number up to the longest. The peer receives all texts in one call and sorts them
+by length. Only one system computes at a time. If sentence-transformers is not installed, `--peer` is a folder that
+contains it: `pip install --target FOLDER --no-deps sentence-transformers scikit-learn scipy`, and the requirements that
+are missing.
 """
 
 import argparse
@@ -27,7 +29,7 @@ MIXED = "mixed"
 
 
 def make_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]:
-    """Texts of one-token words, with the given lengths in tokens, special tokens included."""
+    """Texts of one-token words. `lengths` are the numbers of tokens, special tokens included."""
     draw = random.Random(seed)
     words = [word for word in sorted(tokenizer.get_vocab()) if word.isascii() and word.isalpha() and word.islower()]
     around = tokenizer.num_special_tokens_to_add()

@@ -1,9 +1,9 @@
-"""The cost of a JSON schema: the same prompts with and without a schema, in turn, on our server and vLLM's.
+"""The cost of a JSON schema: the same prompts with and without a schema, in turn, on our server and on vLLM's server.
 
     python -m bench forms [--peer DIR] [--sequences 1,8,32] [--rounds 3]
 
-Outputs are sampled, and each has all of its 128 tokens: the schema's list is longer, and without a schema the end of
-sequence is ignored.
+Outputs are sampled, and each output has 128 tokens. The schema demands a list that is longer than 128 tokens. Without
+the schema, the end of sequence is ignored.
 """
 
 import argparse
@@ -46,7 +46,7 @@ SCHEMA: dict[str, Any] = {
     },
 }
 Call = Callable[[Sequence[int], bool, int], Awaitable[int]]
-"""Generates after a prompt, with or without the schema, from a seed; returns the number of tokens."""
+"""Generates an output after a prompt, with or without the schema, from a seed. Returns the number of tokens."""
 
 
 def ours(client: Client) -> Call:
@@ -76,7 +76,7 @@ def theirs(session: aiohttp.ClientSession) -> Call:
 
 
 async def rate(call: Call, num_sequences: int, has_form: bool, seed: int) -> float:
-    """Output tokens a second of `num_sequences` requests at once."""
+    """Output tokens per second of `num_sequences` requests at once."""
     prompts = [
         [1000 + (number * 7919 + seed * 104729 + place * 31) % 20000 for place in range(PROMPT_TOKENS)]
         for number in range(num_sequences)

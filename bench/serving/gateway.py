@@ -1,10 +1,10 @@
-"""The cost of HTTP: loads on our services over gRPC, on the same services over HTTP, and on vLLM's server.
+"""The cost of HTTP: the same loads on our services over gRPC, on our services over HTTP, and on vLLM's server.
 
     python -m bench gateway [--peer DIR] [--loads 128x1,128x8,128x32] [--rounds 2]
 
-Over HTTP, `pagewire_client serve` gets completions, and chats, which go through the gateway. Prompts are one-token
-words; a chat has fewer words by the number of its template's tokens, so that all prompts have the same length. An event
-counts as one token; further tokens in `usage` are counted at the end.
+Over HTTP, `pagewire_client serve` receives completions and chats. Chats pass through the gateway. Prompts are one-token
+words. A chat has fewer words, because the chat template adds tokens. With the template all prompts have the same
+length. An event counts as one token. If `usage` reports more tokens, the additional tokens are counted at the end.
 """
 
 import argparse
@@ -38,7 +38,7 @@ READY_SECONDS = 60.0
 
 
 class Http:
-    """A running server of OpenAI's HTTP API. A prompt's numbers are indices into `words`."""
+    """A running server of OpenAI's HTTP API. The numbers in a prompt are indices into `words`."""
 
     def __init__(
         self, name: str, url: str, pids: Callable[[], list[int]], words: Sequence[str], *, chats: bool = False
@@ -94,7 +94,7 @@ class Http:
 
 
 def words_of(directory: Path) -> list[str]:
-    """Words with a leading space that are one token each in any context."""
+    """Words with a leading space that are one token in any context."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     words = [f" {piece[1:]}" for piece in sorted(tokenizer.get_vocab()) if piece[0] in "Ġ▁" and piece[1:].isalpha()]
     return [word for word in words if word.isascii() and len(tokenizer.encode(word, add_special_tokens=False)) == 1]
@@ -102,7 +102,7 @@ def words_of(directory: Path) -> list[str]:
 
 @contextmanager
 def serving(target: str) -> Iterator[tuple[str, int]]:
-    """The URL and the process id of `pagewire_client serve`. Raises BenchError if it does not start."""
+    """The URL and the process id of `pagewire_client serve`. Raises BenchError if the program does not start."""
     address = free_address()
     command = [sys.executable, "-m", "pagewire_client", "serve", "--target", target, "--listen", address]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)

@@ -1,8 +1,8 @@
-"""Serve a model, put loads on it, and print its figures beside a peer's: python -m bench serving --peer DIR.
+"""Serve a model, send loads to it, and print its figures next to a peer's: python -m bench serving --peer DIR.
 
-The peer is vLLM's CPU build with the same weights (`bench/systems/peer_vllm.py`). Both are up at the same time and run
-the same loads in turn. Without a peer there is transformers' own generate, for the loads that a static batch can
-represent. The last line is JSON; its `ratios` are our output tokens a second over the peer's.
+The peer is vLLM's CPU build with the same weights (`bench/systems/peer_vllm.py`). Both systems are up at the same time
+and run the same loads in turn. Without --peer the peer is transformers' own generate, for the loads that a static batch
+can represent. The last line is JSON. The member `ratios` contains our output tokens per second divided by the peer's.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def compare_with_transformers(report: Report, loads: list[Load], directory: Path
     if not loads:
         return
     from bench.systems.peer_transformers import (
-        Transformers,  # imports torch, whose memory and threads would affect the other runs
+        Transformers,  # imported late, because torch's memory and threads would affect the other runs
     )
 
     transformers = Transformers(directory)
@@ -137,7 +137,7 @@ def main() -> None:
         report = run(arguments)
     except (BenchError, ServerError, StartError, TraceError, ValueError, OSError) as error:
         sys.exit(f"bench serving: {error}")
-    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # a system failed under its load
+    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # one of the systems failed under load
         sys.exit(f"bench serving: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

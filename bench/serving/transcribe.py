@@ -1,12 +1,13 @@
-"""Seconds of work for a second of sound: Transcribe beside faster-whisper and transformers, in turn.
+"""Compares Transcribe with faster-whisper and transformers, in turn: seconds of work for a second of sound.
 
     python -m bench transcribe MODEL SOUND [--rounds 3] [--streams 1,4] [--dtype float32] [--peers FOLDER]
 
-MODEL is a Whisper model's folder; SOUND is a file. Prints real-time factors: seconds of work for a second of sound, so
-smaller is better. Every system decodes greedily, with timestamps, in English, and computes alone. With several streams,
-Transcribe gets as many calls at once, of sounds that differ in their first samples. The peers take one sound at a time,
-and get them one after the other. `--peers` is a folder with faster-whisper and ctranslate2 in it, if they are not
-installed: `pip install --target FOLDER faster-whisper`; the model is converted once, into its folder `ct2`.
+MODEL is a Whisper model's folder; SOUND is a file. The program prints real-time factors: seconds of work for a second
+of sound. Smaller is better. Every system decodes greedily, with timestamps, in English, while the other systems are
+idle. With several streams, Transcribe receives one call per stream at the same time. The sounds of the calls differ in
+their first samples. The peers support one sound at a time and receive the sounds one after the other. If faster-whisper
+and ctranslate2 are not installed, `--peers` is a folder that contains them: `pip install --target FOLDER
+faster-whisper`. The model is converted once, into its folder `ct2`.
 """
 
 import argparse
@@ -29,7 +30,9 @@ Samples = Any
 
 
 def variants(samples: Samples, count: int) -> list[Samples]:
-    """Sounds with the same content that miss every cache: each begins a little later."""
+    """Sounds with the same content that miss every cache, because each sound begins slightly later than the previous
+    sound.
+    """
     return [np.roll(samples, 160 * number) for number in range(count)]
 
 
@@ -68,7 +71,7 @@ def transformers_peer(model: str, dtype: str) -> Callable[[Samples], str]:
 
 def faster_whisper_peer(model: str, dtype: str, folder: Path | None) -> Callable[[Samples], str]:
     if folder is not None:
-        sys.path.append(str(folder))  # after this project's own packages
+        sys.path.append(str(folder))  # the folder comes after the paths of this project's own packages
     import ctranslate2
     from faster_whisper import WhisperModel
 

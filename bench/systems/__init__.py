@@ -1,1 +1,1 @@
-"""The systems under load: our services and their peers."""
+"""The systems under load: pagewire's services and their peers."""

@@ -1,4 +1,4 @@
-"""The peer that is always available: transformers' own generate, in one process, in static batches, without serving."""
+"""The peer that is always available: transformers' own generate, in static batches in one process, without a server."""
 
 import time
 from pathlib import Path
@@ -17,7 +17,9 @@ class Transformers:
 
     @torch.inference_mode()
     def output_tokens_per_second(self, load: Load) -> float:
-        """The rate of one batch of `concurrency` prompts of equal length, after a warm-up on a few tokens."""
+        """Output tokens per second of one batch with `concurrency` prompts of equal length. The model generates a few
+        tokens before the measurement to warm up.
+        """
         prompts = torch.tensor(load.prompts(self._model.config.vocab_size, 0)[: load.concurrency])
         output_tokens = load.arrivals[0].output_tokens
         self._generate(prompts, 4)

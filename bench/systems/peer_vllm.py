@@ -1,8 +1,8 @@
-"""vLLM with the same weights, driven over its OpenAI-compatible HTTP.
+"""vLLM with the same weights, with a client over its OpenAI-compatible HTTP API.
 
-It has the defaults of `vllm serve`, and settings from the environment, such as VLLM_CPU_OMP_THREADS_BIND. Its CPU build
-is started from a folder with `venv/`, a virtual environment that can run it, and `model/`, the weights as a Hugging
-Face directory.
+vLLM runs with the defaults of `vllm serve`, and with settings from the environment, for example
+VLLM_CPU_OMP_THREADS_BIND. vLLM's CPU build is started from a folder with `venv/` and `model/`. `venv/` is a virtual
+environment that can run vLLM. `model/` contains the weights as a Hugging Face directory.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ MODEL = "default"
 
 
 class Vllm:
-    """A server in its own process group. Raises BenchError if it does not start."""
+    """A server in its own process group. Raises BenchError if the server does not start."""
 
     name = "vLLM"
 
@@ -44,13 +44,15 @@ class Vllm:
         context: int = CONTEXT,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """program: the command that starts `vllm`; environment: variables added to this process's own."""
+        """`program` is the command that starts `vllm`. `environment` contains variables that are added to this
+        process's variables.
+        """
         began = time.perf_counter()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
         self.environment |= environment or {}
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # the file is open as long as the process
         command: list[str | Path] = [
             *program, "serve", model, "--served-model-name", MODEL, "--dtype", "bfloat16",
             "--max-model-len", str(context), "--host", "127.0.0.1", "--port", str(port), *flags,
@@ -62,7 +64,8 @@ class Vllm:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | self.environment | {"HF_HUB_OFFLINE": "1"},
-                start_new_session=True,  # Ctrl-C reaches only the benchmark, which then ends the whole group
+                # Ctrl-C reaches only the benchmark, and the benchmark then ends the whole process group
+                start_new_session=True,
             )
         except OSError as error:
             self._log.close()
@@ -113,12 +116,14 @@ class Vllm:
             yield stream
 
     def stop(self) -> None:
-        """Send SIGTERM to the server, which ends its children; then SIGKILL to the rest of the group."""
+        """Send SIGTERM to the server, which ends its children. Afterwards send SIGKILL to the processes that are left
+        in the group.
+        """
         try:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
-        finally:  # also after an impatient second Ctrl-C
+        finally:  # runs also after a second Ctrl-C
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -150,7 +155,7 @@ def _request(prompt: Sequence[int], output_tokens: int) -> dict[str, Any]:
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
-        "return_token_ids": True,  # otherwise an event does not tell how many tokens it has
+        "return_token_ids": True,  # without this field, an event does not contain its number of tokens
     }
 
 

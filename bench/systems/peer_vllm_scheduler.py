@@ -1,11 +1,13 @@
-"""The cost of vLLM's own scheduler; `bench scheduler` runs this file with a Python that can import vllm.
+"""The cost of vLLM's own scheduler. `bench scheduler` runs this file with a Python that can import vllm.
 
-The argument is the JSON of `bench.planning.scheduler.Load`. It prints vLLM's version. Then it reads lines with a number
-of running sequences, and for each prints the microseconds of a step, over one round.
+The argument is the JSON of `bench.planning.scheduler.Load`. The program prints vLLM's version. Afterwards the program
+reads lines from stdin. Each line contains a number of running sequences. For each line the program prints the
+microseconds of a step, measured over one round.
 
-The V1 scheduler is built as in vLLM's engine core, with prefix caching on and statistics off. Its model has one layer,
-whose weights are never loaded. Asynchronous scheduling is off: as with ours, every step's answer comes before the next
-step. Both schedulers get stop tokens to look for, and prepared answers.
+The V1 scheduler is built as in vLLM's engine core, with prefix caching on and statistics off. The scheduler's model has
+one layer. The model's weights are never loaded. Asynchronous scheduling is off: as in pagewire's measurement, every
+step's answer arrives before the next step. Both schedulers search their outputs for stop tokens, and both receive
+prepared answers.
 """
 
 import gc
@@ -100,7 +102,7 @@ def us_per_step(load: dict[str, Any], scheduler: Any, answer: Any) -> float:
 
 def main() -> None:
     load = json.loads(sys.argv[1])
-    enable_envs_cache()  # as the engine core does
+    enable_envs_cache()  # vLLM's engine core calls it too
     sys.stdout.write(f"{vllm.__version__}\n")
     sys.stdout.flush()
     size = 0
@@ -112,7 +114,7 @@ def main() -> None:
             answer = answer_of(output, [[TOKEN]] * size)
             scheduler.update_from_output(output, answer)
             gc.collect()
-            gc.freeze()  # as the engine core does
+            gc.freeze()  # vLLM's engine core calls it too
         sys.stdout.write(f"{us_per_step(load, scheduler, answer)}\n")
         sys.stdout.flush()
 

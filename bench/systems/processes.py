@@ -1,4 +1,4 @@
-"""The memory and CPU time of a system's processes, with all their descendants."""
+"""The memory and the CPU time of a system's processes and all their descendants."""
 
 import signal
 import sys
@@ -20,7 +20,7 @@ def _family(pids: Sequence[int]) -> Iterator[psutil.Process]:
 
 
 def memory_mib(pids: Sequence[int]) -> float:
-    """Resident memory in MiB. A page shared by several processes counts once, if the system can tell."""
+    """Resident memory in MiB. A page that several processes share counts once, if the system reports shared pages."""
     infos = [process.memory_full_info() for process in _family(pids)]
     return sum(getattr(info, "pss", info.rss) for info in infos) / 2**20
 

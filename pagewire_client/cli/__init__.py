@@ -1,1 +1,1 @@
-"""The command line: its flags, and what each command does."""
+"""The command line: its flags and its commands."""

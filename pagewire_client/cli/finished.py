@@ -1,4 +1,4 @@
-"""The requests that ended last, with their waiting times, as a table."""
+"""Prints the requests that ended last and their waiting times as a table."""
 
 import sys
 from collections.abc import Sequence
@@ -9,11 +9,14 @@ from rich.table import Table
 
 from pagewire.v1 import admin_service_pb2 as pb
 
-WIDTH = 150  # columns, if the output is no terminal
+WIDTH = 150  # width of the table in columns, if the output is no terminal
 
 
 def print_requests(requests: Sequence[pb.FinishedRequest]) -> None:
-    """Print the requests, newest first. Durations are in seconds; preemptions by recompute and by swap."""
+    """Print the requests, the newest first.
+
+    Durations are in seconds. Preemptions by recomputation and by swap are counted separately.
+    """
     table = Table("ended", "request", "tenant", "why")
     for heading in ("prompt", "cached", "output", "queued", "first token", "pauses", "longest", "all"):
         table.add_column(heading, justify="right")
@@ -46,5 +49,5 @@ def print_requests(requests: Sequence[pb.FinishedRequest]) -> None:
 
 
 def _printable(text: str) -> str:
-    """An id that another client chose, without the control characters of a terminal."""
+    """Remove a terminal's control characters from an id, because another client chose the id."""
     return "".join(character if character.isprintable() else "�" for character in text)

@@ -15,7 +15,7 @@ _INTEGERS = {
     FieldDescriptor.CPPTYPE_UINT32: (0, (1 << 32) - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, (1 << 64) - 1),
 }
-"""The least and the largest value of a message's integer field, by the field's type."""
+"""The smallest and the largest value of a message's integer field, by the field's type."""
 
 
 def from_environment(name: str) -> str | None:
@@ -23,7 +23,9 @@ def from_environment(name: str) -> str | None:
 
 
 def client_setting(name: str) -> str | None:
-    """PAGEWIRE_CLIENT_<NAME>, or for one release PAGEWIRE_<NAME>, which is the server's setting."""
+    """The value of PAGEWIRE_CLIENT_<NAME>. If this variable is unset, the server's variable PAGEWIRE_<NAME> is read,
+    for one release.
+    """
     if value := from_environment(f"PAGEWIRE_CLIENT_{name}"):
         return value
     if value := from_environment(f"PAGEWIRE_{name}"):
@@ -40,24 +42,28 @@ def access(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def given(text: str) -> str:
-    """Parse a text that is not empty. Raises ArgumentTypeError for an empty text, such as `--target "$UNSET"`."""
+    """Parse a text that is not empty. Raises ArgumentTypeError for an empty text, for example from `--target
+    "$UNSET"`.
+    """
     if not text:
         raise argparse.ArgumentTypeError("it is empty")
     return text
 
 
 def folder(text: str) -> Path:
-    """Parse a path. Raises ArgumentTypeError for an empty text, which pathlib would read as the current folder."""
+    """Parse a path. Raises ArgumentTypeError for an empty text, because pathlib would read an empty text as the current
+    folder.
+    """
     return Path(given(text))
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """A parser of integers from `least` to `most`; it raises ArgumentTypeError for any other text."""
+    """Return a parser of integers from `least` to `most`. The parser raises ArgumentTypeError for any other text."""
 
     def parse(text: str) -> int:
         try:
             number = int(text)
-        except ValueError:  # also raised for thousands of digits
+        except ValueError:  # int() raises ValueError for thousands of digits too
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number") from None
         if not least <= number <= most:
             raise argparse.ArgumentTypeError(f"{text[:40]} is not in [{least}, {most}]")
@@ -67,19 +73,19 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
 
 
 def integer_of(message: type[Message], field: str) -> Callable[[str], int]:
-    """A parser of the integers that a message's field can hold."""
+    """Return a parser of the integers that a message's field can hold."""
     return whole_number(*_INTEGERS[message.DESCRIPTOR.fields_by_name[field].cpp_type])
 
 
 def seconds(least: float, most: float = float("inf")) -> Callable[[str], float]:
-    """A parser of seconds from `least` to `most`; it raises ArgumentTypeError for any other text."""
+    """Return a parser of seconds from `least` to `most`. The parser raises ArgumentTypeError for any other text."""
 
     def parse(text: str) -> float:
         try:
             number = float(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of seconds") from None
-        if not least <= number <= most:  # false for NaN
+        if not least <= number <= most:  # the comparison is false for NaN
             raise argparse.ArgumentTypeError(f"{text[:40]} is not in [{least:g}, {most:g}]")
         return number
 

@@ -1,4 +1,4 @@
-"""`generate` and `chat`: print text as it is generated, then its speed."""
+"""The commands `generate` and `chat`: print text as it is generated, then the speed of generation."""
 
 import argparse
 import asyncio
@@ -19,7 +19,7 @@ from pagewire_client.prompts import EncoderPrompt, Prompt
 
 
 async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, **options: Any) -> str:
-    """Print an answer as it is generated, then its speed; returns the text."""
+    """Print an answer as it is generated, then the speed of generation. Returns the answer's text."""
     began = time.perf_counter()
     first = None
     text, num_tokens, metrics = "", 0, pb.RequestMetrics()
@@ -51,7 +51,9 @@ async def generate(arguments: argparse.Namespace, target: str) -> None:
 
 
 def chat(arguments: argparse.Namespace, target: str) -> None:
-    """Run a conversation. The event loop runs only while the model answers, so that Ctrl-C also works at the prompt."""
+    """Run a conversation. The event loop runs only while the model answers. Ctrl-C therefore works at the
+    prompt too.
+    """
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
 
     async def answer(conversation: Prompt) -> str:
@@ -69,7 +71,7 @@ def chat(arguments: argparse.Namespace, target: str) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """The user's input, line by line, until it ends."""
+    """Yield the user's input, line by line, until it ends."""
     with contextlib.suppress(EOFError):
         while True:
             if line := input("> " if sys.stdin.isatty() else "").strip():

@@ -16,7 +16,9 @@ DRAIN_LOOK_SECONDS = 0.5
 
 
 def new_key(arguments: argparse.Namespace) -> None:
-    """Print the key to stderr, and its line for the key file to stdout: `new-key alice >> keys.toml`."""
+    """Create an API key. Print the key to stderr, and the key's line for the key file to stdout: `new-key alice >>
+    keys.toml`.
+    """
     for name, value in (("id", arguments.id), ("--tenant", arguments.tenant)):
         if not re.fullmatch(r"[\w.@:-]{0,64}", value) or (name == "id" and not value):
             raise ValueError(f"{name} is {value!r}; it may have up to 64 letters, digits and . @ : - _")
@@ -46,7 +48,9 @@ async def drain(arguments: argparse.Namespace, target: str) -> None:
 
 
 async def _until_drained(admin: Admin, address: str) -> None:
-    """Wait until the scheduler has no session with the worker, printing how many requests are left, then the reason."""
+    """Wait until the scheduler has no session with the worker. During the wait, print the number of requests that are
+    left. At the end, print the reason.
+    """
     said = ""
     async for event in admin.watch(DRAIN_LOOK_SECONDS):
         if isinstance(event, Lost):
@@ -64,7 +68,7 @@ async def _until_drained(admin: Admin, address: str) -> None:
 
 
 def _without_session(worker: WorkerState | None, address: str) -> str:
-    """A sentence about a worker that has no session."""
+    """A sentence about a worker without a session."""
     if worker is None:
         return f"{address} has left: the scheduler's list of workers does not have it"
     reason = worker.last_error or "none was opened since the scheduler started"

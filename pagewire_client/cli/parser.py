@@ -84,7 +84,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def _take_credentials(parsed: argparse.Namespace) -> None:
     """Read the target's credentials from the environment.
 
-    A command's own server speaks plain text and uses the server's key.
+    If a command starts its own server, the client uses plain text and the server's key.
     """
     if not parsed.target:
         parsed.tls, parsed.api_key = None, from_environment("PAGEWIRE_API_KEY") or ""

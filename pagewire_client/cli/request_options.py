@@ -1,7 +1,7 @@
 """The command line's flags for the fields of requests.
 
-Each field of a request has a flag of its name, is the command's input (such as the prompt), or is listed in
-`WITHOUT_FLAG` with the reason.
+A field of a request has a flag of the same name, or is the command's input (for example the prompt). All other fields
+are listed in `WITHOUT_FLAG` with the reason.
 """
 
 import argparse
@@ -60,7 +60,7 @@ WITHOUT_FLAG: Mapping[str, Mapping[str, str]] = {
     "ScoreRequest": {},
     "TranscribeRequest": {"scores": "the text is shown with its times alone"},
 }
-"""The fields of requests that no flag sets, with the reason."""
+"""The fields of requests that no flag sets, each with the reason."""
 
 _METAVARS = {
     FieldDescriptor.CPPTYPE_STRING: "TEXT",
@@ -71,7 +71,7 @@ _METAVARS = {
 
 
 def request_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The flags of every call."""
+    """A parser of the flags that every call has."""
     parser = argparse.ArgumentParser(add_help=False, parents=parents)
     parser.add_argument("--lora-name", metavar="NAME", default="", help="the low-rank adapter to apply")
     parser.add_argument("--tenant", metavar="NAME", default="", help="the tenant that the request belongs to")
@@ -91,12 +91,12 @@ def request_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser
 
 
 def request_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of `request_parser`'s flags, as arguments of the client's methods."""
+    """The values of the flags of `request_parser`, as arguments of the client's methods."""
     return {name: getattr(arguments, name) for name in ("lora_name", "tenant", "priority", "cache_salt")}
 
 
 def sampling_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """A flag for each field in `SAMPLING`."""
+    """A parser with a flag for each field in `SAMPLING`."""
     parser = argparse.ArgumentParser(add_help=False, parents=parents)
     group = parser.add_argument_group("how tokens are chosen (what is not set is as the model has it)")
     for name, text in SAMPLING.items():
@@ -115,8 +115,9 @@ def sampling_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def sampling_params(arguments: argparse.Namespace) -> pb.SamplingParams:
-    """The values of `sampling_parser`'s flags. Raises ValueError if flags contradict each other or a number is out of
-    range.
+    """The sampling parameters from the flags of `sampling_parser`.
+
+    Raises ValueError if flags contradict each other or a number is out of range.
     """
     given = {name: value for name in SAMPLING if (value := getattr(arguments, name)) is not None}
     if not getattr(arguments, "encoder", False):
@@ -157,7 +158,9 @@ def _parser(name: str) -> Any:
 
 
 def _text_or_file(text: str) -> str:
-    """Parse a text, or the name of a file with it. Raises ArgumentTypeError for a file that cannot be read."""
+    """Parse a text, or the name of a file that contains the text. Raises ArgumentTypeError for a file that cannot be
+    read.
+    """
     if not text.startswith("@"):
         return text
     try:

@@ -1,4 +1,4 @@
-"""The options of `pagewire_client serve`. Parsing them needs none of the gateway's libraries."""
+"""The options of `pagewire_client serve`. Parsing the options does not require the gateway's libraries."""
 
 import argparse
 import os
@@ -56,7 +56,9 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", s
 
 
 def http_listen(arguments: argparse.Namespace) -> str:
-    """HOST:PORT from flags, or else from the environment. Raises ValueError if flags contradict each other."""
+    """HOST:PORT from the flags. If no flag is set, the environment defines HOST:PORT. Raises ValueError if flags
+    contradict each other.
+    """
     whole, host, port = arguments.listen, arguments.host, arguments.port
     if whole is not None:
         if host is not None or port is not None:
@@ -64,7 +66,7 @@ def http_listen(arguments: argparse.Namespace) -> str:
         return str(whole)
     whole = from_environment("PAGEWIRE_HTTP_LISTEN") or DEFAULT_HTTP_LISTEN
     host = host or from_environment("PAGEWIRE_HTTP_HOST")
-    # Kubernetes sets this variable to tcp://… in pods if a Service has the name "pagewire-http".
+    # Kubernetes sets PAGEWIRE_HTTP_PORT to tcp://… in pods if a Service has the name "pagewire-http".
     if port is None and (text := from_environment("PAGEWIRE_HTTP_PORT")) and not text.startswith("tcp://"):
         try:
             port = whole_number(0, 65535)(text)
@@ -77,7 +79,7 @@ def http_listen(arguments: argparse.Namespace) -> str:
 
 
 def _is_on(name: str) -> bool:
-    """The boolean value of an environment variable; an unknown word ends the command."""
+    """The boolean value of an environment variable. An unknown word ends the command."""
     word = os.environ.get(name, "").lower()
     if word in ("", "0", "false", "no", "off", "n", "f"):
         return False

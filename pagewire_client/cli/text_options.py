@@ -10,7 +10,7 @@ from pagewire_client.prompts import Sound
 
 
 def _sound(text: str) -> Sound:
-    """Read a sound before any server is started. Raises ArgumentTypeError for a file that cannot be read."""
+    """Read a sound file before any server is started. Raises ArgumentTypeError for a file that cannot be read."""
     try:
         return Sound.read(Path(text))
     except ValueError as error:

@@ -1,4 +1,6 @@
-"""`embed`, `score` and `transcribe`: one line for each vector, document, and transcribed segment."""
+"""The commands `embed`, `score` and `transcribe`. The commands print a line for each vector, document, and transcribed
+segment.
+"""
 
 import argparse
 import json

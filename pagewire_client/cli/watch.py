@@ -1,4 +1,6 @@
-"""The cluster on a terminal, or as a line for each sample: queues, workers, blocks, and rates between two samples."""
+"""Shows the cluster on a terminal, or prints a line for each sample. The output contains queues, workers, blocks, and
+rates between two samples.
+"""
 
 import contextlib
 import sys
@@ -21,7 +23,9 @@ STATUS_STYLES = {"serving": "green", "draining": "yellow", "drained": "dim", "co
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates per second between two samples; empty after a restart of the scheduler, which resets its counts."""
+    """Rates per second between two samples. After a restart of the scheduler the rates are empty, because its counts
+    begin at 0.
+    """
 
     output_tokens: float = 0.0
     prompt_tokens: float = 0.0
@@ -29,7 +33,7 @@ class Rates:
 
     @classmethod
     def between(cls, before: Sample | None, after: Sample) -> "Rates":
-        """Compute the rates; `steps` has the workers that are in both samples."""
+        """Compute the rates. `steps` contains the workers that are in both samples."""
         if before is None or before.state.start_time_ms != after.state.start_time_ms or after.at <= before.at:
             return cls()
         seconds = after.at - before.at
@@ -46,7 +50,7 @@ class Rates:
 
 
 class View:
-    """The data to show: the last two samples, and the connection's last event."""
+    """The data to show: the last two samples, and the last event of the connection."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -54,7 +58,7 @@ class View:
         self._sample: Sample | None = None
         self._is_lost = False
         self._news = "connecting …"
-        self._has_news = False  # news since the last event
+        self._has_news = False  # whether the last event changed `_news`
 
     def take(self, event: Sample | Lost) -> None:
         news = ""
@@ -77,10 +81,10 @@ class View:
     def rates(self) -> Rates:
         return Rates() if self._sample is None else Rates.between(self._before, self._sample)
 
-    # ---- as a line
+    # ---- output as a line
 
     def line(self) -> str:
-        """The state as key=value pairs, after the connection's latest event if that was not shown yet."""
+        """The state as key=value pairs. If the connection has a new event, the event comes first."""
         if self._sample is None or self._is_lost:
             return self._news
         state, rates = self._sample.state, self.rates
@@ -106,7 +110,7 @@ class View:
         lacking = "".join(f"\n{worker.address}: {worker.last_error}" for worker in state.workers if worker.last_error)
         return news + " ".join([*words, *(["draining"] if state.draining else [])]) + error + lacking
 
-    # ---- as a full screen
+    # ---- output on a full screen
 
     def __rich__(self) -> RenderableType:
         if self._sample is None:
@@ -176,7 +180,7 @@ _NUMBERS = ("running", "swapped", "steps/s", "used", "host", "lost")
 
 
 async def watch(target: str, *, interval: float, once: bool, api_key: str = "", tls: Path | None = None) -> None:
-    """Show the cluster until cancelled, or once."""
+    """Show the cluster until cancelled. With `once`, show the state a single time."""
     console = Console()
     view = View(target)
     async with Admin(target, api_key=api_key, tls=tls) as admin:
@@ -192,7 +196,9 @@ async def watch(target: str, *, interval: float, once: bool, api_key: str = "", 
 
 @contextlib.contextmanager
 def _screen(console: Console, view: View) -> Iterator[Callable[[], None]]:
-    """A live view on a terminal; elsewhere, a line for each event."""
+    """Yield a function that updates a live view on a terminal. Without a terminal the function prints a line for each
+    event.
+    """
     if console.is_terminal:
         with Live(view, console=console, auto_refresh=False) as live:
             live.refresh()
@@ -220,7 +226,7 @@ def _share_used(workers: Sequence[pb.WorkerState]) -> float:
 
 
 def _share_right(workers: Sequence[pb.WorkerState]) -> float:
-    """The share of verified drafts that were accepted. The workers have verified at least one."""
+    """The share of verified drafts that were accepted. The workers must have verified at least one draft."""
     return sum(worker.num_accepted_tokens for worker in workers) / sum(worker.num_guessed_tokens for worker in workers)
 
 

@@ -1,4 +1,4 @@
-"""An HTTP request that is answered from the scheduler directly, without the gateway."""
+"""An HTTP request that the scheduler answers directly, without the gateway."""
 
 import asyncio
 from collections.abc import AsyncIterable, Iterator
@@ -13,13 +13,13 @@ from pagewire_client.http.errors import HttpError, invalid
 from pagewire_client.http.token_texts import TokenTexts
 
 STALL_SECONDS = 60.0
-"""Seconds that a client may leave a piece of its answer unread."""
+"""Maximum seconds that a client may leave a part of its answer unread."""
 PIECE_BYTES = 1 << 16
-"""Bytes of a piece of an answer."""
+"""Size in bytes of a part of an answer."""
 
 
 class Room:
-    """Memory limit: bytes of requests and answers that this process holds for all clients together."""
+    """Memory limit in bytes for all requests and answers of this process, summed over all clients."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_free = num_bytes
@@ -27,13 +27,13 @@ class Room:
 
 @dataclass(slots=True)
 class Held:
-    """The bytes that one request holds of the room, until the `with` block ends."""
+    """The bytes that one request uses of the memory limit, until the `with` block ends."""
 
     room: Room
     _num_bytes: int = 0
 
     def take(self, num_bytes: int) -> None:
-        """Raises HttpError if there is no room for `num_bytes` more."""
+        """Reserve bytes. Raises HttpError if fewer than `num_bytes` are left."""
         if num_bytes > self.room.num_free:
             raise HttpError(503, "overloaded", "too many large requests are under way; try again later")
         self.room.num_free -= num_bytes
@@ -48,12 +48,12 @@ class Held:
 
 
 MAX_TEXTS = 2048
-"""Texts of one call; the scheduler has the same limit."""
+"""Maximum number of texts in one call. The scheduler has the same limit."""
 Number = Annotated[int, Field(ge=0, lt=1 << 32)]
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]
-"""A list whose validation stops at the first error: the errors of a list of a million mistakes would take a gigabyte.
+"""A list whose validation stops at the first error. For a list of a million mistakes, all errors would take a gigabyte.
 """
 Texts = (
     str
@@ -61,11 +61,11 @@ Texts = (
     | ListOf[Number]
     | Annotated[list[ListOf[Number]], Field(fail_fast=True, max_length=MAX_TEXTS)]
 )
-"""A text, its token ids, or a list of texts or of lists of ids."""
+"""A text, the token ids of a text, or a list of texts or of lists of token ids."""
 
 
 def each_text(given: Texts) -> list[str | list[int]]:
-    """The texts of a field; a list of numbers is one text."""
+    """The texts of a field. A list of numbers is one text."""
     is_one = isinstance(given, str) or (given and isinstance(given[0], int))
     texts: Any = [given] if is_one else given
     return list(texts)
@@ -74,8 +74,8 @@ def each_text(given: Texts) -> list[str | list[int]]:
 class Part(BaseModel):
     """A JSON object with known fields.
 
-    Unknown fields are refused, as OpenAI does: they might be meant to change the answer. A field that is null counts as
-    absent.
+    Unknown fields are refused, as in OpenAI's API, because they may be meant to change the answer. A field that is null
+    counts as absent.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -86,7 +86,7 @@ class Part(BaseModel):
         if not isinstance(given, dict):
             return given
         given = {name: value for name, value in given.items() if value is not None}
-        # Only the first: pydantic would make an error of each.
+        # Only the first unknown field is reported, because pydantic would create an error for each field.
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = next((name for name in given if name not in known), None)
         return given if unknown is None else {unknown: given[unknown]}
@@ -104,10 +104,10 @@ AnyFields = TypeVar("AnyFields", bound=Fields)
 
 @dataclass(slots=True)
 class Call:
-    """A request and its connection to the scheduler.
+    """An HTTP request and its connection to the scheduler.
 
-    `model` is the name of the server's model. `metadata` carries the client's key. `own_metadata` carries this
-    process's key, for calls that the client did not ask for.
+    `model` is the name of the server's model. `metadata` contains the client's key. `own_metadata` contains this
+    process's key, for calls that the client did not request.
     """
 
     request: web.Request
@@ -121,7 +121,7 @@ class Call:
     texts: TokenTexts
 
     async def fields(self, kind: type[AnyFields]) -> AnyFields:
-        """Read and validate the JSON body, which takes room until the call ends. Raises HttpError."""
+        """Read and validate the JSON body. The body's bytes stay reserved until the call ends. Raises HttpError."""
         body = await read_body(self.request, self.held, self.most_bytes, self.receive_seconds)
         try:
             return kind.model_validate_json(body)
@@ -129,20 +129,25 @@ class Call:
             raise invalid(_sentence(error)) from None
 
     def adapter(self, model: str) -> str:
-        """The adapter that a request names: any name but the model's. The scheduler checks that it exists."""
+        """The adapter that a request names: any name but the model's name. The scheduler checks that the adapter
+        exists.
+        """
         return "" if model in ("", self.model) else model
 
 
 async def answer_in_parts(
     request: web.Request, whole: bytes, name: bytes, parts: AsyncIterable[bytes]
 ) -> web.StreamResponse:
-    """Answer with a JSON object: `whole` plus a list `name` of JSON parts. Each part is made just before it is sent."""
+    """Answer with the JSON object `whole`, extended by a list of JSON parts under the key `name`.
+
+    Each part is created immediately before it is sent.
+    """
     response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
     await response.prepare(request)
     separator = b'{"%b":[' % name
     async for part in parts:
         await write(response, separator + part)
-        await asyncio.sleep(0)  # let other tasks run
+        await asyncio.sleep(0)  # lets other tasks run
         separator = b","
     await write(response, b"]," + whole.removeprefix(b"{"))
     await end(response)
@@ -173,13 +178,13 @@ def _connection_lost_in_time() -> Iterator[None]:
 
 
 async def read_body(request: web.Request, held: Held, most_bytes: int, seconds: float) -> bytes:
-    """Read a JSON body, which takes room as it arrives.
+    """Read a JSON body, and reserve its bytes as they arrive.
 
-    Raises HttpError if it is too large, takes longer than `seconds`, or has another content type.
+    Raises HttpError if the body is too large, takes longer than `seconds`, or has another content type.
     """
     if "Content-Encoding" in request.headers:
         raise HttpError(415, "unsupported", "send the body as it is, without Content-Encoding")
-    if request.content_type != "application/json":  # a type that no page of another site can make a browser send
+    if request.content_type != "application/json":  # a page of another site cannot make a browser send application/json
         raise HttpError(415, "unsupported", "the body must be JSON, with Content-Type: application/json")
     check_length(request, most_bytes)
     body = bytearray()
@@ -196,7 +201,7 @@ async def read_body(request: web.Request, held: Held, most_bytes: int, seconds: 
 
 
 def check_length(request: web.Request, most_bytes: int) -> None:
-    """Raises HttpError if Content-Length is too large."""
+    """Raise HttpError if Content-Length is too large."""
     if (num_bytes := request.content_length or 0) > most_bytes:
         raise _too_large(num_bytes, most_bytes)
 
@@ -206,7 +211,9 @@ def _too_large(num_bytes: int, most_bytes: int) -> HttpError:
 
 
 def _sentence(error: ValidationError) -> str:
-    """The message of the first invalid field. Where several forms are possible, pydantic has a message for each."""
+    """The message of the first invalid field. If a field allows several types, pydantic reports an error for
+    each type.
+    """
     found = error.errors(include_url=False, include_input=False)
     first, *others = sorted(found, key=lambda one: one["type"] != "extra_forbidden")
     path = ".".join(map(str, first["loc"]))

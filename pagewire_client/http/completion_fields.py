@@ -1,4 +1,4 @@
-"""The fields of a /v1/completions body, and their translation into our own protocol."""
+"""The fields of a /v1/completions body, and their translation into pagewire's own protocol."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,7 +12,7 @@ from pagewire_client.http.unread import read_bias
 from pagewire_common.sampling import MAX_N, MAX_STOP_STRINGS, NUMBERS
 
 MAX_TOKENS = 16
-"""Default number of tokens, as in OpenAI's API and in vLLM."""
+"""Default number of output tokens, as in OpenAI's API and in vLLM."""
 _ONLY_FOR_SAMPLING = (
     *("allowed_token_ids", "bad_words", "logit_bias", "response_format", "stop", "stop_token_ids"),
     *("structured_outputs", "regex", "json_schema", "ebnf", "user"),
@@ -35,7 +35,7 @@ class StreamOptions(Part):
 
 
 class JsonSchema(BaseModel):
-    """A JSON schema; its name and description are ignored."""
+    """A JSON schema. The schema's name and description are ignored."""
 
     schema_: dict[str, Any] = Field(default_factory=dict)
     strict: bool | None = None
@@ -48,7 +48,7 @@ class ResponseFormat(Part):
 
 
 class StructuredOutputs(Part):
-    """vLLM's field of the same name."""
+    """The value of vLLM's field `structured_outputs`."""
 
     json_: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -68,7 +68,7 @@ else:
 
 
 class CompletionFields(NumberFields):
-    """OpenAI's fields, and the vLLM fields that our own protocol has too."""
+    """OpenAI's fields, and the fields of vLLM that pagewire's own protocol also has."""
 
     prompt: Texts
     best_of: Outputs | None = None
@@ -102,7 +102,9 @@ class CompletionFields(NumberFields):
 
 
 def sampling_params(fields: CompletionFields) -> pb.SamplingParams:
-    """The sampling parameters. Fields that go into them are removed, except single numbers. Raises HttpError."""
+    """Return the sampling parameters. Fields that become sampling parameters are set to None afterwards, except single
+    numbers. Raises HttpError.
+    """
     sampling = pb.SamplingParams(logit_bias=read_bias(fields.logit_bias))
     for name in _AS_THEY_ARE:
         if (value := getattr(fields, name)) is not None:
@@ -117,20 +119,20 @@ def sampling_params(fields: CompletionFields) -> pb.SamplingParams:
     sampling.stop.extend(stop)
     sampling.max_tokens = MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     if fields.echo:
-        sampling.max_tokens = max(sampling.max_tokens, 1)  # 0 requests the prompt alone
+        sampling.max_tokens = max(sampling.max_tokens, 1)  # with 0 the client requests only the prompt
         if fields.logprobs is not None:
             sampling.prompt_logprobs = fields.logprobs
     if fields.use_beam_search:
         sampling.beam_width = max(fields.best_of or 1, fields.n or 1)
         sampling.ClearField("best_of")
     _set_form(sampling, fields)
-    for name in _ONLY_FOR_SAMPLING:  # fields that may take much more memory than the body did
+    for name in _ONLY_FOR_SAMPLING:  # fields only for sampling may use much more memory than the body
         setattr(fields, name, None)
     return sampling
 
 
 def _set_form(sampling: pb.SamplingParams, fields: CompletionFields) -> None:
-    """Set the output form from whichever of the fields asks for it; at most one may."""
+    """Set the output form from the field that defines a form. At most one field may define a form."""
     forms: list[tuple[str, str]] = []
     if fields.json_schema is not None:
         forms.append(("json_schema", fields.json_schema))

@@ -1,6 +1,6 @@
-"""OpenAI's /v1/completions: prompts as texts or token ids, or lists of them, with log-probabilities and `echo`.
+"""OpenAI's /v1/completions: one prompt or a list of prompts, as texts or token ids, with log-probabilities and `echo`.
 
-The gateway supports none of token ids, lists and log-probabilities on this route.
+On this route the gateway supports no token ids, no lists and no log-probabilities.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from pagewire_client.http.errors import invalid, refused_by
 
 MAX_PROMPTS = 256
 MAX_PARAMETER_BYTES = 4 << 20
-"""Bytes of parameters, summed over the prompts: each prompt has a copy."""
+"""Maximum size in bytes of the parameters, summed over the prompts. Each prompt has a copy of the parameters."""
 TOKEN_BYTES = 40
 LOGPROB_BYTES = 100
-"""Bytes kept for each log-probability of an answer, approximately."""
+"""Approximate bytes of memory for each log-probability of an answer."""
 POSITIONS_A_TURN = 64
 _REASONS = {
     pb.FINISH_REASON_STOP: "stop",
@@ -37,7 +37,7 @@ _REASONS = {
 
 @dataclass(slots=True)
 class _Choice:
-    """One output of one prompt, as far as it is generated."""
+    """The generated part of one output of a prompt."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class _Choice:
     reason: str | None = None
     stop_reason: str | int | None = None
     offset: int = 0
-    """Characters before the current message's tokens."""
+    """Number of characters before the tokens of the current message."""
 
     def add(self, message: pb.GenerateResponse) -> None:
         self.text += message.text
@@ -101,13 +101,13 @@ class _Completions:
         if num_bytes > MAX_PARAMETER_BYTES:
             raise invalid(f"the parameters of all prompts have {num_bytes} bytes; they may have {MAX_PARAMETER_BYTES}")
         self._call.held.take(num_bytes)
-        # An echo needs further scheduler calls for each prompt, with this process's key; so the client's key is checked
-        # first.
+        # An echo requires further scheduler calls for each prompt, with this process's key. A client without a valid
+        # key must not cause scheduler calls, so the key is checked before an echo.
         if fields.echo:
             await self._call.stub.GetModel(pb.GetModelRequest(), metadata=self._call.metadata)
         for one in given:
             self._prompts.append(await self._prepare(one, sampling))
-            await asyncio.sleep(0)  # let other tasks run
+            await asyncio.sleep(0)  # lets other tasks run
         if fields.stream:
             return await self._stream()
         await self._follow_all(self._take)
@@ -121,8 +121,8 @@ class _Completions:
         return await answer_in_parts(self._call.request, whole, b"choices", self._finished())
 
     async def _prepare(self, given: str | list[int], sampling: pb.SamplingParams) -> _Prompt:
-        """Tokenize a prompt and look up token texts. These calls are this process's own, and do not count for the
-        client.
+        """Tokenize a prompt and look up token texts. These scheduler calls use the key of this process, so they do not
+        count for the client.
         """
         call, fields = self._call, self._fields
         asked = pb.GenerateRequest(
@@ -134,7 +134,7 @@ class _Completions:
         text = ""
         if isinstance(given, str):
             asked.text = text = given
-            if fields.echo and fields.logprobs is not None:  # each echoed token is named
+            if fields.echo and fields.logprobs is not None:  # the answer contains the text of each echoed token
                 found = await call.stub.Tokenize(pb.TokenizeRequest(text=given), metadata=call.own_metadata)
                 asked.token_ids.ids.extend(found.token_ids)
         else:
@@ -148,8 +148,8 @@ class _Completions:
     async def _follow_all(self, take: Callable[[int, pb.GenerateResponse], Awaitable[None]]) -> None:
         """Read all prompts' streams.
 
-        Raises the grpc.aio.AioRpcError of the first refused prompt; the other streams then end too, but not amid an
-        event.
+        Raises the grpc.aio.AioRpcError of the first refused prompt. If a prompt is refused, the other streams end too,
+        but not in the middle of an event.
         """
         tasks = [asyncio.create_task(self._follow(number, take)) for number in range(len(self._prompts))]
         try:
@@ -187,7 +187,7 @@ class _Completions:
         self._prompts[number].choices[message.index].add(message)
 
     async def _finished(self) -> AsyncIterator[bytes]:
-        """Yield each choice as it is sent: data that a prompt's choices share is kept once."""
+        """Yield each choice immediately before it is sent. Data that the choices of a prompt share is stored once."""
         for number, prompt in enumerate(self._prompts):
             for place, choice in enumerate(prompt.choices):
                 token_ids: Sequence[int] = choice.token_ids
@@ -204,7 +204,9 @@ class _Completions:
     # ---- streams
 
     async def _stream(self) -> web.StreamResponse:
-        """Stream the choices as events. After a prompt's first message, any prompt's error becomes the last event."""
+        """Stream the choices as events. After the first message of a prompt, any prompt's error becomes the
+        last event.
+        """
         try:
             await self._follow_all(self._write)
         except grpc.aio.AioRpcError as error:
@@ -248,7 +250,7 @@ class _Completions:
         async with self._sending:  # a large event is written in several parts
             await write(self._response, f"data: {event}\n\n".encode())
 
-    # ---- whole answers and streams
+    # ---- for whole answers and for streams
 
     async def _shown(
         self, number: int, place: int, choice: _Choice, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]
@@ -271,13 +273,13 @@ class _Completions:
                 for position in logprobs[start:stop]:
                     named.update(one.token_id for one in (position.chosen, *position.top))
                 await self._call.texts.learn(self._call.stub, self._call.own_metadata, named)
-                await asyncio.sleep(0)  # let other tasks run
+                await asyncio.sleep(0)  # lets other tasks run
 
     async def _shown_logprobs(
         self, choice: _Choice, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]
     ) -> str:
-        """The log-probabilities as JSON, or null if none were requested. Of tokens with equal text, the likelier is
-        kept.
+        """The log-probabilities as JSON, or null if none were requested. If several tokens have the same text, only the
+        likeliest token is kept.
         """
         if self._fields.logprobs is None:
             return "null"
@@ -287,7 +289,7 @@ class _Completions:
             stop = start + POSITIONS_A_TURN
             for token_id, position in zip(token_ids[start:stop], logprobs[start:stop], strict=True):
                 text, own, top = texts[token_id], none, none
-                if position.HasField("chosen"):  # false for a prompt's first token
+                if position.HasField("chosen"):  # the first token of a prompt has no log-probability
                     own = json.dumps(position.chosen.logprob)
                     likeliest_last = (position.chosen, *reversed(position.top))
                     top = json.dumps({texts[one.token_id]: one.logprob for one in likeliest_last})
@@ -295,7 +297,7 @@ class _Completions:
                 for column, cell in zip(columns, row, strict=True):
                     column.append(cell)
                 choice.offset += len(text)
-            await asyncio.sleep(0)  # let other tasks run
+            await asyncio.sleep(0)  # lets other tasks run
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         members = (f'"{name}": [{", ".join(cells)}]' for name, cells in zip(names, columns, strict=True))
         return f"{{{', '.join(members)}}}"

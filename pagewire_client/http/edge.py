@@ -1,15 +1,15 @@
-"""The two proxies around the gateway: TLS, API keys, and the routes that the gateway lacks.
+"""The two proxies around the gateway. The proxies provide TLS, API keys, and the routes that the gateway lacks.
 
-The gateway knows no API keys and no TLS: it calls schedulers in plain text and forwards no credentials. So this process
-proxies both of its sides.
+The gateway supports neither API keys nor TLS: it calls schedulers in plain text and forwards no credentials. To add
+both, this process has a proxy on each side of the gateway.
 
-The front proxy terminates HTTP, has the scheduler check the API key, and gives the request a random id, which the
-gateway keeps. The back proxy accepts gRPC from the gateway, on this machine only, and finds the request's API key by
-that id.
+The front proxy receives HTTP requests and has the scheduler check the API key. The front proxy gives each request a
+random id. The gateway passes this id on. The back proxy accepts gRPC from the gateway, on this machine only. The back
+proxy finds the request's API key by the id.
 
-Clients see ids in their answers and can name an id in a request, so each id opens one call. The scheduler decides what
-to refuse. Only the gateway routes listed here are forwarded, because others reach beyond the scheduler. The routes of
-OWN call the scheduler without the gateway.
+Clients see ids in their answers and can name an id in a request. To prevent misuse, each id is valid for only one call.
+The scheduler decides which requests are refused. Only the gateway routes in ROUTES are forwarded, because other routes
+reach beyond the scheduler. The routes of OWN call the scheduler without the gateway.
 """
 
 import logging
@@ -58,17 +58,17 @@ OWN: dict[str, Callable[[Call], Awaitable[web.StreamResponse]]] = {
 }
 _MODELS = re.compile(r"GET /v1/models(/.+)?")
 HELD_BYTES = 256 << 20
-"""Bytes of all requests and answers in flight. A sound is in memory up to three times."""
+"""Maximum size in bytes of all requests and answers in flight. A sound is in memory up to three times."""
 _SERVICE = "/vllm.grpc.engine.VllmEngine/"
 _OWN_METHODS = frozenset(
     f"{_SERVICE}{name}" for name in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer")
 )
-"""The methods that the gateway calls for itself."""
+"""Methods that the gateway calls for its own use, without a client's request."""
 _GENERATE = f"{_SERVICE}Generate"
 _NOTHING = Unread()
 DEFAULTS = Limits()
 LINGER_SECONDS = 10.0
-"""Seconds to drain the rest of a body that is not read."""
+"""Seconds for receiving the rest of a body that nothing reads."""
 _ID_BYTES = 16
 _NAME_LENGTH = len(CHAT_ID) + 2 * _ID_BYTES
 _HOP_BY_HOP = frozenset(
@@ -76,14 +76,16 @@ _HOP_BY_HOP = frozenset(
 )
 _TRACE = ("traceparent", "tracestate")
 _KEPT = frozenset(("accept", "content-type", "user-agent", *_TRACE))
-"""Request headers that are forwarded: all that the gateway needs."""
+"""Request headers that are forwarded. The gateway uses no other headers."""
 _LONGEST = 64 << 20
 OPTIONS = (("grpc.max_receive_message_length", _LONGEST), ("grpc.max_send_message_length", _LONGEST))
 
 
 @dataclass(slots=True)
 class _Request:
-    """One request in flight: its client's key and trace, and its full id after its Generate call."""
+    """One request in flight: the client's key and trace. After the request's Generate call, the object also contains
+    the request's full id.
+    """
 
     key: str
     unread: Unread = _NOTHING
@@ -92,12 +94,13 @@ class _Request:
 
 
 class Edge:
-    """Both proxies, for the scheduler at `target`, whose model is called `model`.
+    """The front proxy and the back proxy. The scheduler is at `target`, and its model has the name `model`.
 
-    `api_key` is for the calls of the gateway and of this process itself: the model's files, and token texts.
+    `api_key` is for calls of the gateway and of this process: for the model's files and for token texts.
 
-    Create it inside the event loop. Call `start` before the gateway is started with this object's `target` as its
-    scheduler, and `serve_http` after that. Raises StartError if the certificates in the folder `tls` cannot be used.
+    Create the object inside the event loop. Call `start` before the gateway starts; the gateway's scheduler is this
+    object's `target`. Call `serve_http` after the gateway has started. Raises StartError if the certificates in the
+    folder `tls` cannot be used.
     """
 
     def __init__(
@@ -134,16 +137,16 @@ class Edge:
     # ---- to the scheduler
 
     async def _relay(self, method: str, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        """Forward a call with the key of its request, or with this process's own key."""
+        """Forward a call. The call has the key of its request, or this process's own key."""
         first = await anext(messages, b"")
         if (found := self._owner_of(method, first)) is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is for the gateway's own calls")
             return
         key, unread, trace = found.key, found.unread, found.trace
-        # If the gateway makes spans, its span is a child of the client's.
+        # If the gateway exports spans, its span is a child of the client's span.
         trace = [(name, value) for name, value in context.invocation_metadata() if name in _TRACE] or trace
         async with self._scheduler.channel() as channel:
-            send: Any = channel.unary_stream(method)  # each of these methods has one request message
+            send: Any = channel.unary_stream(method)  # each forwarded method has a single request message
             call = send(unread.put_into(first), metadata=(*(key_metadata(key) or ()), *trace, *unread.metadata()))
             try:
                 async for message in call:
@@ -154,9 +157,10 @@ class Edge:
                 call.cancel()
 
     def _owner_of(self, method: str, message: bytes) -> _Request | None:
-        """The request in flight that a call belongs to: its key, and the fields that bypass the gateway.
+        """The request in flight to which a call belongs. The result contains the key, and the fields that bypass the
+        gateway.
 
-        None if there is no such request: every process of this machine can connect to this port.
+        Returns None if the call belongs to no request: every process of this machine can connect to this port.
         """
         if method in _OWN_METHODS:
             return _Request(self._own)
@@ -178,7 +182,7 @@ class Edge:
     async def serve_http(self, host: str, port: int, gateway: str, security: Security = OPEN) -> None:
         """Serve HTTP at `host` and `port`, for the gateway at the URL `gateway`.
 
-        Raises OSError if the address is taken, and StartError if the certificates cannot be used.
+        Raises OSError if the address is in use, and StartError if the certificates cannot be used.
         """
         self._gateway = gateway
         no_limit = aiohttp.ClientTimeout(total=None)
@@ -187,7 +191,7 @@ class Edge:
         )
         app = web.Application(client_max_size=self._limits.most_sound_bytes)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        # aiohttp's logger prints a traceback for each client that leaves or sends invalid HTTP.
+        # aiohttp's logger would print a traceback for each client that disconnects or sends invalid HTTP.
         quiet = logging.getLogger("pagewire.http")
         quiet.setLevel(logging.CRITICAL)
         self._runner = web.AppRunner(
@@ -196,7 +200,7 @@ class Edge:
             access_log=None,
             auto_decompress=False,
             logger=quiet,
-            # A connection is closed after this time with no request in flight, or with an incomplete head.
+            # A connection is closed after this time without a request in flight, or with incomplete headers.
             keepalive_timeout=self._limits.receive_seconds,
             lingering_time=min(LINGER_SECONDS, self._limits.receive_seconds),
         )
@@ -211,21 +215,21 @@ class Edge:
                     return await self._answer(request, scheduler, held)
         except HttpError as error:
             return error.response()
-        except ConnectionError:  # the client has left, or reads nothing
+        except ConnectionError:  # the client has disconnected, or reads nothing
             raise
         except Exception:
             log.exception("a call over HTTP failed")
             raise
 
     async def _answer(self, request: web.Request, scheduler: grpc.aio.Channel, held: Held) -> web.StreamResponse:
-        """Answer a request. Raises HttpError if nothing was sent yet."""
+        """Answer a request. Raises HttpError if no part of the answer was sent."""
         path = request.rel_url.raw_path
         if path in OPEN_PATHS and request.method in ("GET", "HEAD"):
             return await self._forward(request, path)
         key = _bearer(request.headers.getall("Authorization", []))
         route = f"{request.method} {path}"
         own = models if _MODELS.fullmatch(route) else OWN.get(route)
-        # These requests become scheduler calls with this key, which counts them then.
+        # These HTTP requests become scheduler calls with the client's key, so the scheduler counts them.
         is_counted = own is not None or path.endswith("completions")
         check: Any = scheduler.unary_unary(f"{_SERVICE}{'HealthCheck' if is_counted else 'GetModelInfo'}")
         try:
@@ -262,13 +266,13 @@ class Edge:
             del self._requests[name]
 
     async def _read_chat(self, body: bytes, scheduler: grpc.aio.Channel, key: str) -> tuple[bytes, Unread]:
-        """The body for the gateway, and the fields that bypass it.
+        """The body for the gateway, and the fields that bypass the gateway.
 
-        A chat that the scheduler encodes counts as two calls of the client. Raises HttpError.
+        If the scheduler encodes the chat, the chat counts as two calls of the client. Raises HttpError.
         """
         fields = read_object(body)
         parses = fields.pop(PARSE, False)
-        fields.pop("rid", None)  # or the gateway would use it in place of the id given here
+        fields.pop("rid", None)  # the gateway would use the client's rid in place of the id that this process sets
         unread = take_out(fields, self._model)
         try:
             if parses is not True:
@@ -284,7 +288,7 @@ class Edge:
     async def _forward(
         self, request: web.Request, path: str, body: bytes = b"", name: str = "", unread: Unread = _NOTHING
     ) -> web.StreamResponse:
-        """Stream the gateway's answer. If the client leaves, the gateway's connection is closed too."""
+        """Stream the gateway's answer. If the client disconnects, the connection to the gateway is closed."""
         headers = {field: value for field, value in request.headers.items() if field.lower() in _KEPT}
         if name:
             headers["X-Request-Id"] = name
@@ -308,7 +312,7 @@ class Edge:
 
 
 class _Relay(grpc.GenericRpcHandler):
-    """Accepts every method; messages stay bytes."""
+    """Accepts calls of every method. Messages are forwarded as bytes."""
 
     def __init__(self, relay: Callable[[str, AsyncIterator[bytes], Any], AsyncIterator[bytes]]) -> None:
         self._relay = relay
@@ -324,7 +328,7 @@ class _Relay(grpc.GenericRpcHandler):
 
 
 def _is_for_clients(header: str) -> bool:
-    """Whether a header may reach clients: some reveal the gateway's backend."""
+    """Whether a header may be sent to clients. Some headers reveal the gateway's backend."""
     return header not in _HOP_BY_HOP and not header.startswith("x-smg-")
 
 

@@ -20,7 +20,7 @@ _STATUSES = {
 
 
 class HttpError(Exception):
-    """The status, an error code for programs, and a message."""
+    """An error with an HTTP status, a code for programs, and a message."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -33,20 +33,18 @@ class HttpError(Exception):
 
 
 def invalid(message: str) -> HttpError:
-    """An error of the client's request."""
+    """The error for an invalid request of the client."""
     return HttpError(400, "invalid_request", message)
 
 
 def refused_by(error: grpc.aio.AioRpcError) -> HttpError:
-    """The scheduler's error as an HTTP error."""
+    """Convert the scheduler's error to an HTTP error."""
     status, code = _STATUSES.get(error.code(), (503, "service_unavailable"))
     return HttpError(status, code, sentence_of(error))
 
 
 def sentence_of(error: grpc.aio.AioRpcError) -> str:
-    """The error's message. If the scheduler cannot be reached, gRPC's message has its address, which is not for
-    clients.
-    """
+    """The error's message. If the scheduler cannot be reached, the message hides the scheduler's address."""
     if error.code() not in _STATUSES:
         return "the scheduler cannot be reached, or takes no requests now"
     return error.details() or ""

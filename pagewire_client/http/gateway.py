@@ -1,7 +1,7 @@
-"""The gateway that serves OpenAI's HTTP API before a scheduler: the program smg, with our settings.
+"""The gateway that serves OpenAI's HTTP API for a scheduler: the program smg, with pagewire's settings.
 
-It has one backend, so it need not choose, and stores no requests. It retries no requests: the scheduler itself waits
-for workers, and a client retries after the scheduler refuses because it is full.
+The gateway has a single backend and stores no requests. The gateway does not retry requests, because the scheduler
+itself waits for workers. If the scheduler is full and refuses a request, the client retries.
 """
 
 import os
@@ -21,14 +21,14 @@ from pagewire_common.connection.tls import TlsFolder
 from pagewire_common.serving.listening import cannot_listen
 
 SHUTDOWN_SECONDS = 5
-"""Seconds that requests in flight have to end after SIGTERM."""
+"""Seconds in which requests in flight may end after SIGTERM."""
 FLAGS = (
     "--backend=vllm",
     "--policy=round_robin",
     "--disable-retries",
     "--disable-circuit-breaker",
     "--disable-load-monitoring",
-    "--max-concurrent-requests=0",  # the scheduler has a queue, and limits
+    "--max-concurrent-requests=0",  # the scheduler has a queue and limits
     "--request-timeout-secs=86400",
     "--history-backend=none",
     "--max-background-responses=0",
@@ -50,31 +50,31 @@ runpy.run_module("smg", run_name="__main__", alter_sys=True)
 class Gateway:
     """Serves HTTP at `listen`, for the scheduler at `target`, from construction until `stop`.
 
-    With `traces_endpoint` (http://HOST:PORT of a collector), it exports spans, and passes them to the scheduler as
-    parents of the scheduler's spans.
+    `traces_endpoint` is http://HOST:PORT of a collector. With an endpoint, the gateway exports spans. The scheduler's
+    spans are children of the gateway's spans.
     """
 
     def __init__(self, target: str, listen: str, traces_endpoint: str | None = None) -> None:
         host, port = check_free(listen)
         command = [sys.executable, "-c", _LAUNCH, "launch", f"--worker-urls=grpc://{target}", *FLAGS]
         command += [f"--host={host}", f"--port={port}"]
-        command.append(f"--prometheus-port={_free_port()}")  # its metrics cannot be switched off
-        # Calls that change the gateway's backends need this key, which is not kept.
+        command.append(f"--prometheus-port={_free_port()}")  # The gateway's metrics cannot be switched off.
+        # Calls that change the gateway's backends require a random key. The key is not stored.
         command.append(f"--control-plane-api-keys=none:none:admin:{secrets.token_urlsafe()}")
-        # Spans need log level info; info lines go to stdout.
+        # The gateway exports spans only at log level info. The gateway writes info lines to stdout.
         command.append(f"--log-level={'info' if traces_endpoint else 'error'}")
         if traces_endpoint:
             if not traces_endpoint.startswith("http://"):
                 raise ServerError(f"{traces_endpoint!r} is no http://HOST:PORT, which is what the gateway can send to")
             command += ["--enable-trace", f"--otlp-traces-endpoint={traces_endpoint.removeprefix('http://')}"]
         self.url = url_of("http", host, port)
-        # It writes only a banner to stdout.
+        # The gateway writes only a banner to stdout.
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
         )
 
     def wait_until_ready(self, timeout: float) -> None:
-        """Wait until requests can reach a model. Raises ServerError if the gateway ends or the time is over."""
+        """Wait until requests can reach a model. Raises ServerError if the gateway ends, or after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not is_ready(self.url):
             if self.process.poll() is not None:
@@ -100,14 +100,14 @@ class Gateway:
 
 
 def is_ready(url: str, tls: Path | None = None) -> bool:
-    """Whether the gateway at `url` has a scheduler whose workers take requests.
+    """Whether the gateway at `url` has a scheduler whose workers accept requests.
 
-    With a folder `tls`, its certificate is shown to a gateway that asks for a client certificate. Raises StartError if
-    the folder cannot be used.
+    If a gateway asks for a client certificate, the certificate in the folder `tls` is sent. Raises StartError if the
+    folder cannot be used.
     """
     try:
         context = TlsFolder(tls).client_context() if tls else ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # readiness is no secret
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the readiness need not be secret
         opener = direct_opener(urllib.request.HTTPSHandler(context=context))
         with opener.open(f"{url}/readiness", timeout=5) as answer:
             return bool(answer.status == 200)
@@ -116,15 +116,15 @@ def is_ready(url: str, tls: Path | None = None) -> bool:
 
 
 def url_of(scheme: str, host: str, port: int) -> str:
-    """The URL under which this machine reaches a server that listens at this address."""
-    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # it is only compared
+    """The URL at which this machine reaches a server with this listening address."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # the address is only compared
     return f"{scheme}://{f'[{reached}]' if ':' in reached else reached}:{port}"
 
 
 def check_free(listen: str) -> tuple[str, int]:
-    """The host and the port of HOST:PORT, or of [HOST]:PORT.
+    """Return the host and the port of HOST:PORT, or of [HOST]:PORT.
 
-    Raises ServerError if the port cannot be used; the gateway itself would show a traceback.
+    Raises ServerError if the port cannot be used. The gateway itself would print a traceback.
     """
     host, _, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -149,6 +149,6 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-if __name__ == "__main__":  # a container's health check: HOST:PORT
+if __name__ == "__main__":  # the health check of a container: HOST:PORT
     folder = os.environ.get("PAGEWIRE_HTTP_TLS")
     sys.exit(not is_ready(f"{'https' if folder else 'http'}://{sys.argv[1]}", Path(folder) if folder else None))

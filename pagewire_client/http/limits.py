@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes, times and connections.
+    """Limits of sizes, times and connections.
 
     `most_bytes` limits a body, and `most_sound_bytes` a body with a sound. `max_connections` includes connections in
-    their TLS handshake. `receive_seconds` limits the time until a request's head is complete, counted from the
-    connection's start or the previous answer. The body then has as long again.
+    their TLS handshake. `receive_seconds` limits the time until a request's headers are complete. The time begins with
+    the connection or after the previous answer. The body may take `receive_seconds` again.
     """
 
     most_bytes: int = 1 << 20

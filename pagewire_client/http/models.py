@@ -1,4 +1,4 @@
-"""OpenAI's /v1/models: the served model, and the adapters that the key may name, as vLLM lists them."""
+"""OpenAI's /v1/models: the served model, and the adapters that the key may name. The list has vLLM's format."""
 
 import time
 from typing import Any
@@ -14,7 +14,7 @@ _CREATED = int(time.time())
 
 
 async def models(call: Call) -> web.StreamResponse:
-    """List all models, or the one that the path names."""
+    """List all models, or the model that the path names."""
     found = await call.stub.GetModel(pb.GetModelRequest(), metadata=call.metadata)
     listed = [_shown(name, call.model, found.context_length) for name in (call.model, *found.lora_names)]
     name = call.request.path.removeprefix(PATH).removeprefix("/")

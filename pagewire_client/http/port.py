@@ -1,7 +1,7 @@
 """The HTTP port: a limit on connections, and the current certificates.
 
-A connection counts from its accept until its socket is closed, so silent clients and unfinished TLS handshakes count.
-Connections beyond the limit are closed.
+A connection counts from its accept until its socket is closed. Silent clients and unfinished TLS handshakes therefore
+count. Connections beyond the limit are closed.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ LOOK_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Room:
-    """Free places for connections, shared by all sockets that listen at the port."""
+    """The number of free places for connections. All sockets that listen at the port share the places."""
 
     num_free: int
 
 
 class _Accepted(socket.socket):
-    """A connection's socket, which returns its place when it is closed."""
+    """The socket of a connection. Closing the socket frees its place."""
 
     room: _Room | None = None
 
@@ -41,7 +41,7 @@ class _Listening(socket.socket):
     room: _Room
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises ConnectionAbortedError at the limit; asyncio then continues with the next
+        """Accept a connection. Raises ConnectionAbortedError at the limit. asyncio then continues with the next
         connection.
         """
         connection, address = super().accept()
@@ -55,7 +55,7 @@ class _Listening(socket.socket):
 
 
 class Port:
-    """Accepts connections to an address, until `close`; the runner owns them.
+    """Accepts connections to an address until `close`. The runner owns the connections.
 
     After the TLS files change, new connections use the new files. Open connections continue.
     """
@@ -68,7 +68,7 @@ class Port:
         self._renewing: asyncio.Task[None] | None = None
 
     async def open(self, host: str, port: int) -> None:
-        """Start to listen. Raises OSError if the address is taken, and StartError for unusable certificates."""
+        """Begin to listen. Raises OSError if the address is in use, and StartError for unusable certificates."""
         self._socket = _Listening(socket.AF_INET6 if ":" in host else socket.AF_INET)
         if self._socket.family is socket.AF_INET6:
             self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -80,7 +80,9 @@ class Port:
             self._renewing = asyncio.create_task(self._renew(loaded))
 
     async def _accept(self) -> None:
-        """Listen until the TLS context changes. A listener keeps its context; its successor takes over the port."""
+        """Listen until the TLS context changes. A listener keeps its TLS context. When the context changes, a new
+        listener replaces it.
+        """
         tls, mutual, _ = self._security
         context = None if tls is None else tls.server_context(mutual=mutual)
         assert self._socket is not None
@@ -98,12 +100,13 @@ class Port:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if (generation := self._security.tls.refresh()) != loaded:
-                with contextlib.suppress(OSError, StartError):  # the files are being replaced: retry in a second
+                # the files are being replaced: the next look is in a second
+                with contextlib.suppress(OSError, StartError):
                     await self._accept()
                     loaded = generation
 
     def close(self) -> None:
-        """Stop to listen; the runner closes the connections."""
+        """Stop listening. The runner closes the connections."""
         if self._renewing is not None:
             self._renewing.cancel()
         if self._socket is not None:

@@ -1,4 +1,4 @@
-"""`pagewire_client serve`: the gateway and the proxies around it, until a signal comes."""
+"""`pagewire_client serve`: runs the gateway and the proxies around it until a signal arrives."""
 
 import argparse
 import asyncio
@@ -20,7 +20,7 @@ READY_SECONDS = 600.0
 SOUND_BODY_BYTES = 17 << 20
 MIN_BODY_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 12
-"""Bytes of an HTTP body for each token of context; the scheduler has the same limit for gRPC."""
+"""Bytes of an HTTP body for each token of context. The scheduler has the same limit for gRPC."""
 
 TRY_IT = """\
 OpenAI's API is at {url}/v1; Ctrl-C ends it. Try:
@@ -39,7 +39,7 @@ SCORE = """\
 curl {url}/v1/rerank -H 'content-type: application/json' {key}\\
   -d '{{"model": "{model}", "query": "What is the capital of France?", "documents": ["Rome", "Paris"]}}'"""
 EXAMPLES = {"transcribe": TRANSCRIBE, "generate": CHAT, "embed": EMBED, "score": SCORE}
-"""An example request by task, in order: the first that the model supports is shown."""
+"""An example request for each task, in order. The first task that the model supports is shown."""
 KEY_LINE = '-H "authorization: Bearer $PAGEWIRE_CLIENT_API_KEY" '
 
 
@@ -47,7 +47,8 @@ async def serve(arguments: argparse.Namespace, target: str, *, api_key: str = ""
     """Serve `arguments.listen` for the scheduler at `target`. Raises ServerError when the gateway ends."""
     if arguments.http_mutual_tls and not arguments.http_tls:
         raise ServerError("--http-mutual-tls needs --http-tls, whose ca.crt clients' certificates are checked with")
-    configure_logging("info", "auto")  # tracebacks omit local variables, which may be keys and prompts
+    # tracebacks contain no local variables, because variables may contain keys and prompts
+    configure_logging("info", "auto")
     raise_open_files_limit()
     model = await _served_model(target, api_key, tls)
     host, port = check_free(arguments.listen)
@@ -80,7 +81,7 @@ async def serve(arguments: argparse.Namespace, target: str, *, api_key: str = ""
 
 
 async def _served_model(target: str, api_key: str, tls: Path | None) -> pb.GetModelResponse:
-    """Wait for the model's description: the gateway looks for it only once, when it starts."""
+    """Wait for the model's description, because the gateway requests the description only at its start."""
     async with Client(target, api_key=api_key, tls=tls) as client:
         await client.wait_until_serving()
         return await client.get_model()

@@ -1,8 +1,9 @@
-"""Special tokens that are spelled in a chat: they are text, as over gRPC.
+"""Special tokens that are spelled in a chat. A special token in a chat is treated as text, as over gRPC.
 
-The gateway parses them as special tokens, so a user's message could close its turn and begin a system turn. If a chat
-spells one and has only messages of text, the scheduler renders and encodes it, and its token ids replace the gateway's.
-Any other chat, such as one with tools, is refused: only the gateway knows the template's input for it.
+The gateway would parse the text as special tokens. With this, a user's message could close its turn and begin a system
+turn. If a chat spells a special token and all its messages are text, the scheduler renders and encodes the chat. The
+scheduler's token ids replace the gateway's token ids. Any other chat that spells a special token is refused: for
+example, a chat with tools. For a chat with tools, only the gateway knows the template's input.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from pagewire_client.http.unread import is_unicode
 from pagewire_common.sampling import NUMBERS
 
 PARSE = "parse_special_tokens"
-"""The body's field that allows special tokens to be parsed."""
+"""Name of the body's field that allows special tokens to be parsed."""
 _NOT_FOR_THE_TEMPLATE = frozenset(
     (
         *("model", "user", "n", "seed", "stream", "stream_options", "stop", "stop_token_ids", "ignore_eos", "rid"),
@@ -38,7 +39,7 @@ _OF_A_MESSAGE = frozenset(("role", "content"))
 
 
 class SpecialTokens:
-    """The special tokens of the served model, read once from its files on the scheduler."""
+    """The special tokens of the served model. The tokens are read once from the model's files on the scheduler."""
 
     def __init__(self) -> None:
         self._pattern: re.Pattern[str] | None = None
@@ -52,7 +53,9 @@ class SpecialTokens:
             self._pattern = await asyncio.to_thread(_pattern_of, archive)
 
     def spelled_in(self, fields: dict[str, Any]) -> str:
-        """A special token that the template may receive within a text; empty if there is none."""
+        """A special token that occurs within a text of the template's input. The result is empty if no text contains a
+        special token.
+        """
         assert self._pattern is not None
         for text in _texts([value for name, value in fields.items() if name not in _NOT_FOR_THE_TEMPLATE]):
             if found := self._pattern.search(text):
@@ -61,7 +64,7 @@ class SpecialTokens:
 
 
 async def token_ids_of(fields: dict[str, Any], spelled: str, tokenize: Any, metadata: Any) -> list[int]:
-    """Token ids of a chat in which the special token `spelled` occurs. Raises HttpError, or grpc.aio.AioRpcError."""
+    """Token ids of a chat in which the special token `spelled` occurs. Raises HttpError and grpc.aio.AioRpcError."""
     chat = pb.Chat()
     messages = fields.get("messages")
     given = {name for name, value in fields.items() if value is not None}
@@ -81,17 +84,17 @@ async def token_ids_of(fields: dict[str, Any], spelled: str, tokenize: Any, meta
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All strings of a JSON value, names included.
+    """Yield all strings of a JSON value, names included.
 
-    The text parts of one content are joined, as a template joins them. Strings that are JSON themselves, such as a
-    call's arguments, are searched too: a template gets them as values.
+    The text parts of one content are also yielded as one string, because a template joins text parts. If a string is
+    JSON itself, for example a call's arguments, its strings are yielded too: a template receives them as values.
     """
     rest = [value]
     while rest:
         match rest.pop():
             case str(text):
                 yield text
-                if "\\" in text:  # without a backslash, the text contains its values as they are
+                if "\\" in text:  # without a backslash, the text contains its values unchanged
                     with contextlib.suppress(ValueError, RecursionError):
                         rest.append(json.loads(text))
             case dict(members):
@@ -104,7 +107,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _pattern_of(archive: bytes) -> re.Pattern[str]:
-    """A pattern that finds the special tokens that a model's files name."""
+    """A pattern that finds the special tokens in a model's files."""
     special: set[str] = set()
     with zipfile.ZipFile(io.BytesIO(archive)) as files:
         for name, member in (("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "added_tokens_decoder")):
@@ -117,17 +120,18 @@ def _pattern_of(archive: bytes) -> re.Pattern[str]:
 
 
 def _any_of(words: list[str]) -> str:
-    """A regular expression for any of these sorted words, as a trie.
+    """A regular expression that matches any of the words, in the form of a trie. The words must be sorted.
 
-    Some models have a thousand special tokens with the same beginning, and plain alternatives would each be tried at
-    each position. A word that is another's prefix stands for both.
+    Some models have a thousand special tokens with the same beginning. A plain list of alternatives would be tried word
+    by word at each position. If a word is a prefix of another word, the expression matches the prefix for both.
     """
     if "" in words:
         return ""
     branches = []
     for _, group in groupby(words, key=lambda word: word[0]):
         same = list(group)
-        pairs = zip(same[0], same[-1], strict=False)  # the first and the last in order differ wherever any two do
+        # the first and the last word differ at every place where any two words differ
+        pairs = zip(same[0], same[-1], strict=False)
         start = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         branches.append(re.escape(start) + _any_of([word[len(start) :] for word in same]))
     return f"(?:{'|'.join(branches)})"

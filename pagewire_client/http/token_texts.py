@@ -1,4 +1,4 @@
-"""The texts of single tokens, each fetched from the scheduler once."""
+"""The texts of single tokens. Each text is fetched from the scheduler once."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from pagewire.v1 import inference_service_pb2 as pb
 
 MAX_SEPARATE = 4096
-"""Tokens of one scheduler call."""
+"""Maximum number of tokens of one scheduler call."""
 
 
 class TokenTexts:
-    """Texts of the served model's tokens, as far as they were requested."""
+    """The texts of the served model's tokens that were requested so far."""
 
     def __init__(self) -> None:
         self._texts: dict[int, str] = {}

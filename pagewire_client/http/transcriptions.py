@@ -1,6 +1,7 @@
-"""OpenAI's /v1/audio/transcriptions and /v1/audio/translations, which the gateway lacks for models like Whisper.
+"""OpenAI's /v1/audio/transcriptions and /v1/audio/translations. The gateway lacks both routes for models like Whisper.
 
-The request is a form with a file. The answer is the whole text, or with `stream` events as the text is recognised.
+The request is a form with a file. The answer is the whole text. With `stream` the answer is a stream of events, which
+are sent while the text is recognised.
 """
 
 import asyncio
@@ -26,21 +27,21 @@ GRANULARITY = "timestamp_granularities"
 GRANULARITIES = frozenset(("segment", "word"))
 _STREAMS = {"": False, "0": False, "1": True, "false": False, "true": True}
 FRAMES_PER_SECOND = 100
-"""Feature frames of a second of sound; OpenAI's `seek` counts them."""
+"""Feature frames per second of sound. OpenAI's `seek` counts frames."""
 MAX_PARTS = 32
 MAX_TEXT_BYTES = 1 << 18
-"""Bytes of a form's part that is not a file."""
+"""Maximum size in bytes of a part of the form that is not a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A parsed request. The answer has one of FORMATS, or is a stream of events with `streams`."""
+    """A parsed request. The answer has one of FORMATS. If `streams` is set, the answer is a stream of events."""
 
     asked: pb.TranscribeRequest
     format: str
     streams: bool
     granularities: frozenset[str]
-    """The GRANULARITIES that verbose_json includes."""
+    """The members of GRANULARITIES that a verbose_json answer contains."""
 
 
 async def _read_form(call: Call) -> Form:
@@ -78,7 +79,7 @@ async def _read_form(call: Call) -> Form:
 
 
 async def _read_parts(call: Call) -> tuple[dict[str, str], frozenset[str], bytearray | None]:
-    """The form's texts, its granularities, and its file, which needs neither a name nor a type.
+    """Read the form's texts, its granularities, and its file. The file requires neither a name nor a type.
 
     Raises HttpError.
     """
@@ -128,7 +129,7 @@ def _translates(call: Call) -> bool:
 
 
 async def transcribe(call: Call) -> web.StreamResponse:
-    """Answer whole, or as a stream of events, in which an error may be the last event."""
+    """Answer with the whole text, or with a stream of events. An error may be the stream's last event."""
     form = await _read_form(call)
     response: web.StreamResponse | None = None
     found: dict[str, Any] = {"task": "translate" if _translates(call) else "transcribe", "segments": [], "words": []}
@@ -181,7 +182,7 @@ async def transcribe(call: Call) -> web.StreamResponse:
 
 
 def _segment(segment: pb.TranscriptSegment, number: int, temperature: float) -> dict[str, Any]:
-    """A segment with all of OpenAI's members; values that the model does not provide are null."""
+    """A segment with all of OpenAI's members. If the model does not provide a value, the member is null."""
     text = segment.text.encode()
     return {
         "id": number,
@@ -198,7 +199,7 @@ def _segment(segment: pb.TranscriptSegment, number: int, temperature: float) -> 
 
 
 def _subtitles(segments: Sequence[dict[str, Any]], *, is_vtt: bool) -> str:
-    """SubRip or WebVTT subtitles, which differ in their head and in the mark before milliseconds."""
+    """SubRip or WebVTT subtitles. The formats differ in their header and in the mark before milliseconds."""
     mark = "." if is_vtt else ","
     cues = [f"{_time(one['start'], mark)} --> {_time(one['end'], mark)}\n{_line(one['text'])}\n\n" for one in segments]
     if is_vtt:
@@ -207,7 +208,7 @@ def _subtitles(segments: Sequence[dict[str, Any]], *, is_vtt: bool) -> str:
 
 
 def _line(text: str) -> str:
-    """The text on one line, without marks that would parse as times."""
+    """Put the text on one line, and remove marks that would parse as times."""
     return " ".join(text.split()).replace("-->", "->")
 
 

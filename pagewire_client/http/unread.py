@@ -1,6 +1,6 @@
 """Fields of a chat that bypass the gateway: an adapter's name, logit biases, and token ids.
 
-Token ids replace the gateway's where it would parse a chat in another way.
+Token ids replace the gateway's token ids if the gateway would parse the chat differently.
 """
 
 import json
@@ -21,7 +21,7 @@ MAX_BIASES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """The fields that bypass the gateway; empty if it forwards all fields that matter."""
+    """The fields that bypass the gateway. The object is empty if the gateway forwards all fields that matter."""
 
     lora_name: str = ""
     logit_bias: dict[int, float] = field(default_factory=dict)
@@ -31,10 +31,10 @@ class Unread:
         return [(LORA_NAME, self.lora_name.encode())] if self.lora_name else []
 
     def named_in(self, answer: bytes, model: str) -> tuple[bytes, bytes]:
-        """Replace the `model` name in an answer's next bytes by the adapter's.
+        """Replace the `model` name by the adapter's name in the next bytes of an answer.
 
-        Returns the bytes to send, and the rest, which waits for the bytes after it. (Quotes within texts are escaped,
-        so no text matches.)
+        Returns the bytes to send, and the rest. The rest is the beginning of a possible match. The caller puts the rest
+        before the next bytes. Texts cannot match, because quotes within texts are escaped.
         """
         if not self.lora_name:
             return answer, b""
@@ -44,7 +44,7 @@ class Unread:
         return answer[: len(answer) - begun], answer[len(answer) - begun :]
 
     def put_into(self, message: bytes) -> bytes:
-        """A serialized vllm.GenerateRequest with these fields added."""
+        """Add the fields that bypass the gateway to a serialized vllm.GenerateRequest."""
         if not self.logit_bias and not self.token_ids:
             return message
         request = vllm.GenerateRequest.FromString(message)
@@ -55,10 +55,10 @@ class Unread:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises HttpError for anything else.
+    """Parse a JSON object. Raises HttpError for any other value.
 
-    The gateway gets the parsed object, written anew: input that two parsers read differently would evade the first
-    one's checks.
+    The gateway receives the parsed object in a new serialization. If this process and the gateway parsed the same bytes
+    differently, a client could evade the checks of this process.
     """
     try:
         fields: Any = json.loads(body)
@@ -78,7 +78,9 @@ def write_object(fields: dict[str, Any]) -> bytes:
 
 
 def take_out(fields: dict[str, Any], model: str) -> Unread:
-    """Remove these fields from a body. If it names an adapter, it then names the `model`. Raises HttpError."""
+    """Remove the fields that bypass the gateway from a body. If the body names an adapter, the name is replaced by
+    `model`. Raises HttpError.
+    """
     bias = read_bias(fields.get("logit_bias"))
     name = fields.get("model")
     if not isinstance(name, str) or name in ("", model):
@@ -90,7 +92,7 @@ def take_out(fields: dict[str, Any], model: str) -> Unread:
 
 
 def _member(model: str) -> bytes:
-    """The member "model" as the gateway writes it."""
+    """The JSON member "model" as the bytes that the gateway writes."""
     return f'"model":{json.dumps(model, ensure_ascii=False)}'.encode()
 
 
@@ -112,5 +114,7 @@ def read_bias(given: Any) -> dict[int, float]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be encoded: JSON can spell a lone surrogate."""
+    """Whether a text can be encoded in UTF-8. JSON can spell a lone surrogate, but UTF-8 cannot encode a lone
+    surrogate.
+    """
     return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,4 +1,4 @@
-"""The channel to the scheduler, which is replaced when its certificates change."""
+"""The channel to the scheduler. The channel is replaced when the certificates change."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +13,7 @@ from pagewire_common.connection.tls import TlsFolder, secure_channel
 
 @dataclass(slots=True)
 class _Made:
-    """A channel, made from the files of one `generation`."""
+    """A channel that uses the files of one `generation`."""
 
     channel: grpc.aio.Channel
     generation: int
@@ -21,7 +21,9 @@ class _Made:
 
 
 class Upstream:
-    """The current channel. Create it inside the event loop that uses it. Raises StartError for bad certificates."""
+    """The current channel. Create this object inside the event loop that uses it. Raises StartError for bad
+    certificates.
+    """
 
     def __init__(self, target: str, tls: Path | None = None) -> None:
         self._target = target
@@ -37,7 +39,9 @@ class Upstream:
 
     @asynccontextmanager
     async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        """The channel for the calls of one `with` block. They keep it, even if it is replaced meanwhile."""
+        """The channel for the calls of one `with` block. The calls keep this channel even if a new channel replaces it
+        meanwhile.
+        """
         if self._generation() != self._made.generation:
             before, self._made = self._made, self._make()
             await self._close_unused(before)

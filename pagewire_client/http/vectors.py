@@ -1,6 +1,6 @@
 """OpenAI's /v1/embeddings, /v1/rerank in the format of Jina, Cohere and vLLM, and vLLM's /v1/score.
 
-The gateway has no scores, joins a list into one text, and has no `dimensions`.
+The gateway does not support scores and `dimensions`, and it joins a list of texts into one text.
 """
 
 import base64
@@ -19,7 +19,7 @@ from pagewire_client.http.call import MAX_TEXTS, Call, Fields, Number, Priority,
 
 
 class EmbeddingsFields(Fields):
-    """OpenAI's fields, and our protocol's `normalize`, `truncate` and `priority`."""
+    """OpenAI's fields, and the fields `normalize`, `truncate` and `priority` of pagewire's own protocol."""
 
     input: Texts
     encoding_format: Literal["float", "base64"] = "float"
@@ -30,7 +30,7 @@ class EmbeddingsFields(Fields):
 
 
 class Document(BaseModel):
-    """A document's text; its other fields are ignored."""
+    """A document's text. Other fields of the document are ignored."""
 
     text: str
 
@@ -54,7 +54,9 @@ class ScoreFields(Fields):
 
 
 async def embeddings(call: Call) -> web.StreamResponse:
-    """Answer with vectors. All vectors are kept until the last arrives: only then the status is known."""
+    """Answer with vectors. All vectors are stored until the last vector arrives, because the answer's status is known
+    only after the last vector.
+    """
     fields = await call.fields(EmbeddingsFields)
     asked = pb.EmbedRequest(
         inputs=map(_input, each_text(fields.input)),
@@ -95,7 +97,7 @@ def _base64(embedding: Embedding) -> bytes:
 
 
 def _numbers(embedding: Embedding) -> bytes:
-    """A vector as JSON, with nine digits, which identify every float32."""
+    """A vector as JSON. Numbers have nine digits, because nine digits identify every float32."""
     return f"[{','.join(map('{:.9g}'.format, embedding.vector))}]".encode()
 
 

@@ -1,1 +1,1 @@
-"""gRPC calls: errors, unknown fields, slow readers."""
+"""gRPC calls: their errors, unknown fields in requests, and slow readers."""

@@ -1,4 +1,4 @@
-"""Wraps the calls of a gRPC method, unary or streaming, in a context manager. Interceptors use it."""
+"""Wraps the calls of a gRPC method, unary or streaming, in a context manager. Interceptors use this function."""
 
 import inspect
 from collections.abc import AsyncGenerator, Callable
@@ -12,15 +12,16 @@ Around = Callable[[Context], AbstractAsyncContextManager[None]]
 
 
 def kind_of(handler: Any) -> str:
-    """The attribute of a method's handler that holds its behaviour, such as unary_stream."""
+    """The attribute of a method's handler that contains its behaviour, for example unary_stream."""
     sides = (handler.request_streaming, handler.response_streaming)
     return "_".join("stream" if streams else "unary" for streams in sides)
 
 
 def put_around(handler: Any, around: Around) -> Any:
-    """The handler, with each call inside the context manager `around`.
+    """Return a handler that runs each call inside the context manager `around`.
 
-    It keeps no reference to the request: stack frames in gRPC's exception stay in memory until Python's collector runs.
+    The handler keeps no reference to the request: stack frames in gRPC's exception stay in memory until Python's
+    collector runs.
     """
     kind = kind_of(handler)
     behavior = getattr(handler, kind)

@@ -1,4 +1,4 @@
-"""The errors that a client may read, and the interceptor that hides all others."""
+"""The errors that a client may read, and the interceptor that hides all other errors."""
 
 import asyncio
 import inspect
@@ -19,11 +19,11 @@ from pagewire_common.calls.unknown_fields import unknown_field
 log = structlog.get_logger()
 
 MAX_STATUS_BYTES = 4096
-"""Bytes of an error's message, encoded for its header."""
+"""Maximum size of an error's message in bytes, in the encoding of a header."""
 
 
 class RequestError(Exception):
-    """A call ends with this gRPC status and message."""
+    """An error that ends a call with this gRPC status and message."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -34,19 +34,21 @@ Behavior = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
 
 
 MAX_FIELDS = 6 << 10
-"""Fields of a request: more than all its lists together may have, and few enough to count and parse quickly."""
+"""Maximum number of fields of a request. All lists of a valid request together have fewer fields. A message with this
+number of fields can be counted and parsed quickly.
+"""
 
 
 request_size: ContextVar[int] = ContextVar("request_size", default=0)
-"""Bytes of this call's serialized request.
+"""Size of this call's serialized request in bytes.
 
-The parsed message may show fewer: if a field comes twice, protobuf shows only the last value, and the first stays in
-memory as long as the call is open.
+The size of the parsed message may be smaller. If a field comes twice, protobuf shows only the last value, but the first
+value stays in memory until the call ends.
 """
 
 
 class _Unparsed(NamedTuple):
-    """Stands in for a request that would take too long to parse."""
+    """A placeholder for a request that would take too long to parse."""
 
     reason: str
     code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT
@@ -60,24 +62,27 @@ class RequestLimits(NamedTuple):
 
     num_bytes: int
     num_opaque_bytes: int = 0
-    """Further bytes allowed in fields that are not parsed, such as a sound."""
+    """Additional bytes for fields that are not parsed, for example the field of a sound."""
     will_grow: str = ""
-    """Why a larger request may be accepted later; empty if it never is."""
+    """The reason why a larger request may be accepted later. The text is empty if a larger request is never accepted.
+    """
 
 
 _HEALTH = "/grpc.health."
 _SERVED = ("/pagewire.", "/vllm.", _HEALTH, "/grpc.reflection.")
 _CLIENTS = ("/pagewire.v1.InferenceService/", "/pagewire.v1.AdminService/")
-"""Prefixes of the methods that clients of any release call. Services check each other's protocol version instead."""
+"""Prefixes of the methods that clients of any release call. For calls between services, a check of the protocol version
+replaces the check of fields.
+"""
 MAX_HEALTH_BYTES = 256
-"""Bytes of a service's name in a health check, which every caller may make."""
+"""Maximum size of a service's name in a health check in bytes. Every caller may send a health check."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns RequestError into its status, and any other uncaught error into INTERNAL without details.
 
-    gRPC would show an uncaught exception's text to the client. With `limits`, a request that is too large or has too
-    many fields is refused before it is parsed, because parsing holds the interpreter's lock.
+    Without this interceptor gRPC would send an uncaught exception's text to the client. With `limits`, a request that
+    is too large or has too many fields is refused before it is parsed, because parsing holds the interpreter's lock.
     """
 
     def __init__(self, limits: Callable[[], RequestLimits] | None = None) -> None:
@@ -97,7 +102,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         elif handler.request_streaming:
             handler = handler._replace(request_deserializer=_readable_in_a_stream(parse))
         else:
-            descriptor = parse.__self__.DESCRIPTOR  # a generated message's FromString
+            descriptor = parse.__self__.DESCRIPTOR  # `parse` is the method FromString of a generated message
             parse = _readable(parse)
             if handler_call_details.method.startswith(_CLIENTS):
                 parse = _known(parse)
@@ -115,7 +120,9 @@ _UNREADABLE = "the request's bytes are no message of this method"
 
 
 def _readable_in_a_stream(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """A parser for a stream of requests. The method itself reads them, so the error is raised there."""
+    """Return a parser for a stream of requests. If a request is invalid, the error is raised when the method
+    reads it.
+    """
 
     def readable(data: bytes) -> Any:
         try:
@@ -127,7 +134,9 @@ def _readable_in_a_stream(parse: Callable[[bytes], Any]) -> Callable[[bytes], An
 
 
 def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """A parser that returns `_Unparsed` for invalid bytes; gRPC would report UNKNOWN with the parser's message."""
+    """Return a parser that returns `_Unparsed` for invalid bytes. If a parser raises, gRPC reports UNKNOWN with its
+    message.
+    """
 
     def readable(data: bytes) -> Any:
         try:
@@ -139,7 +148,7 @@ def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _known(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Refuse requests with unknown fields: an answer that ignores them would be wrong."""
+    """Return a parser that refuses requests with unknown fields: an answer that ignores these fields would be wrong."""
 
     def known(data: bytes) -> Any:
         request = parse(data)
@@ -201,9 +210,10 @@ def _guard_generator(behavior: Behavior) -> Behavior:
 
 
 def _short(sentence: str) -> str:
-    """A message, cut to fit into a status. It may quote a client's input or a model's file.
+    """Cut a message to the size of a status. The message may quote a client's input or a model's file.
 
-    It is sent in a header, percent-encoded, and gRPC libraries drop calls whose headers are larger than 8 KiB.
+    gRPC sends the message in a header, percent-encoded. Many gRPC libraries drop calls whose headers are larger than 8
+    KiB.
     """
     short = sentence[:MAX_STATUS_BYTES]
     while len(quote(short)) > MAX_STATUS_BYTES:
@@ -214,8 +224,8 @@ def _short(sentence: str) -> str:
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
     """End a call with an error.
 
-    gRPC's own exception refers to itself, so it and its objects stay in memory until Python's collector runs. They must
-    not include the request, nor the stack frames of `error`.
+    gRPC's own exception refers to itself, so the exception and its objects stay in memory until Python's collector
+    runs. The exception's objects must not include the request or the stack frames of `error`.
     """
     if isinstance(error, RequestError):
         error.__traceback__ = error.__context__ = None
@@ -223,7 +233,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
             await context.abort(error.code, _short(str(error)))
         except grpc.aio.InternalError:  # the client is gone, or an unread message blocks the end
             log.info("call cancelled", code=error.code.name, reason=str(error))
-            raise asyncio.CancelledError from None  # the only end that gRPC accepts now
+            raise asyncio.CancelledError from None  # now gRPC accepts only a cancellation
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, NotImplementedError):  # a method that the servicer does not implement

@@ -1,6 +1,6 @@
-"""Writes to one client: a write that takes too long, or is given up, ends the call.
+"""Writes to one client. A write that takes too long or is given up ends the call.
 
-One timer a call watches its writes: a timeout around each write took 10 % of the time of sending a message.
+Each call has one timer that watches its writes. A timeout around each write took 10 % of the time of sending a message.
 """
 
 import asyncio
@@ -12,24 +12,24 @@ from pagewire_common.calls.errors import RequestError
 
 
 class PatientWriter:
-    """A call's writer. It belongs to the task that makes it, until `close`."""
+    """The writer of a call. Until `close` the writer belongs to the task that creates it."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], limit: float) -> None:
-        """`limit`: seconds that a message may go unread."""
+        """`limit` is the number of seconds that the client may leave a message unread."""
         task = asyncio.current_task()
         assert task is not None
         self._context = context
         self._limit = limit
         self._task = task
         self._loop = asyncio.get_running_loop()
-        self._began: float | None = None  # start of the current write
-        self._error: RequestError | None = None  # why the current write is given up
+        self._began: float | None = None  # Start of the current write.
+        self._error: RequestError | None = None  # Reason why the current write is given up.
         self._timer = self._loop.call_later(limit, self._check)
 
     async def write(self, message: Any) -> None:
         """Write a message.
 
-        Raises RESOURCE_EXHAUSTED if the client does not read in time, CANCELLED if it has gone, or the error of
+        Raises RESOURCE_EXHAUSTED if the client does not read in time, CANCELLED if the client has gone, or the error of
         `give_up`.
         """
         self._began = self._loop.time()
@@ -39,7 +39,7 @@ class PatientWriter:
             if self._error is None or self._task.uncancel():
                 raise
             raise RequestError(self._error.code, str(self._error)) from None
-        except grpc.aio.InternalError:  # gRPC's error for a write at the end of its call
+        except grpc.aio.InternalError:  # gRPC's error for a write when the call ends
             raise RequestError(grpc.StatusCode.CANCELLED, "the client is gone") from None
         self._began = None
 
@@ -53,7 +53,7 @@ class PatientWriter:
             self.give_up(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
 
     def give_up(self, error: RequestError) -> None:
-        """End the current write, if any, with this error."""
+        """End the current write with this error. Without a current write the call has no effect."""
         if self._began is not None and self._error is None:
             self._error = error
             self._task.cancel()

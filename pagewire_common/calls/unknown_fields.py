@@ -1,13 +1,16 @@
-"""Finds fields of a request that this server's contract lacks: protobuf keeps them, and no code reads them."""
+"""Finds fields of a request that this server's contract lacks. Protobuf keeps unknown fields, but no code reads
+them.
+"""
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 
 def unknown_field(message: Message) -> str:
-    """The name of the first unknown field of a message or its parts, or "".
+    """The name of the first unknown field in a message or its submessages. The name is empty if all fields are known.
 
-    Takes 0.12 µs a message and part; lists of numbers cost nothing. The values of a map are numbers in all requests.
+    The search takes 0.12 µs for each message and submessage. Lists of numbers cost nothing. Maps are skipped, because
+    in all requests the values of maps are numbers.
     """
     if len(unknown := UnknownFieldSet(message)):
         return f"field {unknown[0].field_number} of {message.DESCRIPTOR.name}"

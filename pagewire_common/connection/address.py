@@ -1,14 +1,14 @@
-"""HOST:PORT, the address that a server listens on."""
+"""Parses HOST:PORT, the address on which a server listens."""
 
 
 def parse_address(address: str) -> str:
-    """Check that an address is HOST:PORT; raises ValueError otherwise. Port 0 lets the system choose."""
+    """Check that an address is HOST:PORT, and return it. Raises ValueError. With port 0 the system chooses the port."""
     split_address(address)
     return address
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port. Raises ValueError if the text is not HOST:PORT. An IPv6 address keeps its brackets."""
+    """Split HOST:PORT into host and port. Raises ValueError for any other text. An IPv6 address keeps its brackets."""
     host, separator, port = address.rpartition(":")
     if not (host and separator and port.isdigit() and int(port) < 65536):
         raise ValueError(f"'{address}' is not HOST:PORT")
@@ -16,5 +16,5 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """HOST:PORT, with brackets round an IPv6 address."""
+    """Join host and port to HOST:PORT. An IPv6 address gets brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

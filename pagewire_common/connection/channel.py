@@ -1,7 +1,7 @@
-"""Opens channels, and decides whether a call goes through the environment's HTTP proxy.
+"""Opens channels, and decides whether a call uses the HTTP proxy of the environment.
 
-gRPC by default sends every call to the proxy, calls to this machine and to workers too. Here calls between our services
-never use a proxy. Clients' calls use it unless the server is on this machine.
+By default gRPC sends every call to the proxy, including calls to this machine and to workers. In pagewire, calls
+between the services never use a proxy. A client's calls use the proxy unless the server is on this machine.
 """
 
 import ipaddress
@@ -14,7 +14,7 @@ import grpc
 
 DIRECT = (("grpc.enable_http_proxy", 0),)
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""Environment variables in gRPC's order: the first that is set counts, both with TLS and in plain text."""
+"""Environment variables in gRPC's order. The first variable that is set counts, with TLS and in plain text."""
 EXCEPTION_VARIABLES = ("no_grpc_proxy", "no_proxy")
 
 
@@ -25,7 +25,7 @@ def open_channel(
     *,
     may_use_proxy: bool = False,
 ) -> grpc.aio.Channel:
-    """A channel to `target`, in plain text without `credentials`."""
+    """Open a channel to `target`. Without `credentials` the channel uses plain text."""
     route = () if may_use_proxy and proxy_of(target) else DIRECT
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=[*options, *route])
@@ -33,15 +33,18 @@ def open_channel(
 
 
 def direct_opener(*handlers: BaseHandler) -> OpenerDirector:
-    """Opens URLs of services on this machine without a proxy; urllib's default opener would use the proxy."""
+    """Create an opener of URLs without a proxy, for services on this machine. urllib's default opener would use the
+    proxy.
+    """
     return build_opener(ProxyHandler({}), *handlers)
 
 
 def proxy_of(target: str, environment: Mapping[str, str] | None = None) -> str:
-    """The HOST:PORT of the proxy for a client's calls to `target`; empty if they go there directly.
+    """The HOST:PORT of the proxy for a client's calls to `target`. The result is empty if the calls go to the target
+    directly.
 
-    Raises ValueError for a variable that is not a URL. The error does not quote the value, which may contain a
-    password.
+    Raises ValueError for a variable that is not a URL. The error does not quote the value, because the value may
+    contain a password.
     """
     if is_local(target):
         return ""
@@ -55,13 +58,13 @@ def proxy_of(target: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def _http_address(variable: str, url: str) -> str:
-    """The HOST:PORT in a proxy's URL; empty for schemes other than http, which gRPC does not use."""
+    """The HOST:PORT in a proxy's URL. The result is empty if the scheme is not http: gRPC uses only http proxies."""
     try:
         parts = urlsplit(url)
         if parts.scheme != "http":
             return ""
         if parts.hostname and parts.port != 0 and "@" not in parts.path + parts.query + parts.fragment:
-            return parts.netloc.rpartition("@")[2]  # without a password
+            return parts.netloc.rpartition("@")[2]  # the part after the last @ has no password
     except ValueError:
         pass
     raise ValueError(
@@ -71,7 +74,10 @@ def _http_address(variable: str, url: str) -> str:
 
 
 def _matches(host: str, exception: str) -> bool:
-    """Whether gRPC would match a host: by the end of its name, or a network. "*" matches every host, as in curl."""
+    """Whether an exception of no_proxy matches a host, by gRPC's rules.
+
+    An exception is the end of a host's name, or a network. "*" matches every host, as in curl.
+    """
     if not exception:
         return False
     if exception == "*" or host.endswith(exception.removeprefix(".")):
@@ -83,7 +89,9 @@ def _matches(host: str, exception: str) -> bool:
 
 
 def split_target(target: str) -> tuple[str, int | None]:
-    """The host, and the port if there is one, of HOST:PORT or of gRPC's longer form dns://[SERVER]/HOST:PORT."""
+    """The host and the port of a target. The target is HOST:PORT or gRPC's longer form dns://[SERVER]/HOST:PORT. The
+    port is None if the target has no port.
+    """
     address = target.rpartition("/")[2]
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal() and not (":" in host and not host.endswith("]")):

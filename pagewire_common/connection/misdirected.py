@@ -1,7 +1,7 @@
 """Adds advice to the error of a failed call.
 
-The call may have gone through a proxy. The port may belong to another service, require TLS, lack TLS, or speak
-HTTP/1.1. Its certificate may be refused.
+A call can fail for several reasons. The call may have used a proxy. The port may belong to another service, require
+TLS, lack TLS, or speak HTTP/1.1. The server or the client may refuse a certificate.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ import grpc
 from pagewire_common.connection.channel import proxy_of, split_target
 
 PROBE_SECONDS = 2.0
-"""Seconds for a TLS handshake with a port that closes connections in plain text."""
+"""Time limit in seconds of a TLS handshake. The handshake is tried if a port closes plain-text connections."""
 _CLOSED = ("Socket closed", "Connection reset", "Broken pipe")
-"""gRPC's errors when a plain-text call meets a TLS port, and also when a server is leaving."""
+"""gRPC's errors when a plain-text call reaches a TLS port. gRPC reports the same errors when a server stops."""
 _OF_THE_CONNECTION = ("failed to connect", "errors resolving", *_CLOSED)
 _NO_TLS = "WRONG_VERSION_NUMBER"
 _NOT_VERIFIED = "CERTIFICATE_VERIFY_FAILED"
@@ -25,12 +25,12 @@ _NO_METHOD = "Method not found!"
 
 
 class MisdirectedError(grpc.aio.AioRpcError):
-    """A retry cannot succeed: the call must be made in another way."""
+    """The error of a call that must be made in another way. A retry cannot succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """How a server is called. `tls_option` and `port_hint` tell the reader how to call it in another way."""
+    """How a client calls a server. The advice in an error names `tls_option` and `port_hint`."""
 
     target: str
     has_tls: bool
@@ -39,14 +39,14 @@ class Direction:
     may_use_proxy: bool = False
 
     async def explain(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-        """The error with advice for its reader; a MisdirectedError if the call itself is wrong."""
+        """Add advice to an error. Returns a MisdirectedError if the same call can never succeed."""
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.UNIMPLEMENTED and details == _NO_METHOD:
             return _with(error, f"{self.target} does not have this call: {self.port_hint}")
         if code is not grpc.StatusCode.UNAVAILABLE:
             return error
         if not any(words in details for words in _OF_THE_CONNECTION):
-            return error  # the server's own error
+            return error  # the error comes from the server
         if _OTHER_NAME in details:
             return _with(error, f"the certificate of {self.target} is not for {self._host}", MisdirectedError)
         if _NOT_VERIFIED in details:
@@ -74,7 +74,7 @@ class Direction:
         if port is None:
             return False
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # no data is sent to it
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the probe sends no data to the server
         context.set_alpn_protocols(["h2"])
         try:
             async with asyncio.timeout(PROBE_SECONDS):

@@ -1,10 +1,10 @@
 """TLS from a folder with cert-manager's file names.
 
-tls.crt and tls.key are one's own certificate and key; ca.crt verifies the peer's certificates.
+tls.crt and tls.key are the certificate and key of this side. ca.crt verifies the certificates of the other side.
 
-A server checks the files at each connection, and uses a renewed certificate from the next connection on. While files
-are being replaced, the old ones stay in use. New files count as complete if they have not changed for SETTLE_SECONDS,
-none is missing that was in use, and certificate and key match.
+A server checks the files at each connection. A renewed certificate is used from the next connection. While files are
+being replaced, the old files stay in use. New files count as complete under three conditions: the files have not
+changed for SETTLE_SECONDS, every file that was in use still exists, and certificate and key match.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ log = structlog.get_logger()
 
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 SETTLE_SECONDS = 1.0
-"""Seconds without a change before files count as complete. A truncated list of authorities would be a valid, shorter
-list.
+"""Seconds without a change before files count as complete. Without the pause, a half-written list of authorities would
+count as a valid, shorter list.
 """
 
 
@@ -46,24 +46,25 @@ class _Files(NamedTuple):
 
 
 class TlsFolder:
-    """One side's TLS folder. Any thread may use it.
+    """The TLS folder of a server or a client. Any thread may use this object.
 
-    Raises StartError if its files are invalid or there are none.
+    Raises StartError if the folder has no files or its files are invalid.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._stamp = self._look()  # of the files in use
+        self._stamp = self._look()  # state of the files in use
         try:
             self._files = self._read()
         except (OSError, ValueError) as error:
             raise StartError(f"cannot use the certificates in {folder}: {error}") from None
-        self._generation = 0  # of the files in use
-        self._seen, self._seen_at = self._stamp, 0.0  # the last look, and when the same was first seen
+        self._generation = 0  # Number of times that files were loaded.
+        # State of the files at the last look, and the time at which this state was first seen.
+        self._seen, self._seen_at = self._stamp, 0.0
 
     def _look(self) -> tuple[object, ...]:
-        """A value that changes with the files, and with the right to read them."""
+        """A value that changes if the files or the permissions to read them change."""
         stamps: list[object] = []
         for name in (CERTIFICATE, KEY, AUTHORITY):
             try:
@@ -75,7 +76,7 @@ class TlsFolder:
         return tuple(stamps)
 
     def _read(self) -> _Files:
-        """Read the files. Raises OSError (ssl's errors are OSErrors) or ValueError if they cannot be used."""
+        """Read the files. Raises OSError or ValueError if the files cannot be used. ssl's errors are OSErrors."""
         paths = [self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)]
         files = _Files(*(path.read_bytes() if path.exists() else None for path in paths))
         if not files.names:
@@ -93,22 +94,25 @@ class TlsFolder:
         return files
 
     def refresh(self) -> int:
-        """Load changed files if they can be used; returns the generation of the files in use.
+        """Load files that have changed, if they can be used. Returns the generation of the files in use.
 
-        Each server compares the generation with the one it has loaded: several servers may use a folder.
+        Each server compares the generation with the generation that it has loaded, because several servers may use a
+        folder.
         """
         with self._lock:
             stamp, now = self._look(), time.monotonic()
             if stamp != self._seen:
                 self._seen, self._seen_at = stamp, now
             if self._seen_at and (now - self._seen_at >= SETTLE_SECONDS or self._is_old()):
-                self._seen_at = 0.0  # logged once for each change
+                self._seen_at = 0.0  # 0 prevents a second look, so that each change is logged once
                 if stamp != self._stamp:
                     self._take(stamp)
             return self._generation
 
     def _is_old(self) -> bool:
-        """Whether folder and files last changed long ago, so that one look is enough."""
+        """Whether the last change of folder and files is at least SETTLE_SECONDS ago. If nothing changed for so long, a
+        single look at the files is enough.
+        """
         paths = (self._folder, *(self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)))
         try:
             return time.time() - max(path.stat().st_ctime for path in paths if path.exists()) >= SETTLE_SECONDS
@@ -125,7 +129,7 @@ class TlsFolder:
                 reason, folder = str(error), str(self._folder)
                 log.error("changed certificates cannot be used; the old ones stay", folder=folder, reason=reason)
             return
-        if self._look() == stamp:  # otherwise they are being replaced now
+        if self._look() == stamp:  # if the state differs, the files are being replaced now
             self._stamp, self._files = stamp, files
             self._generation += 1
             log.info("certificates read again", folder=str(self._folder))
@@ -137,14 +141,14 @@ class TlsFolder:
             raise StartError(f"clients' certificates are checked with {AUTHORITY}, which {self._folder} has not")
 
     def server_credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
-        """Credentials of a gRPC server; with `mutual`, clients need certificates too. Raises StartError."""
+        """Credentials of a gRPC server. With `mutual`, clients require certificates. Raises StartError."""
         self._need_own(mutual=mutual)
         loaded = self.refresh()
 
         def configuration() -> Any:
             return grpc.ssl_server_certificate_configuration(self._files.pairs, self._files.authority)
 
-        def if_changed() -> Any:  # gRPC calls this at each handshake, on its own thread
+        def if_changed() -> Any:  # gRPC calls this function at each handshake, on gRPC's own thread
             nonlocal loaded
             if (generation := self.refresh()) == loaded:
                 return None
@@ -154,13 +158,13 @@ class TlsFolder:
         return grpc.dynamic_ssl_server_credentials(configuration(), if_changed, mutual)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Credentials of a gRPC client, from the current files. Without ca.crt the system's authorities count."""
+        """Credentials of a gRPC client, from the current files. Without ca.crt the system's authorities are used."""
         self.refresh()
         key, certificate = self._files.pairs[0] if self._files.pairs else (None, None)
         return grpc.ssl_channel_credentials(self._files.authority, key, certificate)
 
     def client_context(self) -> ssl.SSLContext:
-        """The context of an HTTP client, from the current files. Raises OSError while the files change."""
+        """The TLS context of an HTTP client, from the current files. Raises OSError while the files change."""
         has_authority = self._files.authority is not None
         context = ssl.create_default_context(cafile=self._folder / AUTHORITY if has_authority else None)
         if self._files.pairs:
@@ -169,12 +173,16 @@ class TlsFolder:
         return context
 
     def _check_unchanged(self) -> None:
-        """Raises OSError if the files on disk differ from the files in use: only the latter were checked."""
+        """Raise OSError if the files on disk differ from the files in use, because only the files in use were
+        checked.
+        """
         if self._look() != self._stamp:
             raise OSError(f"the files in {self._folder} are being replaced")
 
     def server_context(self, *, mutual: bool) -> ssl.SSLContext:
-        """The context of an HTTP server, from the current files. Raises StartError, or OSError while they change."""
+        """The TLS context of an HTTP server, from the current files. Raises StartError, or OSError while the files
+        change.
+        """
         self._need_own(mutual=mutual)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY, _no_password)
@@ -187,7 +195,7 @@ class TlsFolder:
 
 @contextlib.contextmanager
 def _named(files: str) -> Iterator[None]:
-    """Add the files' names to ssl's errors, which lack them. Raises ValueError."""
+    """Add the files' names to errors of ssl, because ssl does not name files. Raises ValueError."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -195,15 +203,17 @@ def _named(files: str) -> Iterator[None]:
 
 
 def _no_password() -> str:
-    """An empty password: otherwise ssl would ask for an encrypted key's password at the terminal, and wait."""
+    """Return an empty password. Without this function ssl would ask for an encrypted key's password at the terminal,
+    and wait.
+    """
     raise OSError("the key is encrypted; it must not be")
 
 
 class Security(NamedTuple):
-    """Conditions for calling a server.
+    """The conditions for calling a server.
 
-    A folder requires TLS; `mutual` requires a client certificate. `identity`, unless empty, is the name that the client
-    certificate must have.
+    A server with a TLS folder requires TLS. `mutual` requires a client certificate. If `identity` is not empty, the
+    client certificate must contain this name.
     """
 
     tls: TlsFolder | None = None
@@ -222,9 +232,10 @@ def secure_channel(
     identity: str = "",
     may_use_proxy: bool = False,
 ) -> grpc.aio.Channel:
-    """A channel to `target`, in plain text without a folder.
+    """Open a channel to `target`. Without a folder the channel uses plain text.
 
-    The server's certificate must be for `identity`, or if that is empty for the host in `target`.
+    The server's certificate must be valid for `identity`. If `identity` is empty, the certificate must be valid for the
+    host in `target`.
     """
     names = [("grpc.ssl_target_name_override", identity)] if identity and tls is not None else []
     credentials = None if tls is None else tls.channel_credentials()
@@ -232,6 +243,6 @@ def secure_channel(
 
 
 def peer_names(context: grpc.aio.ServicerContext[Any, Any]) -> set[str]:
-    """The names in the peer's certificate; empty without a certificate."""
+    """The names in the certificate of the call's peer. The set is empty without a certificate."""
     names = context.auth_context().get("x509_subject_alternative_name", ())
     return {name.decode(errors="replace") for name in names}

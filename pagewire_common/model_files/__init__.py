@@ -1,1 +1,1 @@
-"""A model's files that both services read."""
+"""Reads the files of a model that both services use."""

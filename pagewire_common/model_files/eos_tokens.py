@@ -1,4 +1,6 @@
-"""The tokens that end an output, from a model's files. The scheduler ends outputs at them; workers allow them."""
+"""The tokens that end an output, from a model's files. The scheduler ends outputs at end tokens. Workers allow the end
+tokens.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +12,11 @@ from pagewire_common.start_error import StartError
 
 
 def eos_token_ids(config: Mapping[str, Any], generation: GenerationConfig, of_tokenizer: int | None) -> tuple[int, ...]:
-    """End-of-sequence tokens from generation_config.json, or if it has none, from config.json.
+    """End-of-sequence tokens from generation_config.json. If generation_config.json has none, the tokens come from
+    config.json.
 
-    The tokenizer's own end-of-sequence token counts too, as in vLLM: base models are fine-tuned to end turns with
-    another token. Raises StartError for an invalid token id.
+    The tokenizer's own end-of-sequence token is added, as in vLLM: a fine-tuned model may end turns with another token
+    than its base model. Raises StartError for an invalid token id.
     """
     named = generation.tokens("eos_token_id")
     if not named and (found := config.get("eos_token_id")) is not None:

@@ -1,6 +1,6 @@
 """Default sampling parameters from the model's generation_config.json.
 
-At start, workers check the file and refuse unsupported keys; front ends use its values.
+At start, workers check the file and refuse unsupported keys. Front ends use the file's values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """The generation keys of a model's files, with checked values; `file` is the file's name.
+    """The generation keys of a model's files, with checked values. `file` is the file's name.
 
     Keys with an empty value (null, or an empty list, object or text) are left out.
     """
@@ -33,7 +33,8 @@ class GenerationConfig:
     def read(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None, vocabulary_size: int
     ) -> "GenerationConfig":
-        """Read generation_config.json, or without that file the generation keys of config.json, as transformers does.
+        """Read generation_config.json. If the file is missing, read the generation keys of config.json, as transformers
+        does.
 
         Raises StartError for an unknown key, and for a value that no request may set.
         """
@@ -57,7 +58,7 @@ class GenerationConfig:
 
     @property
     def chosen_by_requests(self) -> dict[str, Any]:
-        """The keys of the file's preferred decoding method, which applies only if a request asks for it."""
+        """The keys of the decoding method that the file prefers. The method applies only if a request asks for it."""
         return {
             key: self.keys[key]
             for key, (_, nothing) in CHOSEN_BY_REQUESTS.items()
@@ -65,19 +66,20 @@ class GenerationConfig:
         }
 
     def tokens(self, key: str) -> tuple[int, ...]:
-        """The token ids of a key, whose value is one id or a list."""
+        """The token ids of a key. The key's value is a single id or a list of ids."""
         value = self.keys.get(key, [])
         return tuple(dict.fromkeys(value if isinstance(value, list) else [value]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults(SamplerParams):
-    """Defaults of fields that a request leaves out; they mean the same as in the authors' own library.
+    """Defaults for fields that a request leaves out. Each default has the same meaning as in transformers.
 
-    Without do_sample, decoding is greedy whatever the other fields are. `max_length` and `min_length` count the prompt,
-    and apply if `max_new_tokens` and `min_new_tokens` are absent. The last token of each of `bad_words` may not follow
-    its other tokens. `suppressed` tokens are never chosen, and `begin_suppressed` tokens are never chosen first; no
-    field of a request overrides this.
+    Without do_sample, decoding is greedy for any value of the other fields. `max_length` and `min_length` count the
+    prompt. `max_length` and `min_length` apply only if `max_new_tokens` and `min_new_tokens` are absent. Each of
+    `bad_words` is a list of tokens; the list's last token may not follow the list's other tokens. Tokens in
+    `suppressed` are never chosen. Tokens in `begin_suppressed` are never chosen as the first token. A request cannot
+    override suppressed tokens.
     """
 
     max_new_tokens: int | None = None
@@ -92,7 +94,7 @@ class GenerationDefaults(SamplerParams):
 
     @classmethod
     def of(cls, config: GenerationConfig) -> "GenerationDefaults":
-        """Raises StartError for values that contradict each other."""
+        """Convert a file's values to defaults. Raises StartError for values that contradict each other."""
         _check_agreement(config)
         keys, stop, ends = config.keys, config.keys.get("stop_strings", []), config.tokens("eos_token_id")
         given = {name: keys[name] for name in (*_NUMBERS, *_LENGTHS) if name in keys}
@@ -100,7 +102,7 @@ class GenerationDefaults(SamplerParams):
             **given | {"temperature": keys.get("temperature", 1.0) if keys.get("do_sample") else 0.0},
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             logit_bias={token_id: bias for (token_id,), bias in keys.get("sequence_bias", [])},
-            # in transformers too, bad words do not ban an end-of-sequence token
+            # as in transformers, bad words do not ban an end-of-sequence token
             bad_words=tuple(
                 tuple(word) for word in keys.get("bad_words_ids", []) if word not in [[end] for end in ends]
             ),
@@ -110,7 +112,9 @@ class GenerationDefaults(SamplerParams):
 
     @property
     def not_with_beams(self) -> str | None:
-        """The first key that changes the model's distribution or shortens outputs, which beam search does not allow."""
+        """The first key that beam search does not allow, because the key changes the model's distribution or shortens
+        outputs.
+        """
         says = {
             "suppress_tokens": self.suppressed,
             "begin_suppress_tokens": self.begin_suppressed,
@@ -122,22 +126,24 @@ class GenerationDefaults(SamplerParams):
 
     @property
     def num_listed(self) -> int:
-        """Numbers in the lists that each request carries."""
+        """Number of entries in all lists of the defaults. Each request carries the lists."""
         words = sum(map(len, self.bad_words)) + len(self.bad_words)
         return words + 2 * len(self.logit_bias) + len(self.suppressed) + len(self.begin_suppressed)
 
     def max_tokens(self, num_prompt_tokens: int) -> int | None:
-        """The most output tokens after a prompt. None if the file has no limit; below 1 if the prompt is too long."""
+        """Maximum number of output tokens after a prompt. The result is None if the file has no limit. The result is
+        below 1 if the prompt is too long.
+        """
         if self.max_new_tokens is not None or self.max_length is None:
             return self.max_new_tokens
         return self.max_length - num_prompt_tokens
 
     def min_tokens(self, num_prompt_tokens: int) -> int:
-        """The number of output tokens before which an output may not end."""
+        """Minimum number of tokens of an output after a prompt."""
         return max(0, self.min_length - num_prompt_tokens) if self.min_new_tokens is None else self.min_new_tokens
 
     def sampling_params(self) -> dict[str, float]:
-        """The defaults, by the names in vLLM's engine protocol."""
+        """The defaults, by the names that vLLM's engine protocol uses."""
         values = {name: getattr(self, name) for name in _NUMBERS}
         return values if self.max_new_tokens is None else values | {"max_tokens": self.max_new_tokens}
 

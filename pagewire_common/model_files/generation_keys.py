@@ -1,6 +1,6 @@
-"""The keys of a generation_config.json, and their allowed values: supported keys, and ignored keys by reason.
+"""The keys of a generation_config.json and their allowed values. Supported keys and ignored keys have separate tables.
 
-A key in no table is refused. A key that changes which tokens a decoding method chooses must not be in the table of keys
+A key in no table is refused. A key that changes a decoding method's choice of tokens must not be in the table of keys
 without effect.
 """
 
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 from pagewire_common.sampling import MAX_BIAS, MAX_STOP_STRINGS, MAX_STRING, NUMBERS, Bounds, Number
 
 MAX_LISTED = 1024
-"""Token ids or words in one list, at most: each request carries them to its worker."""
+"""Maximum number of token ids or words in one list. Each request carries its lists to its worker."""
 _LONGEST_WORD = 256
-"""Token ids of a banned word, at most."""
+"""Maximum number of token ids of a banned word."""
 _MAX_HEADS = 1024
 
 
 class Kind(NamedTuple):
-    """The values of a key. `expected` completes the sentence "it must be …"; `holds` gets a value and the vocabulary
-    size.
+    """The allowed values of a key. `expected` completes the sentence "it must be …". `holds` receives a value and the
+    vocabulary size.
     """
 
     expected: str
@@ -52,7 +52,7 @@ def _as_requests(number: Number) -> Kind:
 
 
 def _one_of(*values: object) -> Kind:
-    """Exactly these values: true differs from 1, but 1.0 equals 1."""
+    """Allow exactly these values. The value true differs from 1, but 1.0 equals 1."""
 
     def holds(value: object, _: int) -> bool:
         return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
@@ -128,7 +128,8 @@ _OBEYED: Mapping[str, Kind] = {
     "eos_token_id": ENDS,
     "decoder_start_token_id": TOKEN,
     "forced_bos_token_id": TOKEN,
-    "bos_token_id": Kind("a token id", lambda value, _: type(value) is int),  # prompts begin as the tokenizer defines
+    # the tokenizer decides the first token of a prompt
+    "bos_token_id": Kind("a token id", lambda value, _: type(value) is int),
     "suppress_tokens": _TOKENS,
     "begin_suppress_tokens": _TOKENS,
     "bad_words_ids": Kind(
@@ -160,10 +161,10 @@ CHOSEN_BY_REQUESTS: Mapping[str, tuple[Kind, object]] = {
     "num_beams": (_FROM_1, 1),
     "num_return_sequences": (_FROM_1, 1),
 }
-"""Keys of the author's preferred decoding method (mostly beam search), with their neutral value.
+"""Keys of the decoding method that the model's author prefers (usually beam search), with their neutral value.
 
-A request chooses its method itself, because another method changes the answer's shape and price. As in vLLM, a model is
-served without the preferred method; the log says so once.
+Each request chooses its own method, because another method changes the shape and the cost of the answer. As in vLLM, a
+model is served without the preferred method. The log reports once that the preferred method is not used.
 """
 
 _NEUTRAL: Mapping[str, Kind] = {
@@ -174,7 +175,7 @@ _NEUTRAL: Mapping[str, Kind] = {
     "penalty_alpha": _one_of(0), "presence_penalty": _one_of(0),
     "token_healing": _one_of(False), "top_h": _one_of(), "typical_p": _one_of(1), "watermarking_config": _one_of(),
 }  # fmt: skip
-"""Keys whose other values choose other tokens, in a way that nothing here computes."""
+"""Keys with a neutral value. Any other value chooses tokens in a way that pagewire does not implement."""
 
 _LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "they say where the file comes from, and what wrote it": (
@@ -214,12 +215,14 @@ _OF_SPEECH: Mapping[str, Kind] = {
     "task": _one_of("transcribe"),
     "forced_decoder_ids": _FORCED,
     "alignment_heads": _HEADS,
-    "is_multilingual": _ANYTHING,  # lang_to_id lists the languages
-    "prev_sot_token_id": _ANYTHING,  # the tokenizer's <|startofprev|>
-    "return_timestamps": _ANYTHING,  # a transcript has times
+    "is_multilingual": _ANYTHING,  # The key lang_to_id lists the languages.
+    "prev_sot_token_id": _ANYTHING,  # The tokenizer's token <|startofprev|>.
+    "return_timestamps": _ANYTHING,  # Every transcript contains times.
 }
 
 
 def kinds(keys: Mapping[str, Any]) -> Mapping[str, Kind]:
-    """The kind of each key that the file may have. A file with `no_timestamps_token_id` belongs to a speech model."""
+    """The allowed values of each key that the file may have. A file with `no_timestamps_token_id` belongs to a speech
+    model.
+    """
     return {**_OF_TEXT, **_OF_SPEECH} if "no_timestamps_token_id" in keys else _OF_TEXT

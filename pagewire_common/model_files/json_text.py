@@ -1,4 +1,4 @@
-"""JSON in which no name may have two values: a parser would drop one of them."""
+"""Parses JSON and refuses names with two values: Python's parser would drop one of the values."""
 
 import json
 from typing import Any
@@ -12,10 +12,10 @@ def loads(content: str | bytes) -> Any:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, as `object_pairs_hook`. Raises ValueError for a name with two values."""
+    """Build a JSON object from pairs, as an `object_pairs_hook`. Raises ValueError for a name with two values."""
     found = dict(pairs)
     if len(found) < len(pairs):
         for key, value in pairs:
-            if repr(found[key]) != repr(value):  # NaN is not equal to itself, and 1 is equal to true
+            if repr(found[key]) != repr(value):  # compares texts, because NaN differs from itself and 1 equals true
                 raise ValueError(f"{shown(key)} is there twice, as {shown(value)} and as {shown(found[key])}")
     return found

@@ -1,6 +1,6 @@
-"""Score settings of sentence-transformers, in config_sentence_transformers.json and in config.json.
+"""Settings of sentence-transformers for scores, in config_sentence_transformers.json and in config.json.
 
-Workers refuse unsupported values at start; front ends use the values.
+Workers refuse unsupported values at start. Front ends use the file's values.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ FILE = "config_sentence_transformers.json"
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 _ACTIVATIONS = ("Identity", "Sigmoid")
 _WITHOUT_EFFECT = (
-    "__version__",  # the version of the writer
-    "requirements",  # Python packages
+    "__version__",  # The version of sentence-transformers that wrote the file.
+    "requirements",  # Names of Python packages.
 )
 _NEUTRAL = {
     "truncate_dim": "a request says `dimensions`",
@@ -25,16 +25,19 @@ _NEUTRAL = {
 
 @dataclass(frozen=True, slots=True)
 class SentenceConfig:
-    """`similarity` compares vectors. With `scores_plainly`, a classifier's raw output is the score."""
+    """`similarity` is the function that compares vectors. With `scores_plainly`, a classifier's raw output is the
+    score.
+    """
 
     similarity: str = "cosine"
     scores_plainly: bool = False
 
     @classmethod
     def read(cls, config: Mapping[str, Any], sentences: Mapping[str, Any], num_labels: int) -> "SentenceConfig":
-        """Read config.json and config_sentence_transformers.json, which may be empty. Raises StartError.
+        """Read config.json and config_sentence_transformers.json. Each of the two files may be empty. Raises
+        StartError.
 
-        num_labels: the number of the network's classes, 0 if it is no classifier.
+        `num_labels` is the number of the network's classes, or 0 if the network is no classifier.
         """
         known = {"model_type", "prompts", "default_prompt_name", "similarity_fn_name", "activation_fn"}
         if unknown := sorted(sentences.keys() - known - _NEUTRAL.keys() - {*_WITHOUT_EFFECT}):
@@ -57,7 +60,9 @@ class SentenceConfig:
 
 
 def _check_prompts(sentences: Mapping[str, Any]) -> None:
-    """Prompts are for callers to put before their texts. A default prompt, for all texts, is refused."""
+    """Refuse a default prompt for all texts. Prompts with a name are allowed: callers put the text of a prompt before
+    their texts.
+    """
     prompts, default = sentences.get("prompts") or {}, sentences.get("default_prompt_name")
     if not (isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())):
         raise StartError(f"{FILE}: prompts is {shown(prompts)}; it must be an object of texts")
@@ -75,7 +80,8 @@ def _check_prompts(sentences: Mapping[str, Any]) -> None:
 def _activation(config: Mapping[str, Any], sentences: Mapping[str, Any], num_labels: int) -> str | None:
     """The activation that a classifier was trained with, by its class name in torch.
 
-    sentence-transformers stores it in one of three places; all that exist must agree.
+    sentence-transformers stores the activation in one of three places. If several places contain an activation, the
+    values must be equal.
     """
     notes = config.get("sentence_transformers")
     if notes is not None and not isinstance(notes, dict):
@@ -92,7 +98,7 @@ def _activation(config: Mapping[str, Any], sentences: Mapping[str, Any], num_lab
         package, _, kind = name.rpartition(".") if isinstance(name, str) else ("", "", "")
         if package.partition(".")[0] != "torch" or kind not in _ACTIVATIONS:
             raise StartError(f"{place} is {shown(name)}; supported are torch.nn.Identity and torch.nn.Sigmoid")
-        if kind == "Sigmoid" and num_labels == 2:  # more labels have no score
+        if kind == "Sigmoid" and num_labels == 2:  # a classifier with more than two labels has no score
             raise StartError(
                 f"{place} is {shown(name)} over two classes; the score of two classes is the second one's "
                 "share of a softmax"

@@ -1,4 +1,4 @@
-"""Quotes a value from an untrusted file in an error: on one line, and short."""
+"""Quotes a value from an untrusted file in an error, on one line and shortened."""
 
 import reprlib
 
@@ -9,5 +9,5 @@ _SHORT.maxlist = 8
 
 
 def shown(value: object) -> str:
-    """A value as Python's repr; a long one without its middle."""
+    """A value as Python's repr. The middle of a long repr is left out."""
     return _SHORT.repr(value)

@@ -1,8 +1,8 @@
-"""Reads tokenizer_config.json, or the older files that replace parts of it in some folders.
+"""Reads tokenizer_config.json, or the older files that contain parts of its settings in some folders.
 
-Token ids come from tokenizer.json. tokenizer_config.json has the rest: the names of special tokens, added tokens, chat
-templates. A known key is applied, refused, or ignored for a stated reason. Other keys belong to unknown tokenizer
-classes, and are logged.
+Token ids come from tokenizer.json. tokenizer_config.json contains the names of special tokens, added tokens and chat
+templates. Each known key is applied, refused, or ignored for a stated reason. Keys of unknown tokenizer classes are
+logged.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,9 @@ log = structlog.get_logger()
 
 FILE = "tokenizer_config.json"
 MAX_MORE = 1 << 16
-"""Tokens beyond the model's vocabulary that a tokenizer may have. Some have a few; memory grows with the largest id."""
+"""Maximum number of tokens that a tokenizer may have beyond the model's vocabulary. Some tokenizers have a few more
+tokens than the model. Memory grows with the largest id.
+"""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OBEYED = (
@@ -59,14 +61,14 @@ _MAY_BE_LEFT_OUT = frozenset(key for keys in _LEFT_OUT.values() for key in keys)
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token's text, and the flags (of FLAGS) that the file sets for it."""
+    """A token's text and flags. The flags are members of FLAGS that the file sets for the token."""
 
     content: str
     flags: Mapping[str, bool] = field(default_factory=dict)
 
 
 class ChatTemplateSource(NamedTuple):
-    """The text of a chat template, and its file's name."""
+    """The text of a chat template, and the name of its file."""
 
     text: str
     file: str
@@ -76,9 +78,10 @@ class ChatTemplateSource(NamedTuple):
 class TokenizerConfig:
     """A tokenizer's settings.
 
-    `special` has the named special tokens (such as eos_token), `other_special` the unnamed ones. `added` are tokens
-    whose ids the file states. A user's text that spells one of `control_tokens` must not be encoded as that token.
-    `adds` says whether bos_token and eos_token are put around a text, as far as the file states it.
+    `special` contains the special tokens with a name (such as eos_token), `other_special` the special tokens without a
+    name. `added` contains tokens whose ids the file states. If a user's text spells one of `control_tokens`, the text
+    must not be encoded as that token. `adds` tells whether bos_token and eos_token are put around a text, if the file
+    states it.
     """
 
     special: Mapping[str, Token] = field(default_factory=dict)
@@ -93,16 +96,18 @@ class TokenizerConfig:
 
     @classmethod
     def read(cls, files: Mapping[str, Path]) -> "TokenizerConfig":
-        """Read a folder's files, given by name. Raises StartError, which names the key, for an invalid value."""
+        """Read a folder's files, given by name. Raises StartError for an invalid value; the error names the key."""
         config = _object(files, FILE)
-        if "added_tokens_decoder" not in config:  # older folders have these parts in separate files
+        # older folders store added tokens and special tokens in separate files
+        if "added_tokens_decoder" not in config:
             config |= _object(files, "special_tokens_map.json")
         special = {key: _token(key, value) for key, value in config.items() if _names_a_token(key, value)}
         named = config.get("model_specific_special_tokens") or {}
         _check("model_specific_special_tokens", named, dict, "an object of tokens")
         special |= {key: _token(key, value) for key, value in named.items()}
-        others: dict[str, Token] = {}  # by text: two keys may list a token
-        for key in ("additional_special_tokens", "extra_special_tokens"):  # the latter is transformers' newer name
+        others: dict[str, Token] = {}  # Tokens by text, because two keys may list the same token.
+        # The name "extra_special_tokens" is newer in transformers.
+        for key in ("additional_special_tokens", "extra_special_tokens"):
             listed = config.get(key) or []
             if isinstance(listed, dict):
                 special |= {name: _token(key, value) for name, value in listed.items()}
@@ -133,7 +138,7 @@ class TokenizerConfig:
         )
 
     def token_id(self, name: str, find: Callable[[str], int | None]) -> int | None:
-        """The id of a special token by its name; `find` looks up a token's text in tokenizer.json."""
+        """The id of the special token with the given name. `find` looks up a token's text in tokenizer.json."""
         if (token := self.special.get(name)) is None:
             return None
         stated = (token_id for token_id, added in self.added.items() if added.content == token.content)
@@ -193,9 +198,10 @@ def _id(written: object) -> int:
 
 
 def _chat_template(config: Mapping[str, Any], files: Mapping[str, Path]) -> ChatTemplateSource | None:
-    """The chat template. chat_template.jinja comes first, as in transformers.
+    """The chat template. The file chat_template.jinja has priority, as in transformers.
 
-    Of several named templates "default" is used: the others are for tools and documents, which chats here do not have.
+    If there are several named templates, "default" is used. The other templates are for tools and documents, which
+    pagewire's chats do not support.
     """
     if (name := "chat_template.jinja") in files:
         return ChatTemplateSource(_text(files[name]), name)
@@ -233,7 +239,7 @@ def _check(key: str, value: object, kind: type, expected: str) -> None:
 
 
 def _check_text(key: str, text: str) -> None:
-    """Refuse lone surrogates, which JSON can spell and UTF-8 cannot encode."""
+    """Refuse lone surrogates. JSON can spell a lone surrogate, but UTF-8 cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -260,7 +266,7 @@ def _object(files: Mapping[str, Path], name: str) -> dict[str, Any]:
 
 
 def check_ids(vocabulary: Mapping[str, int], num_tokens: int, whose: str) -> None:
-    """Raise StartError for an id far beyond the number of tokens that a model, or a file, has."""
+    """Raise StartError for an id far beyond the number of tokens of a model or a file."""
     token = max(vocabulary, key=vocabulary.__getitem__, default=None)
     if token is not None and vocabulary[token] >= (most := num_tokens + MAX_MORE):
         raise StartError(

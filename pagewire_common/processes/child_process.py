@@ -1,4 +1,4 @@
-"""Child processes of a service, for work that may have to be killed. They end with the service."""
+"""Starts child processes of a service, for work that may have to be killed. The children end with the service."""
 
 import ctypes
 import signal
@@ -11,7 +11,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start_child(module: str, arguments: Sequence[str] = ()) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-    """Start `python -m MODULE` with a socket as its stdin; returns the process and the socket's other end.
+    """Start `python -m MODULE` with a socket as its stdin. Returns the process and the other end of the socket.
 
     On Linux the child is killed when the calling thread ends. Raises OSError.
     """
@@ -26,12 +26,12 @@ def start_child(module: str, arguments: Sequence[str] = ()) -> tuple["subprocess
 
 
 def end_with_the_parent() -> None:
-    """Have the system kill this process when its parent ends, even if this process hangs."""
+    """Have the system kill this process when its parent ends, even if this process does not respond."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def leave_signals_to_the_parent() -> None:
-    """Ignore Ctrl-C and SIGTERM: the parent gets them too, and then ends its children in order."""
+    """Ignore Ctrl-C and SIGTERM. The parent receives the same signals and ends its children in order."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

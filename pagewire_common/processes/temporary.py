@@ -1,8 +1,8 @@
-"""A process's temporary folders, as for sockets and copies of adapters. They are removed when it ends.
+"""A process's temporary folders, for sockets and copies of adapters. The folders are removed when the process ends.
 
-A killed process leaves its folders. Each folder is locked while its process lives, so that the next start finds the
-abandoned folders. The parent folder is shared by all users, so a folder that is not this user's own, or is open to
-others, is skipped unopened.
+If a process is killed, its folders remain. Each folder is locked while its process lives, so that the next start finds
+the abandoned folders. All users share the parent folder. A folder is skipped unopened if it belongs to another user or
+if other users may open it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class TemporaryFolder:
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
             self._lock = _locked(self.path)
             if self._lock is not None:
-                return  # otherwise a starting process saw it unlocked, and removes it
+                return  # another process that starts may remove a folder without a lock
             with contextlib.suppress(OSError):
                 self.path.rmdir()
         raise OSError(
@@ -61,16 +61,17 @@ def remove_dead_folders() -> None:
 
 
 def _locked(path: Path) -> int | None:
-    """The lock of a folder. None if a process holds it, or the folder is not this user's alone."""
+    """Lock a folder. Returns None if a process holds the lock, or if the folder is not private to this user."""
     try:
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # closed in child processes
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # child processes close the descriptor
     except OSError:
         return None
     with contextlib.suppress(OSError):
         status = os.fstat(folder)
         if status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(status, os.lstat(path)):  # the folder was not removed before it was locked
+            # true unless another process removed the folder before it was locked
+            if os.path.samestat(status, os.lstat(path)):
                 return folder
     os.close(folder)
     return None

@@ -1,1 +1,1 @@
-"""A gRPC server: its address, health, reflection and locks."""
+"""Parts of a gRPC server: its address, health, reflection and locks."""

@@ -1,6 +1,7 @@
-"""The health service, which needs no key: no caller can delay another caller.
+"""The health service. The health service requires no key, and no caller can delay another caller.
 
-grpcio's own service holds a lock while it writes to a watcher, so a watcher that does not read blocks all others.
+grpcio's own health service holds a lock while it writes to a watcher. A watcher that does not read would block all
+other watchers.
 """
 
 import asyncio
@@ -15,13 +16,15 @@ from pagewire_common.calls.patient_writer import PatientWriter
 
 MAX_WATCHES = 4096
 MAX_SECONDS = 60.0
-"""Seconds that a watcher may leave a status unread."""
+"""Maximum seconds that a watcher may leave a status unread."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Health(HealthServicer):  # type: ignore[misc]  # its package has no types
-    """Statuses by service name. Create it inside the running event loop."""
+class Health(HealthServicer):  # type: ignore[misc]  # grpc_health has no types
+    """The health service's implementation: a status for each service name. Create the object inside the running event
+    loop.
+    """
 
     def __init__(self) -> None:
         self._statuses: dict[str, pb.HealthCheckResponse.ServingStatus] = {}

@@ -1,4 +1,4 @@
-"""Why a server cannot listen on an address, and what to do about it."""
+"""Explains why a server cannot listen on an address, and how to correct the setting."""
 
 import errno
 import socket
@@ -7,7 +7,7 @@ from pagewire_common.start_error import StartError
 
 
 def cannot_listen(listen: str, setting: str) -> StartError:
-    """The error for an unusable address that was given as `setting`."""
+    """The error for an address that cannot be used. The address was given as `setting`."""
     host, _, port = listen.rpartition(":")
     try:
         reason = _reason(host.strip("[]"), int(port))

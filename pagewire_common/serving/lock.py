@@ -1,4 +1,4 @@
-"""The lock on a server's port: it checks every call except health checks, before the request is read."""
+"""The lock on a server's port. The lock checks every call except health checks, before the request is read."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -11,14 +11,14 @@ from pagewire_common.calls.errors import RequestError
 from pagewire_common.connection.tls import peer_names
 
 _OPEN = "/grpc.health.v1.Health/"
-"""Health checks are open: probes have neither our keys nor our certificates."""
+"""Prefix of the methods without a check: health probes have no API keys and no client certificates."""
 
 Check = Callable[[grpc.HandlerCallDetails], None]
-"""Checks a call by its method and metadata; raises RequestError."""
+"""Checks a call by its method and metadata. Raises RequestError."""
 
 
 class Lock(grpc.aio.ServerInterceptor):
-    """Refuses calls that `check` refuses, and calls of a peer whose certificate lacks the name `identity`."""
+    """Refuses calls that `check` refuses, and calls from a peer whose certificate lacks the name `identity`."""
 
     def __init__(self, check: Check | None = None, identity: str = "") -> None:
         self._check = check
@@ -48,7 +48,7 @@ class Lock(grpc.aio.ServerInterceptor):
 
 
 def _refusing(error: RequestError) -> Any:
-    """A handler that refuses a call of any kind at once, before its request has arrived."""
+    """Return a handler that refuses a call of any kind at once, before its request has arrived."""
     code, reason = error.code, str(error)
 
     async def refuse(_: Any, context: Context) -> None:

@@ -1,14 +1,14 @@
-"""The limit on a process's open files; every connection is one."""
+"""Raises the limit on a process's open files. Every connection is an open file."""
 
 import contextlib
 import resource
 
 
 def raise_open_files_limit() -> None:
-    """Raise the soft limit to the hard limit, as far as the system allows.
+    """Raise the soft limit to the hard limit, if the system allows it.
 
-    The usual soft limit of 1,024 protects programs that call select(), which supports no larger file numbers; nothing
-    here calls it.
+    The usual soft limit of 1,024 protects programs that call select(), which supports only smaller file numbers.
+    pagewire does not call select().
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # some systems report "unlimited" and allow less

@@ -1,7 +1,7 @@
 """Server reflection, as `grpc.reflection.v1` and as `grpc.reflection.v1alpha`.
 
-grpcio-reflection 1.85 has only v1alpha. The messages of v1 differ only in their package, so one servicer answers both,
-and the v1 descriptors are derived from the library's file.
+grpcio-reflection 1.85 has only v1alpha. The messages of v1 differ only in their package. Therefore a single servicer
+answers both versions, and the v1 descriptors are derived from the library's file.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def add_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> None:
-    """Add reflection for these services, and for reflection itself."""
+    """Add reflection for the named services and for the reflection service."""
     _describe_v1()
     servicer = reflection.aio.ReflectionServicer((*service_names, _V1, _V1ALPHA))
     handler = grpc.stream_stream_rpc_method_handler(
@@ -29,7 +29,7 @@ def add_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> Non
 
 
 def _describe_v1() -> None:
-    """Add v1's file to the descriptor pool; a second call has no effect."""
+    """Add the file of v1 to the descriptor pool. A second call has no effect."""
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)
     file.options.ClearField("deprecated")

@@ -1,4 +1,4 @@
-"""The life of a gRPC server: bind, report health, serve until SIGTERM or SIGINT, drain, exit 0."""
+"""The life of a gRPC server: bind, report health, serve until SIGTERM or SIGINT, drain, and exit with status 0."""
 
 import asyncio
 import faulthandler
@@ -22,10 +22,11 @@ from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 
-# Clients may ping every 10 s, also between calls. The server pings them every minute too, and closes a connection that
-# is silent for another minute. Otherwise the unread answers of a frozen client stay in memory, 1.5 MB for a text of
-# 131,000 tokens. The event loop accepts new calls one by one. By default gRPC would cancel waiting calls after 30 s,
-# and some beyond a thousand; the services have their own limits.
+# Clients may ping every 10 s, even between calls. The server pings every client each minute. The server closes the
+# connection if the client does not answer for another minute. Without the server's pings the unread answers of a frozen
+# client would stay in memory: 1.5 MB for a text of 131,000 tokens. The event loop accepts new calls one by one. By
+# default gRPC would cancel calls that wait for 30 s, and some calls if more than a thousand wait. The services have
+# their own limits.
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.server_max_unrequested_time_in_server", 86_400),
     ("grpc.server.max_pending_requests", 1 << 16),
@@ -38,24 +39,25 @@ OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 MAX_CONNECTIONS = 1024
-"""Connections of a server that has no setting for them."""
+"""Maximum number of connections of a server without a setting for connections."""
 
 LIVENESS = "liveness"
 """The health service's name for liveness probes.
 
-It is SERVING while the event loop runs, ready or not, so a worker that loads, drains or is busy is not restarted.
+The status of liveness is SERVING while the event loop runs, even if the service is not ready. A worker that loads,
+drains or is busy is therefore not restarted.
 """
 
 
 class GrpcServer:
     """A gRPC server with health, reflection and readable errors.
 
-    Every named service, and the server as a whole (""), is NOT_SERVING until `set_serving`, except `LIVENESS`.
+    Until `set_serving` every named service and the server as a whole ("") are NOT_SERVING; `LIVENESS` is SERVING.
 
-    gRPC itself refuses messages above `max_receive_bytes`; requests above the current `request_limits` are refused with
-    a message. Two servers on one port are an error, unless both set `shares_port`: then each connection goes to one of
-    them. `security` and `check` decide which callers are accepted: see their modules. `outermost` interceptors see
-    refused calls too. Create it inside the running event loop.
+    gRPC itself refuses messages above `max_receive_bytes`. Requests above the current `request_limits` are refused with
+    an explanation. Two servers on one port are an error unless both set `shares_port`. With `shares_port` each
+    connection is accepted by one of the two servers. `security` and `check` decide which callers are accepted: see
+    their modules. `outermost` interceptors also see refused calls. Create the server inside the running event loop.
     """
 
     def __init__(
@@ -87,9 +89,9 @@ class GrpcServer:
         add_reflection((*service_names, health.SERVICE_NAME), self.server)
 
     async def start(self, listen: str, event: str = "listening", setting: str = "--listen") -> str:
-        """Bind, serve, and log the address as an `event`; returns HOST:PORT as bound.
+        """Bind, serve, and log the address as an `event`. Returns the bound HOST:PORT.
 
-        Raises StartError, which names the `setting`, if the address cannot be used.
+        Raises StartError if the address cannot be used. The error names the `setting`.
         """
         await self.set_serving(False)
         await self.set_alive(True)
@@ -107,18 +109,22 @@ class GrpcServer:
         return address
 
     async def set_alive(self, alive: bool) -> None:
-        """Set the status of liveness probes, which is SERVING from the start."""
+        """Set the status of liveness probes. The status is SERVING from the start."""
         self._health.set(LIVENESS, serving=alive)
 
     async def set_serving(self, serving: bool) -> None:
-        """Report SERVING or NOT_SERVING for every service; has no effect once the server stops."""
+        """Report SERVING or NOT_SERVING for every service. The call has no effect after the server has begun to
+        stop.
+        """
         if self._is_stopping:
             return
         for name in self._names:
             self._health.set(name, serving=serving)
 
     async def stop(self, drain: Callable[[float], Awaitable[None]], grace: float) -> None:
-        """Report NOT_SERVING for good, let `drain` end the work in flight within `grace` seconds, then close all
+        """Stop the server.
+
+        Report NOT_SERVING for good. Let `drain` end the work in flight within `grace` seconds. Afterwards close all
         calls.
         """
         await self.set_serving(False)
@@ -128,7 +134,7 @@ class GrpcServer:
 
 
 def stop_event() -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets."""
+    """Create an event that the first SIGTERM or SIGINT sets."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -137,9 +143,9 @@ def stop_event() -> asyncio.Event:
 
 
 def run(program: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a service to its end; StartError becomes one sentence on stderr and exit status 1."""
+    """Run a service to its end. A StartError is printed as one sentence on stderr, with exit status 1."""
     raise_open_files_limit()
-    faulthandler.enable(sys.stderr)  # prints the stack of a crash in a C library: function names, no values
+    faulthandler.enable(sys.stderr)  # prints the stack of a crash in a C library: function names without values
     try:
         asyncio.run(main())
     except StartError as error:

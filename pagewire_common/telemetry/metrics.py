@@ -1,7 +1,7 @@
 """Metrics in Prometheus' text format at http://HOST:PORT/metrics.
 
-A scrape reads all numbers on the event loop, so they are from the same moment and need no lock. A thread of the HTTP
-server formats them.
+A scrape reads all numbers on the event loop. The numbers are therefore from the same moment, and no lock is required. A
+thread of the HTTP server formats the numbers.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ log = structlog.get_logger()
 
 SCRAPE_SECONDS = 10.0
 MAX_SECONDS = 30.0
-"""Seconds that a connection may last."""
+"""Maximum seconds that a connection may last."""
 MAX_CONNECTIONS = 16
 MAX_HEAD_BYTES = 16 << 10
 _PEER_NAMES = "pagewire.peer_names"
-"""Key of a request's WSGI environment: the names in the client's certificate."""
+"""Key in a request's WSGI environment. The key's value contains the names in the client's certificate."""
 
 Families = Callable[[], Awaitable[Iterable[Metric]]]
 MayRead = Callable[[str], bool]
@@ -50,10 +50,10 @@ async def serve_metrics(
     may_read: MayRead | None = None,
     readers: Collection[str] = (),
 ) -> AsyncIterator[str | None]:
-    """Serve the result of `families` within the `with` block; yields HOST:PORT as bound, or None if `listen` is None.
+    """Serve the result of `families` within the `with` block. Yields the bound HOST:PORT, or None if `listen` is None.
 
-    `may_read` checks the request's Authorization header, on a thread. A reader's certificate must have one of the names
-    `readers`, if there are any. Raises StartError if the address cannot be used.
+    `may_read` checks the request's Authorization header, on a thread. If `readers` is not empty, a client's certificate
+    must contain a name from `readers`. Raises StartError if the address cannot be used.
     """
     if listen is None:
         yield None
@@ -90,7 +90,7 @@ async def serve_metrics(
 
 
 class _OnLoop(Collector):
-    """Reads the numbers on the event loop, for any thread."""
+    """A collector that any thread may call. The collector reads the numbers on the event loop."""
 
     def __init__(self, families: Families, loop: asyncio.AbstractEventLoop) -> None:
         self._families = families
@@ -103,7 +103,7 @@ class _OnLoop(Collector):
         reading = read()
         try:
             return asyncio.run_coroutine_threadsafe(reading, self._loop).result(SCRAPE_SECONDS)
-        except (concurrent.futures.CancelledError, TimeoutError, RuntimeError):  # the service is about to stop
+        except (concurrent.futures.CancelledError, TimeoutError, RuntimeError):  # the service is stopping
             reading.close()
             return []
 
@@ -115,7 +115,7 @@ def _guarded(
     reason: str,
     *headers: tuple[str, str],
 ) -> "WSGIApplication":
-    """Answer requests that may not pass with this status and reason."""
+    """Answer requests that `may_pass` does not accept with this status and reason."""
 
     def guarded(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         if may_pass(environ):
@@ -142,23 +142,24 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def _renew(self, tls: TlsFolder) -> None:
         if (generation := tls.refresh()) != self._loaded:
-            with contextlib.suppress(OSError, StartError):  # the files are being replaced: retry at the next connection
+            # the files are being replaced: the next connection tries again
+            with contextlib.suppress(OSError, StartError):
                 self._context, self._loaded = tls.server_context(mutual=self._mutual), generation
 
     def get_request(self) -> tuple[Any, Any]:
         connection, address = super().get_request()
         if self._tls is not None:
             self._renew(self._tls)
-            # The connection's own thread does the handshake, within a request's time limit.
+            # The connection's own thread does the handshake, within the time limit of a request.
             connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return connection, address
 
     def verify_request(self, request: object, client_address: object) -> bool:  # noqa: ARG002
-        """Whether another connection is within the limit; otherwise it is closed."""
+        """Whether another connection is within the limit. A connection above the limit is closed."""
         return self._room.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Limit each connection's total time: a client may send single bytes slowly."""
+        """Limit the total time of each connection, because a client may send single bytes slowly."""
         end = threading.Timer(MAX_SECONDS, _cut, (request,))
         end.start()
         try:
@@ -168,7 +169,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._room.release()
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
-        """Log a scraper's errors at debug level: its own log tells why a scrape failed."""
+        """Log a scraper's errors at debug level. The scraper's own log explains why a scrape failed."""
         log.debug("scrape failed", exc_info=True)
 
 
@@ -182,7 +183,7 @@ def _cut(connection: socket.socket) -> None:
 
 
 class _Head:
-    """A request's head, read up to a limit of bytes and seconds."""
+    """The first line and the headers of a request, read up to a limit of bytes and seconds."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -200,7 +201,7 @@ class _Head:
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = SCRAPE_SECONDS  # for a connection that sends nothing
+    timeout = SCRAPE_SECONDS  # seconds after which a connection that sends nothing is closed
 
     def setup(self) -> None:
         super().setup()
@@ -214,4 +215,4 @@ class _Handler(WSGIRequestHandler):
         return environ
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Log no scrapes."""
+        """Write no log lines for scrapes."""

@@ -1,6 +1,6 @@
-"""OpenTelemetry traces of requests, exported by OTLP over gRPC. Off without an endpoint.
+"""OpenTelemetry traces of requests, exported by OTLP over gRPC. Without an endpoint no traces are exported.
 
-The SDK's environment variables apply too: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and others.
+The SDK's environment variables also apply: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and others.
 """
 
 import asyncio
@@ -22,16 +22,20 @@ from pagewire_common.start_error import StartError
 log = structlog.get_logger()
 TRACE_PARENT = "traceparent"
 MAX_HEADER = 1024
-"""Characters of a header that are read; a traceparent has 55."""
+"""Maximum length in characters of a header that is read. A traceparent has 55 characters."""
 _HEADERS = (TRACE_PARENT, "tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
-logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # its warnings quote the tracestate
+logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # the logger's warnings quote the tracestate
 EXPORT_SECONDS = 3.0
-"""Seconds to export one batch. Services took 1.2 and 1.0 s to end when nothing listened at the endpoint."""
+"""Time limit in seconds for exporting one batch. Without a listener at the endpoint, the two services took 1.2 and 1.0
+s to end.
+"""
 
 
 def check_endpoint(endpoint: str | None) -> str | None:
-    """Check that an endpoint is http://HOST:PORT, or https:// for TLS; an empty one becomes None. Raises ValueError."""
+    """Check that an endpoint is http://HOST:PORT, or https:// for TLS. Returns None for an empty endpoint. Raises
+    ValueError.
+    """
     if not endpoint:
         return None
     parts = urlsplit(endpoint)
@@ -42,15 +46,15 @@ def check_endpoint(endpoint: str | None) -> str | None:
 
 @contextlib.asynccontextmanager
 async def tracing(endpoint: str | None, service: str) -> AsyncIterator[Tracer | None]:
-    """A tracer within the `with` block, or None without an endpoint. Remaining spans are exported at the end, for some
-    seconds.
+    """Yield a tracer within the `with` block, or None without an endpoint. At the end, remaining spans are exported for
+    some seconds.
 
     Raises StartError.
     """
     if endpoint is None:
         yield None
         return
-    # The SDK takes 0.3 s to import.
+    # Importing the SDK takes 0.3 s.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -74,7 +78,9 @@ async def tracing(endpoint: str | None, service: str) -> AsyncIterator[Tracer | 
 
 
 def parent_of(metadata: Iterable[tuple[str, Any]]) -> Context:
-    """The caller's context from its metadata, in W3C's format; empty without one."""
+    """The caller's trace context from its metadata, in W3C's format. The result is empty if the metadata contains no
+    trace context.
+    """
     carrier = {
         name: value
         for name, value in metadata
@@ -84,7 +90,7 @@ def parent_of(metadata: Iterable[tuple[str, Any]]) -> Context:
 
 
 def trace_parent(context: Context) -> str:
-    """A context's traceparent, for the next process."""
+    """The traceparent of a context, for the next process."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context)
     return carrier.get(TRACE_PARENT, "")

@@ -1,7 +1,7 @@
-"""The file format: length-prefixed frames, each with its event's checksum.
+"""The file format: frames, each with its length and the checksum of its event.
 
-Reading never trusts a length: a length beyond the file, or beyond an event's limit, is refused before any byte is
-fetched.
+The reader does not trust lengths. A length beyond the file or beyond an event's limit is refused before any byte of the
+event is read.
 """
 
 import io
@@ -23,11 +23,11 @@ MAX_VARINT_BYTES = 10
 
 
 class RecordingError(ValueError):
-    """The file is unusable from the byte that the message names."""
+    """The file is unusable. The message names the byte at which the error begins."""
 
 
 class ReadEvent(NamedTuple):
-    """One event, with its number in the file (the header is 0), its offset, and the offset after it."""
+    """One event, its number in the file, its offset, and the offset after the event. The header is event 0."""
 
     number: int
     offset: int
@@ -36,7 +36,7 @@ class ReadEvent(NamedTuple):
 
 
 def frame(event: pb.RecordedEvent) -> bytes:
-    """An event as it is appended to the file."""
+    """Return an event in the form in which it is appended to the file."""
     data = event.SerializeToString()
     if len(data) > MAX_EVENT_BYTES:
         raise ValueError(f"an event of {len(data)} bytes is larger than {MAX_EVENT_BYTES}")
@@ -46,8 +46,9 @@ def frame(event: pb.RecordedEvent) -> bytes:
 
 
 def read_events(path: Path) -> Iterator[ReadEvent]:
-    """Yield every event of a recording, the header first. Raises RecordingError after the valid events before the
-    error.
+    """Yield every event of a recording, beginning with the header.
+
+    Raises RecordingError at the first invalid event, after the valid events before it.
     """
     try:
         with path.open("rb") as file:
@@ -92,7 +93,7 @@ def _read_event(file: io.BufferedReader, number: int, offset: int, size: int) ->
         if shift >= 7 * MAX_VARINT_BYTES:
             raise damaged("has no length")
     start = file.tell()
-    if length > MAX_EVENT_BYTES + 16:  # the frame's own fields
+    if length > MAX_EVENT_BYTES + 16:  # 16 bytes: the frame's other fields
         raise damaged(f"claims {length} bytes; the most that an event has is {MAX_EVENT_BYTES}")
     if start + length > size:
         raise damaged(f"is cut off: it has {size - start} of {length} bytes")

@@ -1,9 +1,9 @@
 """A replay as a trace for ui.perfetto.dev, in Chrome's trace event format.
 
-Every worker has a lane with a slice for each step, from the moment at which the step could begin to its answer. Every
-request has a lane with its state from arrival to end: queued, prefill, decode, preempted or swapped. Counters show the
-numbers of waiting, running and swapped-out requests, and of free blocks. Events are written as the replay yields them,
-in whole microseconds since the start of the recording.
+Every worker has a lane with a slice for each step. The slice begins when the worker could begin the step, and ends with
+the answer. Every request has a lane with its state from arrival to end: queued, prefill, decode, preempted or swapped.
+Counters show the numbers of waiting, running and swapped-out requests, and of free blocks. Each event is written as
+soon as the replay yields it. Times are whole microseconds since the start of the recording.
 """
 
 import json
@@ -14,23 +14,23 @@ from typing import TextIO
 from scheduler_service.core import SequenceGroup, SequenceStatus
 from scheduler_service.recording.replayer import Moment, Replayer, Session, Step
 
-WORKERS, REQUESTS = 1, 2  # Perfetto's processes, which group lanes
+WORKERS, REQUESTS = 1, 2  # Process numbers of the trace: Perfetto groups lanes by process
 
 
 @dataclass(slots=True)
 class _Lane:
-    """The state of a request, and when it began."""
+    """The state of a request, and the time at which the state began."""
 
     number: int
     since: int
     state: str = "queued"
     worker: str = ""
     has_run: bool = False
-    has_token: bool = False  # since it was last given to a worker
+    has_token: bool = False  # whether a token was generated since the request was last given to a worker
 
 
 class TraceWriter:
-    """Writes the moments of a replay to a file; `close` completes it, even if the replay stopped early."""
+    """Writes the moments of a replay to a file. `close` completes the file, even if the replay stopped early."""
 
     def __init__(self, file: TextIO, replayer: Replayer) -> None:
         self._file = file
@@ -39,9 +39,9 @@ class TraceWriter:
         self._now = 0
         self._separator = ""
         self._workers: dict[str, int] = {}
-        self._lanes: dict[SequenceGroup, _Lane] = {}  # of requests that have not ended
+        self._lanes: dict[SequenceGroup, _Lane] = {}  # lanes of requests that have not ended
         self._num_lanes = 0
-        self._on: dict[Session, dict[SequenceGroup, None]] = {}  # groups of each session after its last event
+        self._on: dict[Session, dict[SequenceGroup, None]] = {}  # groups of each session after the session's last event
         self._counted: dict[str, object] = {}
 
     def add(self, moment: Moment) -> None:
@@ -109,7 +109,7 @@ class TraceWriter:
         lane.has_run = True
         if status is SequenceStatus.SWAPPED:
             return "swapped"
-        if group.beams is not None:  # beam search gains tokens only at its end
+        if group.beams is not None:  # a beam search has no tokens before its end
             beams = group.live
             lane.has_token = beams[0].num_output_tokens > 0 and all(beam.num_uncomputed_tokens <= 1 for beam in beams)
         return "decode" if lane.has_token else "prefill"
@@ -166,7 +166,7 @@ class TraceWriter:
         )
         self._counter(f"{session.worker} free blocks", {"blocks": scheduler.blocks.device.num_free})
 
-    # ---- the format
+    # ---- the trace format
 
     def _begin(self, origin: float) -> None:
         self._origin = origin

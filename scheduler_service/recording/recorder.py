@@ -1,12 +1,14 @@
 """Records every call into the core, and the core's decisions.
 
-While nothing is recorded the engine has a `NoRecorder`, and its schedulers are plain ones. A `Recorder` provides
-schedulers that record each call after it was made, even if it raises: a recording of a bug ends with the call that met
-it. An error of the recorder itself is logged and ends the recording, not the call.
+Without a recording the engine has a `NoRecorder`, which provides plain schedulers. A `Recorder` provides schedulers
+that record each call after its end. A call that raises an error is recorded too, so the recording of a bug ends with
+the call that failed. If the recorder itself fails, the error is logged and the recording ends. The call is not
+affected.
 
-Measured on two cores of an EPYC (Zen 5): a step of steady decoding costs 16 µs more at 1 sequence, 26 at 32 and 76 at
-256. Planning it and processing its answer cost 4, 29 and 209 µs, and a model takes milliseconds. The recorded steps
-take 90, 200 and 1,200 bytes. A request costs 24 µs with a prompt of 128 tokens, 175 with 8,192.
+The following costs were measured on two cores of an EPYC (Zen 5), in steady decoding. Recording a step costs 16 µs at 1
+sequence, 26 µs at 32 and 76 µs at 256. Without recording, planning a step and processing its answer cost 4, 29 and 209
+µs. A model takes milliseconds for a step. A recorded step takes 90 bytes at 1 sequence, 200 at 32 and 1,200 at 256.
+Recording a request costs 24 µs with a prompt of 128 tokens and 175 µs with 8,192.
 """
 
 import time
@@ -39,15 +41,15 @@ log = structlog.get_logger()
 
 
 class Wire(Protocol):
-    """A worker's session, with the attributes that a recording needs."""
+    """The attributes of a worker's session that a recording reads."""
 
     epoch: int
     last_answer: wire.ModelOutput
-    """The serialized answer, which has more fields than the core reads."""
+    """The serialized answer. The answer has more fields than the core reads."""
 
 
 class Sink(Protocol):
-    """Takes a recording's events, as long as it is open."""
+    """Accepts a recording's events while it is open."""
 
     is_open: bool
 
@@ -59,7 +61,7 @@ class Sink(Protocol):
 
 
 class NoRecorder:
-    """Records nothing, at no cost."""
+    """Records nothing and costs nothing."""
 
     def scheduler(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str, session: Wire) -> Scheduler:  # noqa: ARG002
         """The scheduler of a new session."""
@@ -69,14 +71,16 @@ class NoRecorder:
         """A request has joined the waiting queue."""
 
     def withdrawn(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
-        """A waiting request, or the output of this `index`, was ended without a scheduler."""
+        """A waiting request was ended without a scheduler. If `index` is given, only the output with this index was
+        ended.
+        """
 
     def close(self) -> None:
         """End the recording."""
 
 
 class Recorder(NoRecorder):
-    """Records into a sink. `clock` gives the time of calls without a time argument."""
+    """Writes a recording to a sink. `clock` returns the time of a call that has no time argument."""
 
     def __init__(
         self,
@@ -105,14 +109,14 @@ class Recorder(NoRecorder):
         )
 
     def note(self, write: Callable[[pb.RecordedEvent], object], at: float | None = None) -> None:
-        """Add an event, which `write` fills in."""
+        """Add an event. `write` fills in the event."""
         if not self._sink.is_open:
             return
         try:
             event = pb.RecordedEvent(at=self._clock() if at is None else at)
             write(event)
             self._sink.add(frame(event))
-        except Exception as error:  # an error of the recording must not cost a request
+        except Exception as error:  # an error of the recording must not affect a request
             log.error("an event could not be recorded", exc_info=error)
             self._sink.stop("an event could not be recorded")
 
@@ -132,7 +136,7 @@ class Recorder(NoRecorder):
     def arrived(self, group: SequenceGroup) -> None:
         def write(event: pb.RecordedEvent) -> None:
             encode_fields(SequenceGroup, group, event.arrival)
-            if event.arrival.encoder_input.features:  # no decision depends on features
+            if event.arrival.encoder_input.features:  # the core's decisions do not depend on features
                 event.arrival.encoder_input.ClearField("features")
 
         self.note(write)
@@ -151,7 +155,7 @@ class Recorder(NoRecorder):
 class RecordedScheduler(Scheduler):
     """A scheduler that records each call that may have changed its state.
 
-    The core never calls the methods that are overridden here, so no call is recorded twice.
+    The core never calls the methods that this class overrides, so each call is recorded once.
     """
 
     def __init__(
@@ -178,8 +182,8 @@ class RecordedScheduler(Scheduler):
             raised = type(error).__name__
             raise
         finally:
-            # A call has changed nothing if nothing ran, waited or was to be sent, before and after it. All idle workers
-            # are asked at every arrival; such calls are not recorded.
+            # If no request runs or waits, a call that returns an empty step changes nothing. At every arrival all idle
+            # workers plan, and their empty plans are not recorded.
             if output is None or not output.is_empty or output.ignored or self.has_work:
                 self._recorder.note(lambda event: self._write_plan(event.plan, output, raised), now)
 
@@ -189,7 +193,7 @@ class RecordedScheduler(Scheduler):
             plan.ignored_request_ids.extend(group.request_id for group in output.ignored)
             if not output.is_empty:
                 plan.step.MergeFrom(encode_scheduler_output(output, self._wire.epoch))
-                for new in plan.step.new_sequences:  # traces are no decision of the core's, and a replay has none
+                for new in plan.step.new_sequences:  # trace ids are no decision of the core, and a replay has no traces
                     new.ClearField("trace_parent")
                     if new.encoder_input.features:
                         new.encoder_input.ClearField("features")

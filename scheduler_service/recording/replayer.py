@@ -1,7 +1,7 @@
 """Runs the core again from a recording and compares all its decisions.
 
-A plan is compared as the bytes that its worker got, so that even a different block number is found. The replay yields
-its events one by one; traces and cost models are made from them.
+A plan is compared as the bytes that its worker received, so even a different block number is found. The replay yields
+the recording's events one by one. Traces and cost models are computed from the events.
 """
 
 from collections import deque
@@ -35,11 +35,13 @@ from scheduler_service.wire.fields import decode_enum, decode_fields
 T = TypeVar("T")
 
 MAX_REPLAYED_BLOCKS = 4 * MAX_BLOCKS
-"""Blocks of all workers together, which take 1.1 GB: the numbers of an untrusted file may not take more memory."""
+"""Maximum number of blocks, summed over all workers of a recording. The maximum number of blocks takes 1.1 GB. Without
+a limit, the numbers in an untrusted file could use up the memory.
+"""
 
 
 class DifferenceError(Exception):
-    """The core decided differently; the message has the place and both decisions."""
+    """The core decided differently from the recording. The message contains the place and both decisions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +53,7 @@ class Step:
     sent_at: float
     answer: wire.ModelOutput | None = None
     began_at: float = 0.0
-    """Time from which the worker could compute the step: it was sent, and the step before it answered."""
+    """Time from which the worker could compute the step: the step was sent, and the previous step was answered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +69,7 @@ class Session:
 
 
 class Moment(NamedTuple):
-    """Result of one replayed event."""
+    """The result of one replayed event."""
 
     at: float
     session: Session | None = None
@@ -77,13 +79,13 @@ class Moment(NamedTuple):
     """The planned or answered step."""
     gained: Sequence[SequenceOutput] = ()
     kind: str = ""
-    """The event's name in RecordedEvent."""
+    """The name of the event's field in RecordedEvent."""
     end: int = 0
-    """The offset after the event."""
+    """The offset in the file after the event."""
 
 
 class Replayer:
-    """The core of a recording, during its replay."""
+    """The core and its state during the replay of a recording."""
 
     def __init__(self) -> None:
         self.waiting = WaitingQueue()
@@ -93,8 +95,8 @@ class Replayer:
         self.num_requests = 0
         self.workers: dict[str, None] = {}
         self._sessions: dict[int, Session] = {}
-        self._numbers: dict[object, int] = {}  # session numbers, by scheduler
-        self._groups: dict[str, SequenceGroup] = {}  # groups that have not ended
+        self._numbers: dict[object, int] = {}  # Session numbers, by scheduler.
+        self._groups: dict[str, SequenceGroup] = {}  # Groups that have not ended.
 
     def run(self, path: Path) -> Iterator[Moment]:
         """Replay a file event by event.
@@ -116,7 +118,7 @@ class Replayer:
             raise RecordingError(f"event {read.number} at byte {read.offset} makes no sense: {error!r}") from error
         return moment._replace(kind=kind, end=read.end)  # type: ignore[no-any-return]
 
-    # ---- a method for each event, by the event's name
+    # ---- for each kind of event, a method with the event's name
 
     def _header(self, header: pb.RecordingHeader, at: float) -> Moment:
         if self.num_events:
@@ -286,11 +288,11 @@ class Replayer:
 
 
 class _CoreError(Exception):
-    """A difference, without its event's place."""
+    """A difference between the core and the recording, without the place of the event."""
 
 
 def _call(session: Session, what: str, call: Callable[[], T], recorded: str = "") -> T | None:
-    """Call the core; returns None if it raised the recorded error again."""
+    """Call the core. Returns None if the call raised the recorded error again."""
     raised, result, cause = "", None, None
     try:
         result = call()

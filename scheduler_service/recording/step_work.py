@@ -6,11 +6,11 @@ from scheduler_service.core import SchedulerOutput
 
 
 class StepWork(NamedTuple):
-    """Sizes that determine a step's time.
+    """The sizes of a step that determine its time.
 
-    A prefill token is in a chunk of several tokens; a decode token is a chunk of its own. Verified drafts after a
-    decode token count as prefill tokens. Context is summed over the scheduled sequences: the tokens that each
-    sequence's last token attends to, without drafts.
+    A prefill token belongs to a chunk of several tokens. A decode token is the only token of its chunk. Verified drafts
+    after a decode token count as prefill tokens. The context is summed over the scheduled sequences. A sequence's
+    context is the number of tokens that its last token attends to, without drafts.
     """
 
     prefill_tokens: int
@@ -20,10 +20,11 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of(cls, output: SchedulerOutput) -> "StepWork":
-        """The work of a step without drafts; call it before the next step is planned."""
+        """The work of a step without drafts. Call this function before the next step is planned."""
         prefill = decode = context = 0
         for sequence, num_tokens, _ in output.scheduled:
-            context += sequence.num_computed_tokens - sequence.num_draft_tokens  # with this step's tokens
+            # the number includes the tokens of this step
+            context += sequence.num_computed_tokens - sequence.num_draft_tokens
             if num_tokens == 1 + output.num_draft_tokens.get(sequence, 0):
                 decode += 1
             else:

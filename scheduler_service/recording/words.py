@@ -10,7 +10,7 @@ MAX_ITEMS = 8
 
 
 def compare_steps(recorded: wire.SchedulerOutput | None, replayed: wire.SchedulerOutput | None) -> str:
-    """The parts that differ, as both plans' text from the first different item on."""
+    """The fields in which the steps differ. For each field, the text shows both plans from the first different item."""
     if recorded is None or replayed is None:
         return f"recorded: {_summary(recorded)}; replayed: {_summary(replayed)}"
     parts: list[str] = []
@@ -39,7 +39,7 @@ def _list(items: Sequence[str], first: int) -> str:
 
 
 def _tokens(token_ids: Sequence[int]) -> str:
-    """The number of tokens and a checksum in place of them: terminal output may be passed on, and prompts may not."""
+    """Number and checksum of tokens, because terminal output may be passed on and prompts must stay private."""
     return f"{len(token_ids)} tokens (checksum {zlib.crc32(array('I', token_ids).tobytes()):08x})"
 
 

@@ -1,7 +1,8 @@
-"""Appends to a file from a thread of its own, so that a slow disk delays no step.
+"""Appends to a file in a separate thread, so that a slow disk does not delay steps.
 
-Data reaches the operating system within about FLUSH_SECONDS, so a killed process loses no more than that; there is no
-fsync. An error is logged once and ends the recording, never the service.
+Data reaches the operating system within about FLUSH_SECONDS. If the process is killed, at most the data of the last
+FLUSH_SECONDS is lost. The writer does not call fsync. An error is logged once and ends the recording. The service
+continues.
 """
 
 import os
@@ -15,13 +16,14 @@ from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 
-FLUSH_SECONDS = 0.1  # many events a write: at 200 steps a second, a wake-up for each would cost more than its encoding
-MAX_PENDING_BYTES = 256 << 20  # with more pending data, the disk counts as too slow
+# a write covers many events: at 200 steps a second, a wake-up for each event would cost more than its encoding
+FLUSH_SECONDS = 0.1
+MAX_PENDING_BYTES = 256 << 20  # the disk counts as too slow if more data is pending
 CLOSE_SECONDS = 5.0
 
 
 class FileWriter:
-    """A new file that only its owner may read. Raises StartError if it cannot be written, or is not empty."""
+    """A new file that only its owner may read. Raises StartError if the file cannot be written, or is not empty."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -34,8 +36,8 @@ class FileWriter:
         self._path = path
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._num_added = 0  # bytes; written only by the adding thread
-        self._num_written = 0  # bytes; written only by the writing thread
+        self._num_added = 0  # Bytes; only the adding thread writes this number.
+        self._num_written = 0  # Bytes; only the writing thread writes this number.
         self._failure = ""
         self.is_open = True
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
@@ -54,14 +56,14 @@ class FileWriter:
             self._queue.put(data)
 
     def stop(self, reason: str) -> None:
-        """End the recording because of a failure: log it, once."""
+        """End the recording because of a failure, and log the failure once."""
         if self.is_open:
             self.is_open = False
             self._queue.put(None)
             log.error("recording stopped", file=str(self._path), reason=reason)
 
     def close(self) -> None:
-        """Write the remaining data; waits at most CLOSE_SECONDS for a disk that is stuck."""
+        """Write the remaining data. Waits at most CLOSE_SECONDS if the disk is stuck."""
         self._closing.set()
         self._queue.put(None)
         self._thread.join(CLOSE_SECONDS)
@@ -86,7 +88,7 @@ class FileWriter:
         return batch
 
     def _write(self, batch: list[bytes | None]) -> bool:
-        """Write a batch. Returns whether there may be more."""
+        """Write a batch. Returns whether another batch may follow."""
         is_last = None in batch
         data = memoryview(b"".join(item for item in batch if item is not None))
         while data:

@@ -1,4 +1,4 @@
-"""A step's time on a simulated worker, and the worker's sizes."""
+"""A cost model contains the time of a step on a simulated worker, and the worker's sizes."""
 
 import json
 from dataclasses import dataclass, fields
@@ -8,16 +8,17 @@ from typing import Any
 from scheduler_service.core import SchedulerOutput
 from scheduler_service.recording.step_work import StepWork
 
-# Fields that may be 0; all others are positive.
+# Fields that may be 0. All other fields are positive.
 MAY_BE_ZERO = frozenset(("step_us", "decode_token_us", "context_token_us", "num_device_blocks", "num_host_blocks"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Microseconds of a step as a sum over its `StepWork`, and the worker's sizes; an encoder has no blocks.
+    """The time of a step in microseconds, as a sum over its `StepWork`, and the worker's sizes. An encoder has no
+    blocks.
 
-    The defaults are round numbers, of the order of a small model on a few CPU cores, not a measurement; fit one to your
-    own recording for real plans.
+    The defaults are round numbers, not a measurement. The defaults have the magnitude of a small model on a few CPU
+    cores. For real plans, fit a cost model to your own recording.
     """
 
     step_us: float = 2_000.0
@@ -32,14 +33,14 @@ class CostModel:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2_048
     guesses: tuple[float, ...] = ()
-    """The shares of decodes that verify at least one draft, at least two, and so on."""
+    """The share of decodes that verify at least one draft, the share with at least two drafts, and so on."""
     acceptance: tuple[float, ...] = ()
-    """The acceptance rate of the first draft, of the second if the first was accepted, and so on; as long as
-    `guesses`.
+    """The acceptance rate of the first draft, then of the second draft if the first was accepted, and so on.
+    `acceptance` has as many entries as `guesses`.
     """
 
     def step_seconds(self, output: SchedulerOutput, num_drafts: int = 0) -> float:
-        """The time of a step that verifies `num_drafts` drafts; call it before the next step is planned."""
+        """Seconds of a step that verifies `num_drafts` drafts. Call this function before the next step is planned."""
         work = StepWork.of(output).with_drafts(num_drafts)
         compute_us = (
             self.step_us
@@ -55,7 +56,7 @@ class CostModel:
 
     @classmethod
     def read(cls, path: Path) -> "CostModel":
-        """Read a JSON object of these fields; missing fields keep their defaults. Raises ValueError."""
+        """Read a JSON object with the fields of a cost model. Missing fields keep their defaults. Raises ValueError."""
         try:
             values = json.loads(path.read_text())
         except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Draft tokens: how often they come and are accepted, counted in a recording and drawn in a simulation."""
+"""Counts made and accepted draft tokens in a recording, and draws draft tokens at random in a simulation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,14 +26,14 @@ class DraftCounts:
         self._positions: list[_Position] = []
 
     def add(self, output: SchedulerOutput, verified: Sequence[int], gained: Sequence[int]) -> None:
-        """Count a step: verified drafts and gained tokens of each sequence that sampled.
+        """Count a step: the verified drafts and the new tokens of each sequence that sampled.
 
-        Empty lists mean no draft, and one token for each.
+        If both lists are empty, each sequence had no draft and one new token.
         """
         sampled = [(sequence, num_tokens) for sequence, num_tokens, samples in output.scheduled if samples]
         numbers = zip(verified or [0] * len(sampled), gained or [1] * len(sampled), strict=True)
         for (sequence, num_tokens), (num_drafts, num_gained) in zip(sampled, numbers, strict=True):
-            if num_tokens != 1 + output.num_draft_tokens.get(sequence, 0):  # the end of a prompt
+            if num_tokens != 1 + output.num_draft_tokens.get(sequence, 0):  # the chunk ends a prompt
                 continue
             self._num_decodes += 1
             self._positions += [_Position() for _ in range(num_drafts - len(self._positions))]
@@ -44,7 +44,7 @@ class DraftCounts:
 
     @property
     def fields(self) -> dict[str, list[float]]:
-        """The fields of `CostModel` about drafts; empty without drafts."""
+        """The fields of `CostModel` about drafts. The result is empty if no draft was counted."""
         if not self._positions:
             return {}
         return {
@@ -54,23 +54,25 @@ class DraftCounts:
 
 
 class Drafting:
-    """The drafts of simulated workers. The random draws are the same in every run of the same trace and policy."""
+    """The drafts of simulated workers. Random draws are equal in every run of the same trace and policy."""
 
     def __init__(self, shares: Sequence[float], acceptance: Sequence[float]) -> None:
-        """`shares` and `acceptance`: the fields of `CostModel`."""
+        """`shares` and `acceptance` are the fields `guesses` and `acceptance` of `CostModel`."""
         self._shares = shares
         self._acceptance = acceptance
         self._random = Random(0).random
 
     def make(self, output: SchedulerOutput) -> list[int]:
-        """The number of drafts to verify for each sequence that samples, as far as it has room."""
+        """The number of drafts to verify for each sequence that samples. The room for drafts limits the number of
+        drafts.
+        """
         rooms = (output.num_draft_tokens.get(sequence, 0) for sequence, _, samples in output.scheduled if samples)
         return [min(room, self._number()) if room else 0 for room in rooms]
 
     def answer(self, output: SchedulerOutput, verified: list[int], token: int) -> ModelOutput:
-        """The answer to a step: each sequence gains its drafts up to the first wrong one, and one more token.
+        """The answer to a step: each sequence gains its drafts before the first wrong draft, and one more token.
 
-        All sequences get room for the largest number of drafts.
+        The answer requests room for the largest number of drafts for every sequence.
         """
         gained = [1 + sum(1 for _ in takewhile(self._is_right, self._acceptance[:number])) for number in verified]
         wanted = [len(self._shares)] * len(verified)

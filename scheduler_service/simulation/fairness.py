@@ -1,7 +1,8 @@
-"""How unequally tenants were served, by the measure of Sheng et al., "Fairness in Serving Large Language Models".
+"""Measures how unequally tenants were served, after Sheng et al., "Fairness in Serving Large Language Models".
 
-Service is counted in tokens: prompt tokens once, when the request is admitted, and output tokens twice. Two tenants can
-claim equal service only while both have requests waiting; a tenant that asks for less gets less.
+Service is counted in tokens. Prompt tokens count once, when the request is admitted. Output tokens count twice. Two
+tenants can claim equal service only while both have waiting requests. A tenant that requests less service also receives
+less service.
 """
 
 from collections import Counter, defaultdict
@@ -12,18 +13,19 @@ PAIRS_A_STEP = 16
 
 
 class ServiceGap:
-    """The most service that a tenant got more than another within any span in which both had requests waiting.
+    """The largest difference between two tenants' services in any span in which both have waiting requests.
 
-    For each pair of tenants this is the range of the difference between their services, because a span may begin at the
-    lowest difference and end at the highest. The number of pairs grows with the square of the waiting tenants. If there
-    are more than `PAIRS_A_STEP`, they are updated only once in several steps.
+    For each pair of tenants, the gap is the range of the difference between their services. The reason is that a span
+    may begin at the lowest difference and end at the highest. The number of pairs grows with the square of the number
+    of waiting tenants. With more than `PAIRS_A_STEP` pairs, the pairs are updated only once in several steps.
     """
 
     def __init__(self) -> None:
         self.tokens = 0.0
         self._service: defaultdict[str, float] = defaultdict(float)
-        self._waiting: Counter[str] = Counter()  # requests not admitted yet, by tenant
-        self._ranges: dict[tuple[str, str], tuple[float, float]] = {}  # while both tenants wait
+        self._waiting: Counter[str] = Counter()  # Requests that are not admitted yet, by tenant.
+        # The dictionary contains only pairs of tenants that both wait.
+        self._ranges: dict[tuple[str, str], tuple[float, float]] = {}
         self._steps_to_skip = 0
 
     def arrived(self, tenant: str) -> None:

@@ -1,7 +1,7 @@
-"""A cost model from measured steps: non-negative least squares of a step's time over its work.
+"""Fits a cost model to measured steps: non-negative least squares of a step's time over its work.
 
-Five columns have 31 non-empty subsets. The best fit without negative coefficients is the plain least-squares fit of one
-of these subsets, so all are tried. That is exact and needs no library.
+The five columns of a step's work have 31 non-empty subsets. The best fit without negative coefficients is the plain
+least-squares fit of one of these subsets. Trying all subsets is exact and requires no library.
 """
 
 import itertools
@@ -17,11 +17,11 @@ from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.drafts import DraftCounts
 
 COLUMNS = ("step", *StepWork._fields)
-OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # a worker may never have to swap
-DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # an encoder's work has none
-MIN_STEPS = 50  # ten for each coefficient
-SAME = 1e-9  # of a unit vector: a column with a smaller part outside the others' span counts as their sum
-SMALLEST_PREFILL_US = 1e-6  # a cost model divides by it
+OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # Workers that never swap have no swapped blocks.
+DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # Sizes that are 0 for an encoder.
+MIN_STEPS = 50  # Ten steps for each coefficient.
+SAME = 1e-9  # A column of length 1 counts as a sum of other columns if its independent part is below SAME.
+SMALLEST_PREFILL_US = 1e-6  # More than 0, because a cost model divides by the time.
 
 Step = tuple[StepWork, float]
 
@@ -37,13 +37,13 @@ class Fit:
 
 
 class Measurements:
-    """The answered steps of a replay, and their workers' configuration."""
+    """The answered steps of a replay, and the configuration of their workers."""
 
     def __init__(self, worker: str | None = None) -> None:
         self.steps: list[Step] = []
         self.guesses = DraftCounts()
         self._worker = worker
-        self._configs: dict[str, SchedulerConfig] = {}  # of the last session, by worker
+        self._configs: dict[str, SchedulerConfig] = {}  # the configuration of each worker's last session
 
     def add(self, moment: Moment) -> None:
         if moment.session is None or self._worker not in (None, moment.session.worker):
@@ -57,7 +57,9 @@ class Measurements:
 
     @property
     def config(self) -> SchedulerConfig:
-        """The workers' common configuration. Raises ValueError if there are several different ones, or none."""
+        """The common configuration of all workers. Raises ValueError if the configurations differ, or if no worker has
+        a configuration.
+        """
         if not self._configs:
             raise ValueError("the recording has no such worker" if self._worker else "the recording has no worker")
         kinds = {_sizes(config) for config in self._configs.values()}
@@ -70,7 +72,7 @@ class Measurements:
 
 
 def fit(steps: Sequence[Step], config: SchedulerConfig) -> Fit:
-    """Fit a cost model. Raises ValueError if the steps do not determine its coefficients."""
+    """Fit a cost model to steps. Raises ValueError if the steps do not determine its coefficients."""
     if len(steps) < MIN_STEPS:
         raise ValueError(f"{len(steps)} steps are too few to tell what one costs; at least {MIN_STEPS} are needed")
     optional = OPTIONAL_COLUMNS
@@ -94,7 +96,7 @@ def fit(steps: Sequence[Step], config: SchedulerConfig) -> Fit:
 
 
 def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str, Any]:
-    """Fields as CostModel reads them; fields that the recording does not determine keep their defaults."""
+    """The fields that CostModel reads. A field that the recording does not determine keeps its default."""
     fields: dict[str, Any] = {
         "step_us": coefficients["step"],
         "prefill_token_us": max(coefficients["prefill_tokens"], SMALLEST_PREFILL_US),
@@ -102,11 +104,11 @@ def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str
         "context_token_us": coefficients["context_tokens"],
         **dict(zip(SIZES, _sizes(config), strict=True)),
     }
-    if not config.block_bytes:  # the worker did not report it
+    if not config.block_bytes:  # the worker did not report the size of a block
         fields["block_bytes"] = CostModel().block_bytes
     if swap_us := coefficients["swapped_blocks"]:
         fields["swap_bytes_per_second"] = 1e6 * fields["block_bytes"] / swap_us
-    elif config.swap_bytes_per_second:  # the worker's own measurement
+    elif config.swap_bytes_per_second:  # the worker measured the speed of swaps
         fields["swap_bytes_per_second"] = float(config.swap_bytes_per_second)
     return fields
 
@@ -121,14 +123,14 @@ def _sizes(config: SchedulerConfig) -> tuple[int, ...]:
 def _non_negative_least_squares(
     rows: Sequence[Sequence[float]], times: Sequence[float], optional: Set[str]
 ) -> Iterator[tuple[str, float]]:
-    """Non-zero coefficients, by column name; `optional` columns may be missing."""
+    """Non-zero coefficients, by column name. `optional` columns may be zero in all rows."""
     columns = list(zip(*rows, strict=True))
     lengths = [sum(x * x for x in column) ** 0.5 for column in columns]
     present = [i for i, length in enumerate(lengths) if length]
     for i, name in enumerate(COLUMNS):
         if i not in present and name not in optional:
             raise ValueError(f"no step has any {name.replace('_', ' ')}: record some, to tell what they cost")
-    # The normal equations, with columns of length 1, so that one threshold for zero fits all.
+    # The normal equations. Columns are scaled to length 1, so that one threshold for zero fits all columns.
     gram = {
         (i, j): sum(x * y for x, y in zip(columns[i], columns[j], strict=True)) / (lengths[i] * lengths[j])
         for i, j in itertools.product(present, present)
@@ -140,7 +142,7 @@ def _non_negative_least_squares(
             "cost each; record prompts and batches of different sizes"
         )
     best: dict[int, float] = {}
-    least = 0.0  # the sum of squared errors, less the sum of squared times
+    least = 0.0  # the sum of squared errors minus the sum of squared times
     for count in range(1, len(present) + 1):
         for chosen in itertools.combinations(present, count):
             solution = _solve(chosen, gram, right)
@@ -155,7 +157,9 @@ def _non_negative_least_squares(
 def _solve(
     chosen: Sequence[int], gram: dict[tuple[int, int], float], right: dict[int, float]
 ) -> dict[int, float] | None:
-    """Gaussian elimination; None if a column is a sum of others. The matrix is positive: no pivoting is needed."""
+    """Gaussian elimination. Returns None if a column is a sum of other columns. The matrix is positive, so no pivoting
+    is needed.
+    """
     rows = {i: {j: gram[i, j] for j in chosen} | {-1: right[i]} for i in chosen}
     for k, pivot in enumerate(chosen):
         if rows[pivot][pivot] < SAME:

@@ -1,6 +1,7 @@
-"""Draws simulated runs, a colour for each policy: time to the first token, and waiting and running requests over time.
+"""Draws simulated runs in a colour for each policy: time to the first token, and waiting and running requests over
+time.
 
-The only file that needs matplotlib; nothing here needs a display.
+Only this file requires matplotlib. Plotting works without a display.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter, StrMethodFormatte
 from scheduler_service.simulation.simulator import RequestTimes, Result
 from scheduler_service.simulation.summary import by_priority, by_tenant, ttft
 
-MAX_TENANTS = 10  # tenants with a line of their own
+MAX_TENANTS = 10  # tenants that are drawn separately
 
 
 class Style(NamedTuple):
@@ -27,8 +28,8 @@ class Style(NamedTuple):
     size: int
 
 
-# Colours that are distinct for colour-blind readers (Okabe and Ito), and dashes that let one curve show below another.
-# Later points are smaller, for the same reason.
+# Colours that colour-blind readers can tell apart (Okabe and Ito). Dashes and smaller points keep curves visible below
+# other curves.
 STYLES = (
     Style("#0072b2", "-", "o", 10),
     Style("#d55e00", (0, (5, 2)), "s", 6),
@@ -37,7 +38,7 @@ STYLES = (
 
 
 def check(path: Path) -> None:
-    """Raise ValueError if `save` could not write such a file."""
+    """Raise ValueError if `save` could not write a file with this name."""
     if path.suffix[1:].lower() not in (known := Figure().canvas.get_supported_filetypes()):
         raise ValueError(f"{path} is no name for a figure; it must end in one of {', '.join(sorted(known))}")
     if not path.absolute().parent.is_dir():
@@ -49,7 +50,7 @@ def save(results: Mapping[str, Result], title: str, path: Path) -> None:
 
 
 def draw(results: Mapping[str, Result], title: str) -> Figure:
-    """One figure for the runs of the same trace under each policy."""
+    """Draw one figure for the runs of a trace under each policy."""
     figure = Figure(figsize=(12, 6), dpi=150, layout="constrained")
     figure.suptitle(title, fontsize="x-large")
     grid = figure.add_gridspec(1, 2, width_ratios=(1, 1.2))
@@ -77,7 +78,7 @@ def draw(results: Mapping[str, Result], title: str) -> Figure:
 
 
 def _kinds(requests: Sequence[RequestTimes]) -> dict[str, Sequence[RequestTimes]]:
-    """All requests; also the requests of each tenant and of each priority, if there are several."""
+    """Requests by kind: all requests, and the requests of each tenant and of each priority, if there are several."""
     tenants, priorities = by_tenant(requests), by_priority(requests)
     busiest = sorted(tenants, key=lambda tenant: -len(tenants[tenant]))[:MAX_TENANTS]
     kinds: dict[str, Sequence[RequestTimes]] = {"all": requests}
@@ -104,7 +105,7 @@ def _draw_latency(axes: Axes, styled: Sequence[tuple[str, Result, Style]]) -> No
 
 
 def _draw_tails(axes: Axes, styled: Sequence[tuple[str, Result, Style]]) -> None:
-    """A line of points for each kind of request."""
+    """Draw a line of points for each kind of request."""
     _frame(axes, "Its p99 by tenant and priority")
     for policy, result, style in styled:
         kinds = _kinds(result.requests)
@@ -126,7 +127,7 @@ def _draw_counts(axes: Axes, title: str, styled: Sequence[tuple[str, Result, Sty
 
 
 def count(begins: Iterable[float], ends: Iterable[float]) -> tuple[list[float], list[int]]:
-    """The times at which the number of open spans changes, and the number from then on."""
+    """The times at which the number of open spans changes, and the number after each change."""
     changes: dict[float, int] = {0.0: 0}
     for times, change in ((begins, 1), (ends, -1)):
         for time in times:

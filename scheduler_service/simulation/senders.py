@@ -1,4 +1,4 @@
-"""Assigns a tenant, a priority and a conversation to each request of a trace, because public traces have none."""
+"""Assigns a tenant, a priority and a conversation to each request of a trace. Public traces do not contain senders."""
 
 import heapq
 import random
@@ -15,7 +15,8 @@ T = TypeVar("T")
 def deal(arrivals: Sequence[Arrival], tenants: Mapping[str, float], priorities: Mapping[int, float]) -> list[Arrival]:
     """Give every request a random tenant and priority, in proportion to their shares of all requests.
 
-    Tenant and priority are independent of each other and of the request, and the same in every run.
+    Tenant and priority do not depend on each other or on the request. Every run gives a request the same tenant and
+    priority.
     """
     draw = random.Random(0)
     tenant, priority = _chooser(tenants), _chooser(priorities)
@@ -24,18 +25,19 @@ def deal(arrivals: Sequence[Arrival], tenants: Mapping[str, float], priorities: 
 
 def _chooser(shares: Mapping[T, float]) -> Callable[[random.Random], T]:
     choices, bounds = list(shares), list(accumulate(shares.values()))
-    # Of random's methods only random() promises the same numbers in every version of Python.
+    # In Python's random module, only random() promises the same numbers in every version of Python.
     return lambda draw: choices[min(bisect_right(bounds, draw.random() * bounds[-1]), len(choices) - 1)]
 
 
 def converse(arrivals: Sequence[Arrival], *, pause: float, most_turns: int) -> list[Arrival]:
-    """Turn requests into turns of conversations, as far as prompts are long enough for the previous turns.
+    """Turn requests into turns of conversations, if prompts are long enough to contain the previous turns.
 
-    A turn comes at least `pause` seconds after the previous one, and continues the longest conversation that fits into
-    its prompt. Every turn's prompt begins with the previous turn's prompt and output.
+    A turn begins at least `pause` seconds after the previous turn. A turn continues the longest conversation that fits
+    into the turn's prompt. Every turn's prompt begins with the previous turn's prompt and output.
     """
-    resting: list[tuple[float, int, int, int]] = []  # by time: end of the pause, tokens so far, turns, number
-    said: list[tuple[int, int, int]] = []  # conversations that may continue
+    # sorted by the first field: end of the pause, tokens so far, turns, number
+    resting: list[tuple[float, int, int, int]] = []
+    said: list[tuple[int, int, int]] = []  # conversations whose pause has ended
     numbers = count()
     turns: list[Arrival] = []
     for arrival in arrivals:

@@ -1,8 +1,9 @@
-"""Runs a trace through schedulers that share one queue, one for each simulated worker, on a virtual clock.
+"""Runs a trace through schedulers on a virtual clock. Each simulated worker has a scheduler. All schedulers share one
+queue.
 
-There are three kinds of event: a request arrives, a worker ends its step, and a worker that left a request to a better
-worker is asked again. An idle worker sleeps until it may get a request. Only as many workers are woken as there is work
-for, so a thousand idle workers cost nothing.
+There are three kinds of event: a request arrives, a step ends, or an idle worker plans again. A worker plans again if
+it left a request to a better worker for a limited time. Other idle workers sleep until they may receive a request. The
+simulator wakes only as many workers as the waiting requests require, so a thousand idle workers cost nothing.
 """
 
 import heapq
@@ -27,13 +28,15 @@ from scheduler_service.simulation.drafts import Drafting
 from scheduler_service.simulation.fairness import ServiceGap
 from scheduler_service.simulation.trace import Arrival, longest_sequence
 
-TOKEN = 7  # the token that simulated workers sample
-TICK = 1e-6  # seconds; a worker that left a request to another until some time is asked again just after it
+TOKEN = 7  # The token that simulated workers sample.
+# Seconds between the end of a limited wait and the worker's next plan. A worker waits after it left a request to
+# another worker.
+TICK = 1e-6
 
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Times of one request, in seconds of the virtual clock."""
+    """The times of one request, in seconds of the virtual clock."""
 
     arrival: Arrival
     admitted: float | None = None
@@ -68,7 +71,7 @@ class RequestTimes:
 
 @dataclass(slots=True)
 class Result:
-    """The results of a simulation."""
+    """The results of one simulated run."""
 
     requests: list[RequestTimes]
     seconds: float = 0.0
@@ -77,7 +80,7 @@ class Result:
     preemptions: dict[PreemptionMode, int] = field(default_factory=dict)
     cached_tokens: int = 0
     service_gap: float = 0.0
-    """Tokens, counted as in `fairness`."""
+    """Largest difference between two tenants' services, in tokens as counted in `fairness`."""
     balancer: Balancer = field(default_factory=Balancer)
 
     @property
@@ -90,9 +93,9 @@ class Result:
 
 
 class Simulator:
-    """One run of a trace. Raises ValueError if a request could never run on such a worker.
+    """One run of a trace. Raises ValueError if a request could never run on a worker of this cost model.
 
-    `slowness` has factors on the step times of workers, by worker number.
+    `slowness` contains factors on workers' step times, by worker number.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Simulator:
         if num_drafts and num_drafts >= pool:
             raise ValueError(f"a worker's pool has {pool} tokens, and no room behind {num_drafts} guesses")
         pool -= num_drafts
-        if not pool:  # an encoder: a text is computed whole, and its output takes no room
+        if not pool:  # an encoder computes each text whole, and its output is not stored in blocks
             pool, longest = cost_model.max_num_batched_tokens, longest - 1
             if any(arrival.output_tokens > 1 for arrival in arrivals):
                 raise ValueError("the trace has requests of several output tokens, and an encoder samples none")
@@ -139,16 +142,16 @@ class Simulator:
         self._waiting = WaitingQueue() if waiting is None else waiting
         self._workers = [Scheduler(config, self._waiting) for _ in range(num_workers)]
         self._numbers: dict[object, int] = {scheduler: number for number, scheduler in enumerate(self._workers)}
-        self._idle = dict.fromkeys(range(num_workers - 1, -1, -1))  # the worker that became idle last is asked first
-        self._ends: list[tuple[float, int, SchedulerOutput]] = []  # of running steps: time, worker, step
-        self._verified: list[list[int]] = [[] for _ in self._workers]  # in each worker's running step
-        self._retries: list[tuple[float, int]] = []  # time, and the idle worker to ask again then
+        self._idle = dict.fromkeys(range(num_workers - 1, -1, -1))  # The worker that became idle last plans first.
+        self._ends: list[tuple[float, int, SchedulerOutput]] = []  # Ends of running steps: time, worker, step.
+        self._verified: list[list[int]] = [[] for _ in self._workers]  # Verified drafts in each worker's running step.
+        self._retries: list[tuple[float, int]] = []  # Times at which idle workers plan again: time, worker.
         self._service_gap = ServiceGap()
         self._drafting = Drafting(cost_model.guesses, cost_model.acceptance) if num_drafts else None
         self.result = Result([RequestTimes(arrival) for arrival in arrivals], busy_seconds=[0.0] * num_workers)
 
     def run(self, progress: Callable[[int], None] = lambda _: None) -> Result:
-        """Run to the end; `progress` is called with the number of finished requests."""
+        """Run to the end. `progress` is called with the number of finished requests."""
         num_finished = 0
         for now, worker, output in self._events():
             if worker is None:
@@ -167,7 +170,9 @@ class Simulator:
         return result
 
     def _events(self) -> Iterator[tuple[float, int | None, SchedulerOutput | None]]:
-        """Arrivals (without a worker), ends of steps, and retries (without a step), in the order of time."""
+        """Yield arrivals, ends of steps and retries in the order of time. An arrival has no worker, and a retry has no
+        step.
+        """
         arriving = 0
         while arriving < len(self._arrivals) or self._ends or self._retries:
             next_end = self._ends[0][0] if self._ends else float("inf")
@@ -186,7 +191,7 @@ class Simulator:
                 yield *heapq.heappop(self._retries), None
 
     def _group(self, number: int) -> SequenceGroup:
-        """A request whose prompt shares a prefix only with requests of its conversation."""
+        """Create a request. The request's prompt shares a prefix only with requests of the same conversation."""
         arrival = self._arrivals[number]
         is_alone = arrival.conversation is None
         root = f"request {number}" if is_alone else f"conversation {arrival.conversation}"
@@ -206,7 +211,9 @@ class Simulator:
                 return
 
     def _ask(self, now: float, worker: int) -> bool:
-        """Let an idle worker plan, and the workers that it leaves requests to. Returns whether it began a step."""
+        """Let an idle worker plan, then the workers to which it leaves requests. Returns whether the worker began a
+        step.
+        """
         to_ask, asked = [worker], set[int]()
         while to_ask:
             number = to_ask.pop()

@@ -1,4 +1,6 @@
-"""The figures of one simulated run: latencies in seconds, throughput in output tokens a second of virtual time."""
+"""The figures of one simulated run: latencies in seconds, and throughput in output tokens per second of virtual
+time.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -29,7 +31,7 @@ def by_priority(requests: Sequence[RequestTimes]) -> dict[int, list[RequestTimes
 
 
 def summarise(result: Result) -> dict[str, object]:
-    """All figures that differ between policies; tenants and priorities only if there are several."""
+    """All figures that differ between policies. Tenants and priorities are listed only if there are several."""
     requests = result.requests
     figures: dict[str, object] = {
         name: percentiles([getattr(request, name) for request in requests])

@@ -10,11 +10,13 @@ COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class TraceError(ValueError):
-    """The trace cannot be used; the message names the line."""
+    """The trace cannot be used. The message names the line."""
 
 
 class Arrival(NamedTuple):
-    """One request of a trace; `at` is in seconds after the first. Prompts of a `conversation` share a beginning."""
+    """One request of a trace. `at` is in seconds after the first request. Prompts of a `conversation` share a
+    prefix.
+    """
 
     at: float
     prompt_tokens: int
@@ -27,7 +29,7 @@ class Arrival(NamedTuple):
 def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) -> list[Arrival]:
     """Read a CSV file with the columns of the Azure LLM inference traces (Patel et al., "Splitwise", ISCA 2024).
 
-    `speedup` divides the times; `limit` takes only the first requests. Raises TraceError.
+    `speedup` divides the times. If `limit` is set, only the first `limit` requests are read. Raises TraceError.
     """
     arrivals: list[Arrival] = []
     try:
@@ -40,7 +42,7 @@ def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) ->
                 if len(arrivals) == limit:
                     break
                 try:
-                    # Timestamps have seven digits of a second; the clock here has six.
+                    # A timestamp has seven digits after the seconds; datetime reads six.
                     time = datetime.fromisoformat(row["TIMESTAMP"][:26])
                     prompt_tokens, output_tokens = int(row["ContextTokens"]), int(row["GeneratedTokens"])
                 except (TypeError, ValueError) as error:

@@ -1,1 +1,3 @@
-"""Counts and durations, as plain numbers. `operations` presents them, as text and to operators."""
+"""Counts and durations in plain numbers. `operations` converts the numbers to text for metrics and to messages for
+operators.
+"""

@@ -1,7 +1,8 @@
-"""Counts since the scheduler started, as plain numbers that are cheap to update.
+"""Counts since the scheduler started, in plain numbers that are cheap to update.
 
-AdminService reads them, and a scrape of the metrics turns them into text; this file depends on neither. The engine
-counts tokens, and front ends count requests. A front end's counts are sent to the engine when a scrape asks.
+AdminService reads the counts, and a scrape of the metrics converts them to text. This file depends neither on
+AdminService nor on the metrics. The engine counts tokens, and front ends count requests. When a scrape requests the
+metrics, front ends send their counts to the engine.
 """
 
 import time
@@ -11,8 +12,8 @@ from collections.abc import Sequence
 
 from pagewire.v1 import engine_service_pb2 as pb
 
-# In seconds. The first and last bounds equal vLLM's for the metric of the same name, so that dashboards fit. The time
-# between tokens has three more at the beginning, for small models.
+# Bounds in seconds. The first and last bounds equal the bounds of vLLM's metric with the same name, so that dashboards
+# fit. The bounds of the time between tokens begin with three smaller bounds, for small models.
 FIRST_TOKEN_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -26,7 +27,7 @@ REQUEST_BOUNDS = (
     1920.0, 7680.0,
 )  # fmt: skip
 
-# In tokens: 1, 2, 5, 10 … a million.
+# Bounds in tokens: 1, 2, 5, 10 … a million.
 LENGTH_BOUNDS = (*(float(first * 10**power) for power in range(6) for first in (1, 2, 5)), 1e6)
 # vLLM's bounds.
 STEP_BOUNDS = (1.0, *(float(8 << power) for power in range(12)))
@@ -36,7 +37,7 @@ OTHER_TENANTS = "(others)"
 
 
 class Histogram:
-    """Counts of values up to each bound, and above the last."""
+    """The number of values up to each bound, and the number above the last bound."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -46,7 +47,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value; 0.2 µs."""
+        """Count a value. Counting takes 0.2 µs."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -57,7 +58,7 @@ class Histogram:
 
 
 class Statistics:
-    """Counts of the engine, over all workers."""
+    """The engine's counts, summed over all workers."""
 
     def __init__(self) -> None:
         self.start_time_ms = time.time_ns() // 1_000_000
@@ -67,11 +68,11 @@ class Statistics:
 
 
 class RequestCounts:
-    """Counts and durations of the requests of one tenant, or of several tenants together."""
+    """The counts and durations of one tenant's requests. Several tenants may share an object."""
 
     def __init__(self) -> None:
         self.num_outputs: Counter[str] = Counter()
-        """Outputs that ended, by reason: stop, length, abort or error."""
+        """Number of outputs that ended, by reason: stop, length, abort or error."""
         self.queue_seconds = Histogram(REQUEST_BOUNDS)
         self.first_token_seconds = Histogram(FIRST_TOKEN_BOUNDS)
         self.token_seconds = Histogram(TOKEN_BOUNDS)
@@ -79,20 +80,20 @@ class RequestCounts:
         self.request_seconds = Histogram(REQUEST_BOUNDS)
         self.prompt_tokens = Histogram(LENGTH_BOUNDS)
         self.output_tokens = Histogram(LENGTH_BOUNDS)
-        # One value for each request that ended by itself.
+        # The next histograms contain one value for each request that ended without being aborted.
         self.prefill_seconds = Histogram(REQUEST_BOUNDS)
         self.decode_seconds = Histogram(REQUEST_BOUNDS)
         self.inference_seconds = Histogram(REQUEST_BOUNDS)
         self.mean_token_seconds = Histogram(TOKEN_BOUNDS)
         self.params_n = Histogram(CHOICE_BOUNDS)
         self.params_max_tokens = Histogram(LENGTH_BOUNDS)
-        # Requests that are over, however they ended.
+        # The next three numbers are sums over all requests that have ended for any reason.
         self.num_requests = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
 
     def finished(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Count a request that is over."""
+        """Count a request that has ended."""
         self.num_requests += 1
         self.num_prompt_tokens += num_prompt_tokens
         self.num_output_tokens += num_output_tokens
@@ -116,7 +117,7 @@ class RequestCounts:
 
     @classmethod
     def decode(cls, message: pb.TenantStatistics) -> "RequestCounts":
-        """Decode counts. Raises ValueError if the bounds differ."""
+        """Decode counts from a message. Raises ValueError if the bounds differ."""
         counts = cls()
         counts.num_outputs.update(message.num_outputs)
         for name in _HISTOGRAMS:
@@ -145,10 +146,10 @@ _NUMBERS = ("num_requests", "num_prompt_tokens", "num_output_tokens")
 
 
 class CountsByTenant:
-    """Counts by tenant. Tenants after the first ones share counts: their names may come from clients, and each is a
-    permanent label.
+    """Counts by tenant. The first tenants have separate counts, and all later tenants share counts. Clients may choose
+    tenants' names, and each name is a permanent metrics label.
 
-    Sums of several objects never decrease if the objects share `names`.
+    If several objects share `names`, their sums never decrease.
     """
 
     def __init__(self, names: set[str] | None = None) -> None:
@@ -181,7 +182,7 @@ class CountsByTenant:
 
     @classmethod
     def decode(cls, message: pb.FrontendStatistics) -> "CountsByTenant":
-        """Decode counts. Raises ValueError if the bounds differ."""
+        """Decode counts from a message. Raises ValueError if the bounds differ."""
         counts = cls()
         counts.tenants = {tenant.tenant: RequestCounts.decode(tenant) for tenant in message.tenants}
         return counts

@@ -1,7 +1,7 @@
-"""The requests that ended last, with their waiting times: for operators, limited in number and in bytes.
+"""The requests that ended last and their waiting times, for operators. The store is limited in number and in bytes.
 
-Ids and tenants come from clients, so a limit on the number alone would not limit the memory. Prompts and texts are
-never kept.
+Clients choose ids and tenants, so a limit on the number alone would not limit the memory. Prompts and texts are never
+stored.
 """
 
 import time
@@ -13,12 +13,12 @@ from pagewire.v1 import admin_service_pb2 as admin_pb
 from pagewire.v1 import inference_service_pb2 as pb
 
 MAX_REQUESTS = 1000
-MAX_BYTES = 1 << 20  # serialized; a request takes about 120
+MAX_BYTES = 1 << 20  # maximum size of all serialized requests; a request takes about 120 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Figures of one request on this server; RequestMetrics in inference_service.proto defines each of them."""
+    """Figures of one request on this server. RequestMetrics in inference_service.proto defines each figure."""
 
     queued_seconds: float | None
     first_token_seconds: float | None
@@ -31,7 +31,7 @@ class RequestMetrics:
     cached_tokens: int
 
     def known(self) -> dict[str, float | int]:
-        """The known figures, by name; seconds to the microsecond."""
+        """The known figures, by name. Seconds are rounded to microseconds."""
         return {name: round(figure, 6) for name, figure in asdict(self).items() if figure is not None}
 
     def encode(self) -> pb.RequestMetrics:
@@ -39,13 +39,14 @@ class RequestMetrics:
 
 
 class FinishedRequests:
-    """Adding takes O(1); the oldest requests are dropped."""
+    """A store of finished requests. Adding a request takes O(1). The oldest requests are dropped."""
 
     def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._requests: deque[bytes] = deque()  # serialized: small, and no work for the cycle collector
+        # serialized, because bytes are small and cost the cycle collector nothing
+        self._requests: deque[bytes] = deque()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -64,5 +65,5 @@ class FinishedRequests:
             self._num_bytes -= len(self._requests.popleft())
 
     def newest(self, limit: int) -> list[admin_pb.FinishedRequest]:
-        """The latest requests, newest first."""
+        """The requests that ended last, the newest first."""
         return [admin_pb.FinishedRequest.FromString(request) for request in islice(reversed(self._requests), limit)]

@@ -1,1 +1,3 @@
-"""Converts between the core's types and messages of workers, front ends and recordings. Pure, without connections."""
+"""Converts between the core's types and the messages of workers, front ends and recordings. The code opens no
+connections.
+"""

@@ -1,4 +1,4 @@
-"""Converts between the core's types and the worker's protobufs; pure, and the only place where the two meet."""
+"""Converts between the core's types and the protobuf messages of workers. Only this file uses both."""
 
 import hashlib
 import math
@@ -19,7 +19,7 @@ PROTOCOL_VERSION = 4
 
 
 class WorkerInfo(NamedTuple):
-    """A worker's report about itself."""
+    """A worker's description of itself."""
 
     protocol_version: int
     model_id: str
@@ -60,8 +60,9 @@ def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
 
 
 def _fill_sampling(message: GroupSampling, sampling: SamplingParams) -> None:
-    """Fill in the parameters that a worker reads, except numbers with their default. Simulated requests have no
-    numbers.
+    """Write the parameters that a worker reads, except numbers with their default value.
+
+    Simulated requests have no sampler numbers.
     """
     numbers: dict[str, Any] = {
         name: value
@@ -90,7 +91,9 @@ def _fill_sampling(message: GroupSampling, sampling: SamplingParams) -> None:
 
 
 def _encode_table(block_ids: list[int]) -> list[int]:
-    """A block table; entries behind a sliding window are never read, so their number is arbitrary."""
+    """Encode a block table. The worker never reads entries behind a sliding window, so 0 is written for these
+    entries.
+    """
     return [block if block > 0 else 0 for block in block_ids]
 
 
@@ -128,7 +131,7 @@ def _fill_fork(message: pb.Fork, fork: Fork) -> None:
 
 
 def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.SchedulerOutput:
-    """A step as a message to the worker. A step with only decodes omits the second and third column."""
+    """Encode a step as a message to the worker. A step with only decodes omits the second and third column."""
     message = pb.SchedulerOutput(
         epoch=epoch,
         step_id=output.step_id,
@@ -136,7 +139,7 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         finished=output.finished,
         preempted=output.preempted,
     )
-    # All messages are made in place: a message that is passed in would be serialized and parsed again.
+    # All messages are created in place: if a finished message is passed in, protobuf serializes and parses it again.
     for sequence_id, start, block_ids in output.block_table_updates:
         message.block_table_updates.add(sequence_id=sequence_id, start=start, block_ids=_encode_table(block_ids))
     for new in output.new_sequences:
@@ -160,13 +163,13 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
 
 
 MAX_POSITIONS = 1 << 18
-"""Positions of one sequence in an answer, at most: more than a step has tokens. Each takes some 200 bytes, 9 in a
-message.
+"""Maximum number of positions of one sequence in an answer. No step has as many tokens. A position takes about 200
+bytes in memory and 9 bytes in a message.
 """
 
 
 def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
-    """Split one sequence's columns into positions. Raises ValueError if they have different lengths or are empty."""
+    """Split one sequence's columns into positions. Raises ValueError if the columns are empty or differ in length."""
     width, positions = columns.width, len(columns.ranks)
     if positions > (MAX_POSITIONS if width else 0):
         raise ValueError(f"log-probabilities of sequence {columns.sequence_id} have {positions} positions of {width}")
@@ -180,8 +183,9 @@ def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
 
 
 def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
-    """A worker's answer. Raises ValueError if it contradicts itself."""
-    # A prompt's tokens were not sampled: NaN or +inf means that the model has no log-probabilities for them.
+    """Decode a worker's answer. Raises ValueError if the answer contradicts itself."""
+    # Prompt tokens are not sampled. If the sum of their log-probabilities is NaN or +inf, the model has no
+    # log-probabilities for the prompt, and the sequence fails.
     without = [columns.sequence_id for columns in message.prompt_logprobs if not sum(columns.logprobs) < math.inf]
     output = ModelOutput(
         message.step_id,

@@ -1,8 +1,9 @@
-"""Converts the core's types to messages with fields of the same names, so that a new field needs only a line of
+"""Converts the core's types to messages with fields of the same names. A new field therefore requires only a line of
 protobuf.
 
-Encoding a type raises an error if one of its fields has no message field of its name. Single values are always written.
-A missing value, in a recording older than the field, gets the code's default.
+Encoding a type raises an error if the message lacks one of its fields. Fields with a single value are always written,
+even if the value is the default. If a recording is older than a field, the field's value is missing and the code's
+default is used.
 """
 
 import enum
@@ -20,11 +21,12 @@ from scheduler_service.core import SamplingParams
 from scheduler_service.wire.sampling import RequestSampling
 
 T = TypeVar("T")
-# Protobuf's two implementations of descriptors share no useful type.
+# Type of a protobuf enum's descriptor. Protobuf's two implementations share no useful type.
 EnumDescriptor = Any
 FieldDescriptor = Any
 _COMPLETE: Mapping[type, type] = {SamplingParams: RequestSampling}
-"""The class to decode, if the core's type has only the fields that planning reads."""
+"""The class to decode in place of a type of the core. A type is listed if it has only the fields that planning reads.
+"""
 
 
 def encode_fields(of: type, value: object, message: Message) -> None:
@@ -37,7 +39,7 @@ def encode_fields(of: type, value: object, message: Message) -> None:
 
 
 def decode_fields(of: type[T], message: Message) -> T:
-    """Make a value from its message. Raises ValueError if a field is missing or the class refuses a value."""
+    """Create a value from its message. Raises ValueError if a field is missing or the class refuses a value."""
     readers = _readers(of, message.DESCRIPTOR)  # type: ignore[arg-type]
     try:
         return of(**{field.name: readers[field.name](value) for field, value in message.ListFields()})
@@ -46,12 +48,14 @@ def decode_fields(of: type[T], message: Message) -> T:
 
 
 def encode_enum(kind: EnumDescriptor, member: enum.Enum) -> int:
-    """The number of protobuf's enum value for a member: its name has the enum's prefix."""
+    """The number of the protobuf value for an enum member. The value's name is the member's name with the enum's
+    prefix.
+    """
     return int(kind.values_by_name[_prefix(kind) + member.name].number)
 
 
 def decode_enum(of: type[T], kind: EnumDescriptor, number: int) -> T:
-    """The member with a number. Raises ValueError if there is none."""
+    """The enum member with the given number. Raises ValueError if no member has the number."""
     value = kind.values_by_number.get(number)
     name = value.name.removeprefix(_prefix(kind)) if value else ""
     if name not in of.__members__:  # type: ignore[attr-defined]
@@ -59,7 +63,7 @@ def decode_enum(of: type[T], kind: EnumDescriptor, number: int) -> T:
     return of[name]  # type: ignore[index, no-any-return]
 
 
-@functools.cache  # otherwise 20 µs a request
+@functools.cache  # without the cache this takes 20 µs for each request
 def _hints(of: type) -> dict[str, Any]:
     """The parameters of a class's constructor, and their types."""
     hints = typing.get_type_hints(of.__init__)  # type: ignore[misc]
@@ -95,19 +99,19 @@ def _write(message: Message, field: FieldDescriptor, value: Any) -> None:
 
 @functools.cache
 def _readers(of: type, descriptor: Any) -> dict[str, Callable[[Any], Any]]:
-    """How to read each field that is present in a message."""
+    """Functions that read the fields of a message, by field name."""
     return {name: _reader(descriptor.fields_by_name[name], hint) for name, hint in _hints(of).items()}
 
 
 def _reader(field: FieldDescriptor, hint: Any) -> Callable[[Any], Any]:
-    if isinstance(hint, types.UnionType):  # X | None, and it is present
+    if isinstance(hint, types.UnionType):  # the type is X | None, and the field is present
         hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
     origin = typing.get_origin(hint)
     if origin is not None and issubclass(origin, Mapping):
         return dict
     if origin is frozenset:
         return frozenset
-    if origin is not None:  # tuples and lists
+    if origin is not None:  # the type is a tuple or a list
         return tuple if field.message_type is None else _read_sequences
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return lambda number: decode_enum(hint, field.enum_type, number)

@@ -1,7 +1,9 @@
-"""How often a stream between front end and engine is written: at once if it was idle, and seldom if it is busy.
+"""Limits how often a stream between front end and engine is written. An idle stream is written at once, a busy stream
+seldom.
 
-A message costs 70 to 150 µs of the two processes, whatever its content, as much as the rows of 100 tokens. Answers,
-submissions and tokens come one by one, ten for each step of 256 sequences; together they are one or two messages.
+Each message costs the two processes 70 to 150 µs. The rows of 100 tokens in a message cost as much again. Answers,
+submissions and tokens come one by one, ten for each step of 256 sequences. With the limit, ten parts are sent in one or
+two messages.
 """
 
 import asyncio
@@ -10,7 +12,7 @@ SECONDS_BETWEEN = 0.002
 
 
 class Pace:
-    """Belongs to one writer."""
+    """Limits the messages of one writer."""
 
     __slots__ = ("_last", "_loop")
 

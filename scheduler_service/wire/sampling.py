@@ -1,4 +1,6 @@
-"""A request's sampling parameters from front end to worker: the core's part, and the sampler's numbers."""
+"""A request's sampling parameters on the way from front end to worker: the core's parameters and the sampler's
+numbers.
+"""
 
 from dataclasses import dataclass
 
@@ -8,4 +10,4 @@ from scheduler_service.core import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSampling(SamplingParams, SamplerParams):
-    """`SamplingParams` for the core, with the numbers for the worker's sampler."""
+    """`SamplingParams` for the core, and the numbers for the worker's sampler."""

@@ -1,4 +1,6 @@
-"""A request on its way from a front end to the engine. Long lists are bytes: protobuf's take 50 ns a number to read."""
+"""A request on its way from a front end to the engine. Long lists are sent as bytes, because protobuf's lists take 50
+ns a number to read.
+"""
 
 import sys
 from array import array
@@ -11,11 +13,11 @@ from scheduler_service.wire.fields import decode_fields, encode_fields
 from scheduler_service.wire.sampling import RequestSampling
 
 KEY_BYTES = 32
-"""Bytes of a key of the prefix cache."""
+"""Size of a key of the prefix cache in bytes."""
 
 
 def pack(numbers: Sequence[int]) -> bytes:
-    """Four bytes a number, the lowest first."""
+    """Encode numbers in four bytes each, the lowest byte first."""
     packed = array("I", numbers)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -31,7 +33,7 @@ def unpack(data: bytes) -> "array[int]":
 
 
 def floats(data: bytes) -> "array[float]":
-    """Numbers of 32 bits, the lowest byte first."""
+    """Decode 32-bit numbers, the lowest byte first."""
     numbers = array("f")
     numbers.frombytes(data)
     if sys.byteorder == "big":
@@ -45,7 +47,9 @@ def encode_sampling(sampling: SamplingParams, submission: pb.Submit) -> None:
 
 
 def decode_group(request_id: str, submission: pb.Submit, now: float, adapter: str = "") -> SequenceGroup:
-    """The request as the core's type; it arrives `now`, and `adapter` is its adapter's fingerprint."""
+    """Decode a request to the core's type. The request arrives at time `now`. `adapter` is the fingerprint of its
+    adapter.
+    """
     sampling = decode_fields(RequestSampling, submission.sampling)
     if submission.allowed_token_ids:
         sampling = replace(sampling, allowed_token_ids=unpack(submission.allowed_token_ids))

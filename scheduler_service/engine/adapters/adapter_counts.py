@@ -11,7 +11,8 @@ OTHERS = "(others)"
 class AdapterCounts:
     """Finished requests and their tokens, by adapter name.
 
-    Names after the first MAX_COUNTED share a counter, because each name remains a label for ever.
+    The first MAX_COUNTED names have a counter each. All later names share a counter, because a metrics label is never
+    removed.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,10 @@
-"""Sends adapters to one worker, one after the other and beside its steps, and removes others.
+"""Sends adapters to one worker, one after the other, while the worker runs steps. The fetcher also removes adapters
+from the worker.
 
-The session's scheduler chooses the next adapter and the one that it replaces. Adapters that an operator loads come
-first, then adapters that waiting requests lack, then, while there are places, the other named adapters. An adapter is
-removed once the steps sent to the worker are answered. A failed delivery is retried with growing pauses. Other requests
-continue meanwhile; the adapter's requests wait.
+The session's scheduler chooses the next adapter, and the adapter that the worker removes to make room. Adapters that an
+operator loads are sent first. Adapters that waiting requests lack are sent next. The other named adapters fill the
+places that are left. An adapter is removed after the worker has answered the steps in flight. A failed delivery is
+retried with growing pauses. While an adapter is sent, its requests wait and other requests continue.
 """
 
 import asyncio
@@ -34,9 +35,9 @@ LAST_RETRY_SECONDS = 60.0
 
 
 class AdapterFetcher:
-    """The fetcher of one session. `in_flight` are the steps sent to the worker and not answered.
+    """The fetcher of one session. `in_flight` contains the steps that were sent to the worker and are not answered.
 
-    `fetched` is called when the worker has got an adapter, or when an adapter was `refused` or `lost`.
+    `fetched` is called when the worker has received an adapter, or when an adapter was `refused` or `lost`.
     """
 
     def __init__(
@@ -56,13 +57,16 @@ class AdapterFetcher:
         self._fetched = fetched
         self._delivery = Delivery()
         self.refused: dict[str, str] = {}
-        """Adapters that the worker cannot use, by fingerprint, with the reason."""
+        """Adapters that the worker cannot use, by fingerprint. The value is the reason."""
         self.lost: list[tuple[Adapter, str]] = []
-        """Adapters with unreadable copies, and the reason, until the adapters are given up."""
+        """Adapters whose copies cannot be read, with the reason. An adapter stays in the list until it is given up."""
         self._lacking: Sequence[str] = ()
-        self._asked: dict[str, asyncio.Future[bool]] = {}  # by operators
-        self._to_try: dict[str, None] = {}  # because another worker cannot use them
-        self._retries: dict[str, tuple[float, float]] = {}  # failed deliveries: time of the next attempt, and the pause
+        # Adapters that operators load: the operator's call waits for the future.
+        self._asked: dict[str, asyncio.Future[bool]] = {}
+        self._to_try: dict[str, None] = {}  # Adapters that another worker cannot use.
+        self._retries: dict[
+            str, tuple[float, float]
+        ] = {}  # Failed deliveries: time of the next attempt, and the pause.
         self._to_forget: deque[str] = deque()
         self._handing: asyncio.Future[None] | None = None
         self._failure: WorkerError | None = None
@@ -72,16 +76,18 @@ class AdapterFetcher:
 
     @property
     def fetching(self) -> str:
-        """The fingerprint of the adapter being sent; empty if there is none."""
+        """The fingerprint of the adapter being sent; empty if no adapter is being sent."""
         return self._delivery.fingerprint
 
     @property
     def admits(self) -> bool:
-        """Whether the worker takes requests."""
+        """Whether the worker accepts requests."""
         return self._scheduler.admits
 
     def begin(self, held: Iterable[str]) -> None:
-        """Record the adapters that the worker held before the session, and have it remove the unwanted ones."""
+        """Record the adapters that the worker held before the session. The worker removes the adapters that are not
+        wanted.
+        """
         wanted = self._catalogue.wanted
         for fingerprint in held:
             if fingerprint in wanted:
@@ -90,25 +96,26 @@ class AdapterFetcher:
                 self._to_forget.append(fingerprint)
 
     def holds(self, fingerprint: str) -> bool:
-        """Whether the worker has an adapter."""
+        """Whether the worker holds an adapter."""
         return self._scheduler.adapters.holds(fingerprint)
 
     def look_again(self) -> None:
-        """React to a change of `catalogue.wanted`: cancel an unwanted delivery, and wake `run` to look for the next."""
+        """React to a change of `catalogue.wanted`: cancel the delivery of an unwanted adapter, and wake `run`."""
         if self._handing is not None and self.fetching not in self._catalogue.wanted:
             self._handing.cancel()
         self._wake.set()
 
     def lack(self, fingerprints: Sequence[str]) -> None:
-        """Set the adapters that requests waiting here lack."""
+        """Set the adapters that requests waiting for this worker lack."""
         if fingerprints or self._lacking:
             self._lacking = fingerprints
             self._wake.set()
 
     async def take(self, fingerprint: str) -> bool:
-        """Send a wanted adapter to the worker. Returns whether the worker holds it; false if it has no place now.
+        """Send a wanted adapter to the worker. Returns whether the worker holds the adapter; false if all places are in
+        use.
 
-        Raises AdapterRefusedError, and UnreachableError if the session ends meanwhile.
+        Raises AdapterRefusedError, and UnreachableError if the session ends during the delivery.
         """
         if self._is_over:
             raise _over()
@@ -121,7 +128,7 @@ class AdapterFetcher:
         return await asyncio.shield(future)
 
     def attempt(self, fingerprint: str) -> None:
-        """Test whether the worker can use an adapter, once it has a place."""
+        """Test whether the worker can use an adapter, as soon as the worker has a place for the adapter."""
         if fingerprint not in self._to_try:
             self._to_try[fingerprint] = None
             self._wake.set()
@@ -136,7 +143,7 @@ class AdapterFetcher:
             self._wake.set()
 
     def end(self, failure: WorkerError) -> None:
-        """End deliveries and operators' waits with this failure: the session is over."""
+        """The session is over: end deliveries and the waits of operators with this failure."""
         self._failure = failure
         if self._handing is not None:
             self._handing.cancel()
@@ -159,7 +166,8 @@ class AdapterFetcher:
                     await self._bring(fetch)
                 else:
                     for fingerprint in list(self._asked):
-                        self._answer(fingerprint, self.holds(fingerprint))  # if not held, there is no place for it
+                        # if the worker does not hold the adapter, no place is free
+                        self._answer(fingerprint, self.holds(fingerprint))
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(self._pause()):
                             await self._wake.wait()
@@ -168,7 +176,7 @@ class AdapterFetcher:
             self._is_over = True
             for future in self._asked.values():
                 future.set_exception(_over())
-                future.exception()  # as in `_answer`
+                future.exception()  # marks the exception as read, as in `_answer`
 
     def _next(self) -> AdapterFetch | None:
         now = time.monotonic()
@@ -182,22 +190,24 @@ class AdapterFetcher:
         return self._scheduler.begin_fetch([*self._asked, *filter(may_be_tried, wanted)], preloads)
 
     def _pause(self) -> float | None:
-        """Seconds after which to look again, even without a change."""
+        """Seconds after which `run` looks for the next adapter, even without a change."""
         now = time.monotonic()
-        # A retry that is due waits for a place.
+        # A retry whose time has come waits for a free place in the worker.
         pauses = [again_at - now for again_at, _ in self._retries.values() if again_at > now]
         if any(one not in self.refused and one not in self._retries for one in self._lacking):
-            pauses.append(LONG_FETCH_SECONDS)  # it may be on its way to another worker
+            pauses.append(LONG_FETCH_SECONDS)  # the adapter may be on its way to another worker
         return min(pauses, default=None)
 
     def _answer(self, fingerprint: str, result: bool | WorkerError) -> bool:
-        """Tell a waiting operator the result for an adapter; returns whether an operator waits."""
+        """If an operator waits for an adapter, report the result to the operator. Returns whether an operator waits for
+        the adapter.
+        """
         future = self._asked.pop(fingerprint, None)
         if future is None:
             return False
         if isinstance(result, WorkerError):
             future.set_exception(result)
-            future.exception()  # the operator's call may be gone
+            future.exception()  # marks the exception as read: the operator's call may be gone
         else:
             future.set_result(result)
         return True
@@ -223,17 +233,17 @@ class AdapterFetcher:
             self._scheduler.end_fetch(seconds)
         self._answer(fingerprint, seconds is not None)
         if fingerprint not in self._catalogue.wanted:
-            self.drop(fingerprint)  # it was unloaded meanwhile
+            self.drop(fingerprint)  # the adapter was unloaded during the delivery
         self._fetched()
 
     def _retry_later(self, fingerprint: str, reason: str) -> None:
         pause = min(LAST_RETRY_SECONDS, 2 * self._retries.get(fingerprint, (0.0, FIRST_RETRY_SECONDS / 2))[1])
         self._retries[fingerprint] = time.monotonic() + pause, pause
-        self._to_forget.append(fingerprint)  # it may have arrived all the same
+        self._to_forget.append(fingerprint)  # the worker may hold the adapter in spite of the failure
         log.warning("adapter not taken", worker=self._client.address, fingerprint=fingerprint, reason=reason)
 
     async def _hand_over(self, fingerprint: str) -> float | None:
-        """Send an adapter. Returns the seconds that it took; None if it is no longer wanted."""
+        """Send an adapter. Returns the seconds of the delivery, or None if the adapter is no longer wanted."""
         adapter = self._catalogue.wanted.get(fingerprint)
         if adapter is None:
             return None
@@ -247,7 +257,7 @@ class AdapterFetcher:
                 raise
             if self._failure is not None:
                 raise self._failure from None
-            self._to_forget.append(fingerprint)  # it was no longer wanted, and may have arrived all the same
+            self._to_forget.append(fingerprint)  # the adapter was no longer wanted, but the worker may hold the adapter
             return None
         except CopyLostError as error:
             self._to_forget.append(fingerprint)
@@ -263,7 +273,7 @@ class AdapterFetcher:
         return seconds
 
     async def _forget(self, fingerprint: str) -> None:
-        """Have the worker remove an adapter once no step in flight can need it."""
+        """Have the worker remove an adapter, after the worker has answered every step in flight."""
         last = self._in_flight[-1].step_id if self._in_flight else 0
         while self._in_flight and self._in_flight[0].step_id <= last:
             self._answered.clear()

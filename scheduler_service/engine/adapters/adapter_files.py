@@ -1,4 +1,4 @@
-"""An adapter's files: read from PEFT's folder, copied, and sent to a worker."""
+"""Reads an adapter's files from PEFT's folder, copies the files, and sends them to a worker."""
 
 import asyncio
 import hashlib
@@ -20,12 +20,12 @@ NAME = re.compile(r"(?!\.+$)[\w.@:-]{1,128}")
 
 
 class CopyLostError(Exception):
-    """An adapter's copy can no longer be read, for the reason in the message."""
+    """An adapter's copy can no longer be read. The message contains the reason."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A copy of an adapter's folder in PEFT's format: changes of the folder do not affect requests in flight."""
+    """A copy of an adapter's folder in PEFT's format. A change of the folder does not affect requests in flight."""
 
     name: str
     fingerprint: str
@@ -34,7 +34,7 @@ class Adapter:
     num_bytes: int
 
     def kept(self) -> "Adapter":
-        """The adapter, with its copy in the place of any equal copy, so that only one is kept."""
+        """Move the adapter's copy to a path that equal copies share, so that one copy is kept. Returns the adapter."""
         return replace(self, weights=self.weights.replace(self.weights.with_name(self.fingerprint)))
 
 
@@ -79,7 +79,7 @@ async def hand_over(client: WorkerClient, adapter: Adapter) -> None:
 
 async def _pieces_of(adapter: Adapter) -> AsyncIterator[worker_pb.TakeAdapterRequest]:
     yield worker_pb.TakeAdapterRequest(fingerprint=adapter.fingerprint, config=adapter.config)
-    with open(adapter.weights, "rb") as file:  # noqa: ASYNC230  # a thread's would stay open when cancelled
+    with open(adapter.weights, "rb") as file:  # noqa: ASYNC230  # a thread's file would stay open after a cancellation
         while data := await asyncio.to_thread(file.read, PIECE_BYTES):
             yield worker_pb.TakeAdapterRequest(data=data)
 

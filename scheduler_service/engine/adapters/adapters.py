@@ -29,33 +29,35 @@ from scheduler_service.wire.codec import WorkerInfo
 log = structlog.get_logger()
 
 MAX_HELD = 4096
-"""Adapters that a worker is assumed to hold before its session, at most: its report may be false."""
+"""Maximum number of adapters that a worker is assumed to hold before its session. A worker's report may contain a wrong
+number.
+"""
 
 
 class Adapters:
     """Loads, unloads and gives up the adapters of `catalogue`.
 
-    Fetchers send adapters to workers beside steps, as far as a worker has places.
+    Fetchers send adapters to workers while steps run, as long as a worker has places for adapters.
     """
 
     def __init__(self, settings: SchedulerSettings, requests: Requests, workers: Workers) -> None:
-        """Reads the adapters that the settings name. Raises StartError."""
+        """Read the adapters that the settings name. Raises StartError."""
         self.catalogue = Catalogue(settings)
         self.counts = AdapterCounts()
         self.fetchers: list[AdapterFetcher] = []
         """The fetchers of open sessions."""
         self.when_changed: Callable[[], None] = lambda: None
-        """Called after the adapters that requests can name have changed."""
+        """Callback that is called after the adapters have changed that requests can name."""
         self._requests = requests
         self._workers = workers
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by name
 
-    # ---- for operators
+    # ---- calls of operators
 
     async def load(self, name: str) -> Adapter:
-        """Let requests name an adapter of --lora-dir. It replaces another adapter of that name.
+        """Let requests name an adapter of --lora-dir. The adapter replaces another adapter of the same name.
 
-        Raises RequestError, also if a worker cannot use the adapter; then nothing has changed.
+        Raises RequestError, for example if a worker cannot use the adapter. After an error nothing has changed.
         """
         catalogue, folder = self.catalogue, self.catalogue.folder_of(name)
         async with self._lock(name):
@@ -75,7 +77,7 @@ class Adapters:
                 old = catalogue.named.get(name)
                 catalogue.named[name] = adapter
                 self.when_changed()
-            finally:  # also when the call is cancelled
+            finally:  # runs also if the call is cancelled
                 del catalogue.loading[name]
                 for one in (adapter, old):
                     if one is not None:
@@ -85,11 +87,11 @@ class Adapters:
         return adapter
 
     def _lock(self, name: str) -> asyncio.Lock:
-        """The lock on a name, so that operators' calls for one name run one after the other."""
+        """The lock for a name. With the lock, operators' calls for the same name run one after the other."""
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def _bring(self, adapter: Adapter) -> None:
-        """Send the adapter to all serving workers that have a place for it; each checks it.
+        """Send the adapter to all serving workers that have a place for an adapter. Each worker checks the adapter.
 
         Raises RequestError if a worker cannot use the adapter, or if no worker has a place.
         """
@@ -115,7 +117,7 @@ class Adapters:
             )
 
     async def unload(self, name: str) -> None:
-        """Remove the name of an adapter; requests in flight go on. Raises NOT_FOUND."""
+        """Remove the name of an adapter. Requests in flight continue to use the adapter. Raises NOT_FOUND."""
         async with self._lock(name):
             self.catalogue.find(name)
             self._leave(self.catalogue.named.pop(name))
@@ -129,7 +131,7 @@ class Adapters:
             self.released(adapter.fingerprint)
 
     def released(self, fingerprint: str) -> None:
-        """A request of the adapter has ended: remove the adapter if no name and no other request needs it."""
+        """A request of the adapter has ended. Remove the adapter if no name and no other request refers to it."""
         leaving = self.catalogue.leaving
         adapter = leaving.get(fingerprint)
         if adapter is None or self._requests.uses_adapter(fingerprint):
@@ -149,10 +151,12 @@ class Adapters:
         for fetcher in self.fetchers:
             fetcher.look_again()
 
-    # ---- for the workers' sessions
+    # ---- calls of the workers' sessions
 
     def begin(self, worker: Worker, scheduler: Scheduler, held: Sequence[str]) -> AdapterFetcher:
-        """The fetcher of a new session, whose worker holds the adapters `held`. Call `end` after the session."""
+        """Create the fetcher of a new session. Before the session the worker holds the adapters `held`. Call `end`
+        after the session.
+        """
         fetcher = AdapterFetcher(
             self.catalogue, worker.client, scheduler, worker.in_flight, worker.fetch_counts, self._fetched
         )
@@ -161,14 +165,15 @@ class Adapters:
         return fetcher
 
     def end(self, fetcher: AdapterFetcher) -> None:
-        """The fetcher's session is over."""
+        """The session of the fetcher has ended."""
         self.fetchers.remove(fetcher)
 
     async def check(self, client: WorkerClient, info: WorkerInfo) -> list[str]:
-        """Before a worker serves, check that it supports adapters, and send it the adapters that not every worker can
-        use.
+        """Check that a worker supports adapters before it serves. Before the worker serves, send it the adapters that
+        some other workers cannot use.
 
-        Returns the fingerprints that it holds, at most as many as it has places. Raises WorkerError.
+        Returns the fingerprints of the adapters that the worker holds, at most as many as the worker has places. Raises
+        WorkerError.
         """
         if self.catalogue.wanted and not info.max_loras:
             raise WorkerError("the worker takes no adapters; start it with --max-loras, as this scheduler has adapters")
@@ -182,22 +187,22 @@ class Adapters:
                 raise _unfit(adapter, str(error)) from None
             except CopyLostError as error:
                 self.give_up(adapter, str(error))
-            except AdapterFailedError:  # retried in the session
+            except AdapterFailedError:  # the session will try to send this adapter again
                 continue
             else:
                 held.append(fingerprint)
         return held
 
     def _fetched(self) -> None:
-        """A worker has got an adapter, or cannot use it."""
+        """A worker has received an adapter, or cannot use an adapter."""
         self.settle()
         self._workers.wake()
 
     def settle(self) -> None:
         """Decide about adapters that a worker cannot use.
 
-        If another worker can use the adapter, the session of the worker that cannot use it ends. If no worker that
-        takes requests can, the adapter is given up. So is an adapter with a lost copy.
+        If another worker holds the adapter, the session of the refusing worker ends. If no worker that accepts requests
+        can use the adapter, the adapter is given up. An adapter whose copy is lost is given up too.
         """
         fetchers = self.fetchers
         for fetcher in fetchers:
@@ -227,13 +232,14 @@ class Adapters:
         self._update()
         reason = f"the adapter {adapter.name} cannot be used: {reason}"
         self._requests.end_all(RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason), adapter.fingerprint)
-        if adapter.fingerprint not in self.catalogue.wanted:  # otherwise it is being loaded again
+        # if the adapter is still wanted, an operator is loading it again
+        if adapter.fingerprint not in self.catalogue.wanted:
             self._forget(adapter)
         self.when_changed()
 
 
 def _discard(reading: "asyncio.Future[Adapter]") -> None:
-    """Remove the copy that was made for a cancelled call."""
+    """Remove the copy that was read for a cancelled call."""
     if not reading.cancelled() and reading.exception() is None:
         reading.result().weights.unlink(missing_ok=True)
 

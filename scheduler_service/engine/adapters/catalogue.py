@@ -1,7 +1,7 @@
 """The existing adapters and their copies: named, being loaded, or needed by requests in flight.
 
-From its admission on, a request refers to its adapter by fingerprint. So a name may come to mean another adapter, or
-none, while requests of the old adapter still run and move between workers.
+An admitted request refers to its adapter by fingerprint. A name can therefore change to another adapter while requests
+of the old adapter still run and move between workers. A name can even be removed while requests of its adapter run.
 """
 
 import time
@@ -18,12 +18,12 @@ from scheduler_service.engine.adapters.adapter_files import Adapter, configured_
 from scheduler_service.settings import SchedulerSettings
 
 LONG_FETCH_SECONDS = 5.0
-"""Seconds of a delivery to one worker after which the same adapter is also sent to another worker."""
+"""Seconds of a delivery to one worker, after which the same adapter is also sent to another worker."""
 
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """The adapter being sent to one worker, and its start in seconds of `time.monotonic`."""
+    """The adapter that is being sent to one worker, and the start of the delivery in seconds of `time.monotonic`."""
 
     fingerprint: str = ""
     since: float = 0.0
@@ -33,7 +33,7 @@ class Catalogue:
     """All adapters of a scheduler. Call `update` after a change of `named`, `loading` or `leaving`."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        """Reads the adapters that the settings name. Raises StartError."""
+        """Read the adapters that the settings name. Raises StartError."""
         self._folder = settings.lora_dir.expanduser() if settings.lora_dir is not None else None
         self._copies: TemporaryFolder | None = None
         self.named: dict[str, Adapter] = {}
@@ -43,11 +43,12 @@ class Catalogue:
         self.leaving: dict[str, Adapter] = {}
         """Adapters without a name that requests in flight need, by fingerprint."""
         self.wanted: dict[str, Adapter] = {}
-        """The adapters that a worker may be sent, by fingerprint: named, loading or leaving."""
+        """Adapters that are named, loading or leaving, by fingerprint. Only adapters in `wanted` are sent to workers.
+        """
         self.fingerprints: list[str] = []
         """Fingerprints of the adapters that requests can name."""
         self.contested: set[str] = set()
-        """Fingerprints that one worker could not use, and others could."""
+        """Fingerprints of the adapters that at least one worker could use and at least one worker could not."""
         self.deliveries: set[Delivery] = set()
         """Deliveries of open sessions."""
         try:
@@ -61,7 +62,7 @@ class Catalogue:
 
     @property
     def are_served(self) -> bool:
-        """Whether requests can name adapters, now or after an operator loads one."""
+        """Whether requests can name adapters, now or after an operator has loaded an adapter."""
         return bool(self.named) or self._folder is not None
 
     @property
@@ -70,18 +71,18 @@ class Catalogue:
         return sorted(self.named.values(), key=lambda adapter: adapter.name)
 
     def find(self, name: str) -> str:
-        """The fingerprint of a name's adapter. Raises NOT_FOUND."""
+        """The fingerprint of the adapter with the given name. Raises NOT_FOUND."""
         if (adapter := self.named.get(name)) is None:
             raise RequestError(grpc.StatusCode.NOT_FOUND, f"lora_name: there is no adapter {name!r}")
         return adapter.fingerprint
 
     def check_held(self, fingerprint: str) -> None:
-        """Raises FAILED_PRECONDITION for an adapter that was given up after the request's admission."""
+        """Raise FAILED_PRECONDITION if the adapter was given up after the request was admitted."""
         if fingerprint not in self.wanted:
             raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, "lora_name: the adapter cannot be used any more")
 
     def folder_of(self, name: str) -> Path:
-        """The folder that an adapter is loaded from. Raises FAILED_PRECONDITION."""
+        """The folder from which an adapter is loaded. Raises FAILED_PRECONDITION."""
         if self._folder is None:
             raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, "the scheduler runs without --lora-dir")
         return self._folder / name
@@ -91,7 +92,7 @@ class Catalogue:
         return read_adapter(name, folder, self._place())
 
     def _place(self) -> Path:
-        """The folder for copies, removed with this object. Raises ValueError."""
+        """The folder for copies. The folder is removed with this object. Raises ValueError."""
         if self._copies is None:
             try:
                 self._copies = TemporaryFolder("adapters")
@@ -109,7 +110,7 @@ class Catalogue:
         self.named = {name: other for name, other in self.named.items() if other.fingerprint != adapter.fingerprint}
 
     def update(self) -> None:
-        """Recompute `wanted` and its dependents."""
+        """Recompute `wanted`, and remove the other adapters' fingerprints from `contested`."""
         named, loading = (
             {adapter.fingerprint: adapter for adapter in adapters.values()} for adapters in (self.named, self.loading)
         )
@@ -120,8 +121,8 @@ class Catalogue:
     def may_be_brought(self, fingerprint: str) -> bool:
         """Whether to send an adapter to a worker that lacks it.
 
-        It is sent to one worker at a time, because one may be enough; the next worker follows if the delivery takes
-        long.
+        An adapter is sent to one worker at a time, because a single copy may be enough. If a delivery is slow, the
+        adapter is also sent to the next worker.
         """
         since = time.monotonic() - LONG_FETCH_SECONDS
         is_on_its_way = any(one.fingerprint == fingerprint and one.since > since for one in self.deliveries)

@@ -1,1 +1,1 @@
-"""A loop for each worker: it opens a session, sends steps, processes answers, and opens the next session."""
+"""A loop for each worker: the loop opens a session, sends steps, processes answers, and then opens the next session."""

@@ -1,4 +1,6 @@
-"""The model that every worker has to serve: the first worker's model, whose files and limits front ends use."""
+"""The model that every worker has to serve. The first worker decides the model; front ends use the first worker's files
+and limits.
+"""
 
 import asyncio
 import contextlib
@@ -20,21 +22,21 @@ from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import PROTOCOL_VERSION, WorkerInfo
 
 LONG_FETCH_SECONDS = 5.0
-"""Seconds after which another worker is asked for the model's files too."""
+"""Seconds after which another worker is also asked for the model's files."""
 
 log = structlog.get_logger()
 
 
 class Agreement:
-    """Accepts workers that serve the same model. Create it inside the event loop."""
+    """Accepts workers that serve the same model. Create the object inside the event loop."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.model_files: dict[str, bytes] = {}
         self._settings = settings
         self._model_name = model_name(settings.model) if settings.model is not None else ""
-        """The model's name for workers; empty until the first worker has told it."""
+        """The name under which workers know the model. The name is empty until the first worker has reported it."""
         self._limits: asyncio.Future[pb.ModelLimits] = asyncio.get_running_loop().create_future()
-        self._asked: asyncio.Event | None = None  # set while a worker is asked for the model
+        self._asked: asyncio.Event | None = None  # set while the scheduler asks a worker for the model
 
     async def wait_for_model(self) -> pb.ModelLimits:
         """Wait for the limits of the served model, without a time limit."""
@@ -42,11 +44,12 @@ class Agreement:
 
     @property
     def model_name(self) -> str:
-        """The model's name for clients; empty until the first worker has told it."""
+        """The name under which clients know the model. The name is empty until the first worker has reported it."""
         return self._settings.served_model_name or self._model_name
 
     async def accept(self, client: WorkerClient, info: WorkerInfo) -> SchedulerConfig:
-        """The core's settings for a worker that serves the same model as the others; the first worker decides.
+        """The core's settings for a worker that serves the same model as the other workers. The first worker decides
+        the model.
 
         Raises WorkerError.
         """
@@ -70,9 +73,10 @@ class Agreement:
         return scheduler_config(self._settings, info, limits)
 
     async def _learn_model(self, client: WorkerClient, info: WorkerInfo) -> None:
-        """Get the model's files and limits from this worker, unless another worker has sent them.
+        """Get the model's files and limits from this worker, unless another worker has already sent them.
 
-        One worker is asked, and another one too if that takes long. Raises WorkerError.
+        The scheduler asks one worker. If the first worker that was asked is slow, the scheduler also asks another
+        worker. Raises WorkerError.
         """
         with contextlib.suppress(TimeoutError):
             while not self._limits.done() and self._asked is not None:

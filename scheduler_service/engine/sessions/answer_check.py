@@ -1,4 +1,4 @@
-"""Checks a worker's whole answer before it is applied: counted tokens cannot be taken back."""
+"""Checks a worker's whole answer before the answer is applied: tokens that were counted cannot be taken back."""
 
 import itertools
 import math
@@ -9,25 +9,26 @@ from scheduler_service.core import ModelOutput, SchedulerOutput, Sequence
 from scheduler_service.core.outputs import TokenLogprobs
 
 _ROUNDING = 1e-3
-"""Rounding error of a log-probability, at most: no exact one is above 0."""
+"""Maximum rounding error of a log-probability. An exact log-probability is at most 0."""
 
 
 def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: int) -> None:
-    """Raises ValueError if a correct worker cannot have given this answer to this step.
+    """Raise ValueError if a correct worker cannot have given this answer to this step.
 
-    The core checks the answer's step and its number of tokens. Entries of sequences that have left the worker since the
-    step was sent are ignored, as in the core: such a sequence may have a new id on another worker.
+    The core checks the answer's step and its number of tokens. Like the core, this function ignores entries of
+    sequences that have left the worker since the step was sent. A sequence that has left the worker may have a new id
+    on another worker.
     """
     if answer.token_ids and max(answer.token_ids) >= vocabulary_size:
         raise ValueError(f"the worker sampled token {max(answer.token_ids)} of a vocabulary of {vocabulary_size}")
     if answer.num_tokens and len(answer.num_tokens) != output.num_samples:
         raise ValueError(f"the worker counted tokens of {len(answer.num_tokens)} samples of {output.num_samples}")
-    num_gained: dict[int, int] = {}  # sequences that gained more or less than 1
+    num_gained: dict[int, int] = {}  # sequences with a number of new tokens other than 1
     if answer.num_tokens or answer.num_draft_tokens:
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
         gained, verified = answer.num_tokens or itertools.repeat(1), answer.num_draft_tokens or itertools.repeat(0)
         for sequence, num_tokens, num_drafts in zip(sampled, gained, verified, strict=False):
-            # Entries of sequences that have left the worker are bounded too, because they are counted.
+            # Drafts of sequences that have left the worker are counted, so their number is checked too.
             if num_drafts > (room := output.num_draft_tokens.get(sequence, 0)):
                 raise ValueError(f"the worker verified {num_drafts} guesses for sequence {sequence.id}, not {room}")
             has_left = sequence in output.dropped
@@ -65,8 +66,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                 _check_entry(sequence, entry, token_id, width, vocabulary_size)
         entries = answer.prompt_logprobs.get(sequence.id, [])
         if sampling.prompt_logprobs is not None:
-            # A step reports log-probabilities of the prompt tokens that follow its computed tokens. Once a sequence has
-            # ended, its stored tokens are not counted.
+            # A step reports log-probabilities of the prompt tokens that follow its computed tokens. After a sequence
+            # has ended, its stored tokens are not counted.
             first = sequence.num_stored_tokens + 1
             due = max(0, min(first + num_tokens, sequence.num_prompt_tokens) - first)
             if len(entries) > num_tokens or (len(entries) != due and not sequence.status.is_finished):
@@ -79,7 +80,9 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
 
 
 def _check_nothing_else(output: SchedulerOutput, answer: ModelOutput) -> None:
-    """Raises ValueError for unrequested reports: they would be applied, and fail later."""
+    """Raise ValueError for reports that the step did not request. Applied reports without a request would cause errors
+    later.
+    """
     for sequence, _, samples in output.scheduled:
         if sequence in output.dropped:
             continue
@@ -94,7 +97,7 @@ def _check_nothing_else(output: SchedulerOutput, answer: ModelOutput) -> None:
 
 
 def _said(output: SchedulerOutput, answer: ModelOutput) -> dict[int, list[int]]:
-    """The gained tokens of each sequence that is still on the worker."""
+    """The new tokens of each sequence that is still on the worker."""
     gained, tokens, said = iter(answer.num_tokens or itertools.repeat(1)), iter(answer.token_ids), {}
     for sequence, _, samples in output.scheduled:
         if samples:
@@ -105,10 +108,10 @@ def _said(output: SchedulerOutput, answer: ModelOutput) -> dict[int, list[int]]:
 
 
 def _check_entry(sequence: Sequence, entry: TokenLogprobs, token_id: int, width: int, vocabulary_size: int) -> None:
-    """`token_id`: the entry's token."""
+    """Check one entry of log-probabilities. `token_id` is the token of the entry."""
     found, *likeliest = entry.token_ids or [-1]
     num_asked, num_found = min(width, vocabulary_size), len(likeliest)
-    # The error does not quote tokens, which may come from a prompt.
+    # The error does not quote tokens, because tokens may come from a prompt.
     if num_found != num_asked or len(set(likeliest)) != num_asked or max(likeliest, default=0) >= vocabulary_size:
         what = f"{num_found} likeliest tokens where {num_asked} were asked for, or one twice or beyond the vocabulary"
     elif found != token_id or not 0 < entry.rank <= vocabulary_size:
@@ -123,7 +126,9 @@ def _check_entry(sequence: Sequence, entry: TokenLogprobs, token_id: int, width:
 
 
 def _are_of_one_distribution(entry: TokenLogprobs) -> bool:
-    """Whether the likeliest tokens are in order, their probabilities sum to at most 1, and the token has one value."""
+    """Whether the entry is possible: its likeliest tokens are in order, their probabilities sum to at most 1, and equal
+    tokens have equal values.
+    """
     (token_id, *likeliest), (own, *logprobs) = entry.token_ids, entry.logprobs
     again = logprobs[likeliest.index(token_id)] if token_id in likeliest else own
     in_order = all(one >= other for one, other in itertools.pairwise(logprobs))

@@ -1,7 +1,7 @@
-"""Finds workers: fixed addresses, and all addresses of a name, which is looked up repeatedly.
+"""Finds the addresses of workers. A target is a fixed address, or a name that is looked up repeatedly.
 
-Such names are a scaled service's in Compose, and a headless service's in Kubernetes. Which worker answers at an
-address, if any, is for the connecting code to find out.
+In Compose the name of a scaled service has an address for each container. In Kubernetes the name of a headless service
+has an address for each pod. This module does not check whether a worker answers at an address.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ log = structlog.get_logger()
 _NO_ADDRESS = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
-"""Gives the addresses, each HOST:PORT, of a name and a port. Raises OSError if the look-up fails."""
+"""Returns all addresses (HOST:PORT) of a name and a port. Raises OSError if the look-up fails."""
 
 
 async def resolve_by_dns(name: str, port: int) -> frozenset[str]:
-    """Ask the system's resolver. A name without addresses is no error."""
+    """Ask the system's resolver. A name without addresses is not an error."""
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -36,9 +36,10 @@ async def resolve_by_dns(name: str, port: int) -> frozenset[str]:
 
 
 async def watch_name(target: str, resolve: Resolve, interval: float) -> AsyncIterator[frozenset[str]]:
-    """The addresses of dns:///NAME:PORT, whenever they change; looked up every `interval` seconds, for ever.
+    """Yield the addresses of dns:///NAME:PORT whenever they change. The name is looked up every `interval` seconds, for
+    ever.
 
-    A failed look-up changes nothing: resolvers have outages too.
+    After a failed look-up the addresses stay unchanged, because resolvers have outages too.
     """
     name, _, port = target.removeprefix(SCHEME).rpartition(":")
     known: frozenset[str] | None = None

@@ -1,5 +1,6 @@
-"""The set of workers. A worker joins when its address is found, and leaves when the address is gone and its session
-over.
+"""The set of workers.
+
+A worker joins when its address is found. A worker leaves when its address has disappeared and its session has ended.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from scheduler_service.targets import is_name
 
 
 class Membership:
-    """One `WorkerLoop` for each address, even if several targets lead to it."""
+    """One `WorkerLoop` for each address, even if several targets resolve to the address."""
 
     def __init__(self, fleet: WorkerFleet, resolve: Resolve) -> None:
         self._fleet = fleet
@@ -54,7 +55,7 @@ class Membership:
                 self._remove(self._loops[address])
 
     def _remove(self, loop: WorkerLoop) -> None:
-        """Remove a loop, unless another loop has its address by now."""
+        """Remove a loop, unless a new loop serves its address."""
         address = loop.worker.client.address
         if self._loops.get(address) is loop:
             del self._loops[address]

@@ -1,4 +1,4 @@
-"""The state that the loops of all workers share, and what changes when a worker comes, goes or is drained."""
+"""The state that the loops of all workers share, and the changes when a worker joins, leaves or is drained."""
 
 import asyncio
 import time
@@ -42,16 +42,20 @@ class WorkerFleet:
         self._worker_tls = TlsFolder(settings.worker_tls) if settings.worker_tls is not None else None
 
     def connect(self, address: str) -> Worker:
-        """A worker, with a channel that is configured by the settings."""
+        """Create a worker with a channel that the settings configure."""
         client = WorkerClient(address, self._worker_tls, self.settings.worker_identity or "")
         return Worker(client, self.settings.max_in_flight_steps)
 
     def watch_health(self) -> AsyncIterator[bool]:
-        """Whether clients should send requests here: first once a worker serves, then whenever it changes."""
+        """Yield whether clients should send requests to this server. The first value is yielded as soon as a worker
+        serves, further values after each change.
+        """
         return self.workers.outage.watch_health()
 
     def drain(self, worker: Worker) -> None:
-        """Give a worker no new requests; after the grace period, move the remaining ones and close the session."""
+        """Send a worker no new requests. After the grace period, move the remaining requests to other workers and close
+        the session.
+        """
         grace = self.settings.grace
         if worker.undrained.is_set():
             log.info("worker drained by an operator", worker=worker.client.address)
@@ -61,7 +65,7 @@ class WorkerFleet:
             self.admission_changed(worker)
 
     def undrain(self, worker: Worker) -> None:
-        """Give a worker requests again."""
+        """Send a worker new requests again."""
         if not worker.undrained.is_set():
             log.info("worker undrained by an operator", worker=worker.client.address)
             worker.undrained.set()
@@ -69,14 +73,14 @@ class WorkerFleet:
             self.admission_changed(worker)
 
     def tell_leaving(self, worker: Worker, is_leaving: bool) -> None:
-        """The worker reports whether it shuts down."""
+        """Record the worker's report whether it is shutting down."""
         if is_leaving != worker.is_leaving:
             log.info("worker is shutting down" if is_leaving else "worker serves again", worker=worker.client.address)
             worker.is_leaving = is_leaving
             self.admission_changed(worker)
 
     def admission_changed(self, worker: Worker) -> None:
-        """A worker, with or without a session, begins or ceases to take requests."""
+        """A worker, with or without a session, begins or ceases to accept requests."""
         if worker.scheduler is not None and worker.scheduler.admits == worker.draining:
             worker.scheduler.set_admission(not worker.draining)
         worker.woken.set()

@@ -1,4 +1,4 @@
-"""One worker's loop: connect, serve a session, and connect again when the session is over."""
+"""One worker's loop: connect, serve a session, and connect again when the session has ended."""
 
 import asyncio
 import logging
@@ -23,17 +23,19 @@ log = structlog.get_logger()
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
 RETRIES_PER_SECOND = 100
-"""Attempts to connect a second, for all workers together: one takes 0.6 ms, and of thousands of addresses most may
-be dead.
+"""Maximum attempts to connect per second, over all workers. An attempt takes 0.6 ms of processor time, and thousands of
+addresses may have no worker.
 """
 LONG_RETRY_SECONDS = 30.0
-"""Seconds between attempts at a worker that another scheduler uses, or that fails in every step while others serve."""
+"""Seconds between attempts to use a worker that another scheduler uses, or that fails in every step while other workers
+serve.
+"""
 FIRST_FAILING_RETRY_SECONDS = 5.0
 MAX_OF_A_REASON = 500
 
 
 class WorkerLoop:
-    """Keeps one worker of the fleet busy."""
+    """Connects to one worker of the fleet and serves sessions with this worker."""
 
     def __init__(self, fleet: WorkerFleet, worker: Worker) -> None:
         self.worker = worker
@@ -42,14 +44,14 @@ class WorkerLoop:
         self._is_lost_in_a_step = False
 
     def leave(self) -> bool:
-        """Do not connect again. Returns whether the loop is over, because no session is open."""
+        """Do not connect again. Returns whether the loop has ended, because no session is open."""
         self.worker.is_wanted = False
         if self.worker.scheduler is None and self._task is not None:
             self._task.cancel()
         return self.worker.scheduler is None
 
     async def run(self) -> None:
-        """Connect, serve, and connect again after a growing pause, while the worker is wanted."""
+        """Connect, serve, and connect again after a growing pause, as long as the worker is wanted."""
         self._task = asyncio.current_task()
         worker, workers = self.worker, self._fleet.workers
         pause = FIRST_RETRY_SECONDS
@@ -62,22 +64,23 @@ class WorkerLoop:
             try:
                 await self._serve()
             except WorkerError as error:
-                reason = str(error)[:MAX_OF_A_REASON]  # part of it may be the worker's text
+                reason = str(error)[:MAX_OF_A_REASON]  # part of the reason may be text that the worker sent
                 worker.is_superseded = isinstance(error, SupersededError)
                 is_starting = isinstance(error, UnreachableError) and not worker.epoch
                 if is_starting or isinstance(error, DrainedError):
                     level = logging.INFO
-                # Frames and failed tasks refer to each other, and to the session's scheduler and its requests.
+                # Stack frames and failed tasks refer to each other. Frames also refer to the session's scheduler and
+                # the scheduler's requests.
                 traceback.clear_frames(error.__traceback__)
-            except Exception as error:  # on any error, the other workers and all streams continue
+            except Exception as error:  # after any error, the other workers and all streams continue
                 log.error("worker loop failed", worker=worker.client.address, exc_info=error)
                 reason = "internal error; the server's log has the details"
                 traceback.clear_frames(error.__traceback__)
             if worker.num_steps > steps_before:
                 pause = FIRST_RETRY_SECONDS
             elif self._is_lost_in_a_step and workers.admits:
-                # The worker was lost in a step and has answered none. Each further attempt would make its requests
-                # suspects, while other workers serve.
+                # The worker was lost in its first step. Each further attempt would make requests of the worker
+                # suspects, while other workers could serve the requests.
                 pause, longest = max(pause, FIRST_FAILING_RETRY_SECONDS), LONG_RETRY_SECONDS
             if worker.is_superseded:
                 longest = LONG_RETRY_SECONDS
@@ -126,7 +129,7 @@ class WorkerLoop:
             await worker.client.reconnect()
 
     async def _prepare(self) -> tuple[WorkerInfo, SchedulerConfig, Sequence[str]]:
-        """The worker's description of itself, its scheduler's settings, and its adapters. Raises WorkerError."""
+        """The worker's description of itself, the settings of its scheduler, and its adapters. Raises WorkerError."""
         fleet, client = self._fleet, self.worker.client
         info = await client.get_info()
         config = await fleet.agreement.accept(client, info)
@@ -137,11 +140,12 @@ class WorkerLoop:
         return info, config, await fleet.adapters.check(client, info)
 
     def _check_is_available(self, info: WorkerInfo) -> None:
-        """Raises WorkerError if the worker is in a session that must not be ended.
+        """Raise WorkerError if the worker is in a session that must not be ended.
 
-        A scheduler that has just started takes a worker over from another scheduler: that is either its predecessor, or
-        a configuration mistake, which then shows. The other scheduler does not take the worker back. Otherwise the two
-        would take turns for ever, and recompute every request's tokens each time.
+        A scheduler that has just started takes a worker over from another scheduler. The other scheduler is usually the
+        new scheduler's predecessor. If both schedulers run because of a configuration mistake, the mistake becomes
+        visible. The other scheduler does not take the worker back. If it did, both schedulers would take turns for
+        ever, and would recompute every request's tokens each time.
         """
         for other in self._fleet.workers.all:
             if other.scheduler is not None and info.instance_id and other.instance_id == info.instance_id:

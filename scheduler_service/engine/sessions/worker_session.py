@@ -1,8 +1,8 @@
-"""One session with a worker: plan and send steps, and process their answers.
+"""One session with a worker: plan steps, send steps, and process their answers.
 
-One task plans and sends steps, up to a few ahead of their answers, and another processes the answers. So the worker
-always has its next step when it finishes one. Other tasks watch over the worker. The first task that fails ends the
-session, and its requests continue elsewhere.
+One task plans and sends steps, up to a few steps ahead of their answers. Another task processes the answers. The worker
+therefore has its next step when it finishes a step. Further tasks watch the worker. The first task that fails ends the
+session, and the session's requests continue on other workers.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from scheduler_service.wire.codec import WorkerInfo
 
 
 class WorkerSession:
-    """A session, from its stream's opening until `end`. The worker held the adapters `held` before."""
+    """A session, from the opening of its stream until `end`. Before the session the worker held the adapters `held`."""
 
     def __init__(
         self, fleet: WorkerFleet, worker: Worker, stream: Session, scheduler: Scheduler, held: Sequence[str]
@@ -38,7 +38,7 @@ class WorkerSession:
         fleet.workers.serving[scheduler] = worker
 
     async def run(self, info: WorkerInfo) -> None:
-        """Serve until a task fails; raises its error."""
+        """Serve until a task fails, and raise the task's error."""
         fleet, worker, settings = self._fleet, self._worker, self._fleet.settings
         fleet.admission_changed(worker)
         await _until_one_fails(
@@ -51,14 +51,15 @@ class WorkerSession:
         )
 
     def end(self, reason: Exception | None) -> bool:
-        """End the session: its requests continue elsewhere. `reason` is None if this scheduler itself ends it.
+        """End the session: its requests continue on other workers. `reason` is None if this scheduler itself ends the
+        session.
 
         Returns whether the worker was lost in a step.
         """
         fleet, worker, scheduler = self._fleet, self._worker, self._scheduler
-        # A leaving worker is not lost, however its session ended: a step in flight may break the stream.
+        # A worker that shuts down does not count as lost. A shutdown may break the stream during a step.
         is_lost = reason is not None and not worker.is_leaving and not isinstance(reason, DrainedError)
-        # This scheduler's own errors are no evidence against the worker's requests.
+        # An error of this scheduler is no evidence against the worker's requests.
         blames_requests = is_lost and isinstance(reason, WorkerError) and reason.blames_requests
         is_lost_in_a_step = is_lost and bool(worker.in_flight)
         worker.num_losses += is_lost
@@ -90,7 +91,7 @@ class WorkerSession:
                 for group in output.ignored:
                     requests.fail(group)
                 if output.preempted:
-                    workers.wake()  # another worker may have room for the requests
+                    workers.wake()  # another worker may have room for the session's requests
                 if scheduler.num_preemptions[PreemptionMode.SWAP] != num_swaps:
                     num_swaps = scheduler.num_preemptions[PreemptionMode.SWAP]
                     requests.swapped(list(scheduler.swapped))
@@ -111,7 +112,9 @@ class WorkerSession:
                     await worker.woken.wait()
 
     def _check_drained(self) -> None:
-        """Raises DrainedError if an operator has drained the worker, and it has no requests left, or no time."""
+        """Raise DrainedError if an operator has drained the worker and no requests are left, or the grace period has
+        ended.
+        """
         if self._worker.undrained.is_set():
             return
         if not (self._worker.in_flight or self._scheduler.running or self._scheduler.swapped):
@@ -147,7 +150,7 @@ class WorkerSession:
 
 
 async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run endless coroutines concurrently. Raises the first error, after all have stopped."""
+    """Run endless coroutines concurrently. Raises the first error after all coroutines have stopped."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         failed, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,1 +1,1 @@
-"""The stream to one worker."""
+"""The connection and the stream of steps to one worker."""

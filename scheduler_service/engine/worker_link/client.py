@@ -1,4 +1,4 @@
-"""The scheduler's end of the wire to one worker."""
+"""The scheduler's client of one worker."""
 
 import asyncio
 import contextlib
@@ -18,8 +18,8 @@ from scheduler_service.core import ModelOutput, SchedulerOutput
 from scheduler_service.engine.worker_link.step_split import RoundTrips, StepSplit
 from scheduler_service.wire.codec import WorkerInfo, decode_model_output, decode_worker_info, encode_scheduler_output
 
-# The loss of a worker's machine, without a closed connection, is noticed within about 20 s. A worker's return is
-# noticed within 2 s; gRPC's own pause between attempts would grow to two minutes.
+# If a worker's machine disappears without closing the connection, the scheduler notices within about 20 s. If a worker
+# returns, the scheduler notices within 2 s; gRPC's own pause between attempts would grow to two minutes.
 OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -27,7 +27,7 @@ OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
-    ("grpc.use_local_subchannel_pool", 1),  # a new channel makes a new connection
+    ("grpc.use_local_subchannel_pool", 1),  # each new channel opens a new connection
 )
 TOKENIZER_FILES = frozenset(
     (
@@ -44,7 +44,7 @@ TOKENIZER_FILES = frozenset(
 )
 MAX_TOKENIZER_BYTES = 256 << 20
 ADAPTER_SECONDS = 300.0
-"""Seconds for an adapter of gigabytes over a slow network."""
+"""Time limit in seconds for sending an adapter: gigabytes over a slow network."""
 _PORT = "--workers names the workers' --listen, which has port 50052 unless told otherwise"
 _REFUSALS = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -56,17 +56,19 @@ _REFUSALS = (
 T = TypeVar("T")
 
 _WRITE_FAILED = "Internal error from Core"
-"""gRPC's message for a write at the end of the stream."""
+"""gRPC's message for a write that fails because the stream ends."""
 END_SECONDS = 1.0
-"""Seconds to wait for a stream's status after a failed write: the status comes after the answers in flight."""
+"""Seconds to wait for a stream's status after a failed write. The status arrives after the answers in flight."""
 
 
 LONG_ENCODING_NS = 1_000_000
-"""A step that takes longer to encode is written in its own turn of the event loop, which takes half as long again."""
+"""Nanoseconds of encoding. A step that takes longer to encode is written in a separate turn of the event loop. Writing
+takes half as long as encoding.
+"""
 
 
 class WorkerError(Exception):
-    """The worker cannot be used, for the reason in the message."""
+    """The worker cannot be used. The message contains the reason."""
 
     blames_requests = True
     """Whether a request in flight may have crashed the worker."""
@@ -77,19 +79,19 @@ class UnreachableError(WorkerError):
 
 
 class DrainedError(WorkerError):
-    """The session ended because the worker is shut down or was drained."""
+    """The session ended because the worker shuts down or was drained."""
 
     blames_requests = False
 
 
 class AdapterRefusedError(WorkerError):
-    """The worker cannot use an adapter, for the reason in the message."""
+    """The worker cannot use an adapter. The message contains the reason."""
 
     blames_requests = False
 
 
 class AdapterFailedError(WorkerError):
-    """The worker could not load an adapter now; a retry may succeed."""
+    """The worker could not load an adapter now. A retry may succeed."""
 
     blames_requests = False
 
@@ -101,45 +103,45 @@ class AdapterCountError(WorkerError):
 
 
 class FencedError(WorkerError):
-    """The worker refused a step out of order, or has a session with a newer epoch."""
+    """The worker refused a step that is out of order, or the worker has a session with a newer epoch."""
 
     blames_requests = False
 
 
 class SupersededError(WorkerError):
-    """Another scheduler has the worker."""
+    """Another scheduler has a session with the worker."""
 
 
 class Session:
-    """One Execute stream: steps go out, and their answers come back in order. `split` records each step's times.
+    """One Execute stream. Steps are sent, and their answers arrive in order. `split` records the times of each step.
 
-    Sending and receiving raise WorkerError if the stream breaks or ends, and on invalid answers. They raise
-    DrainedError or FencedError if the worker or another scheduler ended the stream in an orderly way.
+    Sending and receiving raise WorkerError if the stream breaks or ends, and for invalid answers. If the worker or
+    another scheduler ended the stream in an orderly way, sending and receiving raise DrainedError or FencedError.
     """
 
     def __init__(
         self, call: "grpc.aio.StreamStreamCall[pb.SchedulerOutput, pb.ModelOutput]", epoch: int, split: StepSplit
     ) -> None:
         self.epoch = epoch
-        self.last_answer = pb.ModelOutput()  # the serialized answer, for a recording
+        self.last_answer = pb.ModelOutput()  # the last answer in serialized form, for a recording
         self._call = call
-        self._answers = aiter(call)  # also yields answers received before a failed write; `read` does not
-        self._status: tuple[grpc.StatusCode, str | None]  # set when the call ends
+        self._answers = aiter(call)  # Yields even answers that arrived before a failed write; `read` would not.
+        self._status: tuple[grpc.StatusCode, str | None]  # Set at the end of the call.
         call.add_done_callback(self._ended)
         self._split = split
         self._round_trips = RoundTrips(split)
 
     @property
     def waiting_since(self) -> float | None:
-        """Start of the current wait: the oldest step's sending, or the previous answer's arrival if later.
+        """Start of the current wait: the oldest step's sending or the previous answer's arrival, whichever is later.
 
-        In seconds of `time.perf_counter`; None if no step is in flight.
+        The value is in seconds of `time.perf_counter`, or None if no step is in flight.
         """
         since = self._round_trips.waiting_since
         return None if since is None else since / 1e9
 
     async def send(self, output: SchedulerOutput) -> None:
-        """Send a step, to be run after the steps sent before."""
+        """Send a step. The worker runs the step after all steps that were sent before."""
         began = perf_counter_ns()
         message = encode_scheduler_output(output, self.epoch)
         encoded = perf_counter_ns()
@@ -149,16 +151,16 @@ class Session:
         self._round_trips.sent(encoded)
         try:
             await self._call.write(message)
-        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the stream had ended, or ends now
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the stream has ended
             raise await self._end() from None
 
     async def receive(self) -> ModelOutput:
-        """The next answer."""
+        """Wait for the next answer."""
         try:
             answer = await anext(self._answers)
         except (StopAsyncIteration, grpc.aio.AioRpcError):
             raise await self._end() from None
-        if answer is None:  # gRPC's value for a message that could not be parsed
+        if answer is None:  # gRPC's value for a message that cannot be parsed
             raise WorkerError("the worker sent something that is no ModelOutput")
         if answer.epoch != self.epoch:
             raise WorkerError(f"the worker answered for epoch {answer.epoch} in the session of epoch {self.epoch}")
@@ -174,13 +176,15 @@ class Session:
         return output
 
     def _ended(self, call: grpc.aio.Call) -> None:
-        """Keep the status at once: gRPC overwrites it if a write fails in this turn of the event loop or later."""
+        """Store the status at once. gRPC overwrites the status if a write fails in this turn of the event loop or
+        later.
+        """
         self._status = _at_once(call.code()), _at_once(call.details())
 
     async def _end(self) -> WorkerError:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
-                while self._status[1] == _WRITE_FAILED:  # the write failed before the status came
+                while self._status[1] == _WRITE_FAILED:  # the write failed before the status arrived
                     await asyncio.sleep(0.001)
                     self._ended(self._call)
         code, details = self._status
@@ -198,18 +202,18 @@ class Session:
 
 
 class WorkerClient:
-    """A channel to one worker. Create it inside the event loop that uses it.
+    """A channel to one worker. Create a client inside the event loop that uses it.
 
-    Its calls raise UnreachableError if they are not answered.
+    Every call raises UnreachableError if the worker does not answer.
     """
 
     def __init__(self, address: str, tls: TlsFolder | None = None, identity: str = "") -> None:
-        """With `tls`, the worker's certificate must have the name `identity`, or if that is empty the address's
-        host.
+        """With `tls`, the worker's certificate must contain the name `identity`. If `identity` is empty, the
+        certificate must contain the host of the address.
         """
         self.address = address
         self.epoch = 0
-        """Epoch of the current or next session; calls about adapters carry it."""
+        """Epoch of the current or next session. Calls about adapters contain this epoch."""
         self._direction = Direction(address, tls is not None, "--worker-tls", _PORT)
         self._tls = tls
         self._identity = identity
@@ -221,7 +225,7 @@ class WorkerClient:
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def reconnect(self) -> None:
-        """Have the next call make a new connection: the present one may be dead although it looks open."""
+        """Make the next call open a new connection. The present connection may be dead although it looks open."""
         await self._channel.close()
         self._connect()
 
@@ -232,7 +236,9 @@ class WorkerClient:
             raise await self._unreachable(error) from None
 
     async def fetch_tokenizer(self) -> dict[str, bytes]:
-        """The worker's tokenizer files by name. Raises WorkerError for a file that is not a tokenizer file."""
+        """Fetch the worker's tokenizer files. Returns their contents by file name. Raises WorkerError for any other
+        file.
+        """
         files: dict[str, bytearray] = {}
         left = MAX_TOKENIZER_BYTES
         try:
@@ -248,18 +254,18 @@ class WorkerClient:
     async def load_adapter(self, pieces: AsyncIterator[worker_pb.TakeAdapterRequest]) -> None:
         """Send an adapter.
 
-        Raises AdapterRefusedError if the worker cannot use it, AdapterCountError if the worker has no place for it,
-        AdapterFailedError, and the errors of `pieces`.
+        Raises AdapterRefusedError if the worker cannot use the adapter. Raises AdapterCountError if the worker has no
+        place for the adapter. The method also raises AdapterFailedError and the errors of `pieces`.
         """
         failures: list[Exception] = []
 
         async def sent() -> AsyncIterator[worker_pb.TakeAdapterRequest]:
-            epoch = self.epoch  # in the first piece
+            epoch = self.epoch  # the epoch that the first piece contains
             try:
                 async for piece in pieces:
                     piece.epoch, epoch = epoch, 0
                     yield piece
-            except Exception as error:  # gRPC would end the call with this error, and hide it
+            except Exception as error:  # gRPC would end the call with this error and hide the error
                 failures.append(error)
                 raise
 
@@ -291,7 +297,7 @@ class WorkerClient:
             ) from None
 
     async def is_serving(self, timeout: float) -> bool:
-        """Whether the worker reports SERVING; a worker without a health service counts as serving."""
+        """Whether the worker reports SERVING. A worker without a health service counts as serving."""
         try:
             answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.aio.AioRpcError as error:
@@ -301,7 +307,7 @@ class WorkerClient:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def watch_serving(self) -> AsyncIterator[bool]:
-        """The worker's health, now and whenever it changes, until the connection breaks."""
+        """Yield the worker's health now and after each change, until the connection breaks."""
         call = self._health.Watch(health_pb2.HealthCheckRequest())
         try:
             async for answer in call:
@@ -323,7 +329,7 @@ class WorkerClient:
 
 
 def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that never waits."""
+    """Run a coroutine that never waits, and return the coroutine's result."""
     try:
         coroutine.send(None)
     except StopIteration as end:

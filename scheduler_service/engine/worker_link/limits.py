@@ -1,4 +1,6 @@
-"""Limits of the served model and its workers: the first worker sets them, and every later worker must offer as much."""
+"""Limits of the served model and its workers. The first worker sets the limits. The limits of every later worker must
+be at least as large.
+"""
 
 import os
 import re
@@ -13,11 +15,13 @@ from scheduler_service.settings import MAX_BATCHED_TOKENS, MAX_SEQS, SchedulerSe
 from scheduler_service.wire.codec import WorkerInfo
 
 LARGEST_STEPS_BEFORE_TIMEOUT = 10
-"""A step with long contexts may take several times as long as the step that the worker measured at its start."""
+"""Factor on the time of the largest step that the worker measured at its start. A step with long contexts may take
+several times as long.
+"""
 
 
 def model_name(model: str) -> str:
-    """A worker's name for the model of this --model value: a folder's name, or a GGUF file's stem.
+    """The name under which a worker serves this --model value: the name of a folder, or the stem of a GGUF file.
 
     Raises StartError if the value is a path that does not exist.
     """
@@ -30,7 +34,10 @@ def model_name(model: str) -> str:
 
 
 def max_sequence_tokens(info: WorkerInfo) -> int:
-    """The most tokens of one sequence on this worker: the model's limit, or its pool's size if all must fit at once."""
+    """Maximum number of tokens of one sequence on this worker: the model's limit or the pool's size, whichever is
+    smaller. With a sliding window, the pool's size may not count, because not all tokens of a sequence must be in the
+    cache.
+    """
     if not info.num_device_blocks:
         return info.max_model_len
     if info.sliding_window:
@@ -42,22 +49,24 @@ def max_sequence_tokens(info: WorkerInfo) -> int:
 
 
 def _num_own_blocks(info: WorkerInfo) -> int:
-    """Blocks left for a request's own tokens, after the longest encoder input."""
+    """Blocks that are left for a request's own tokens beside the longest encoder input."""
     return info.num_device_blocks - -(-info.max_encoder_len // info.block_size)
 
 
 def max_num_batched_tokens(settings: SchedulerSettings, info: WorkerInfo) -> int:
-    """The most tokens in one step of this worker."""
+    """Maximum number of tokens in one step of this worker."""
     return min(settings.max_num_batched_tokens or MAX_BATCHED_TOKENS, info.max_num_batched_tokens)
 
 
 def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
-    """The most sequences in one step of this worker; each takes at least one token of the step."""
+    """Maximum number of sequences in one step of this worker. Each sequence computes at least one token."""
     return min(settings.max_num_seqs or MAX_SEQS, info.max_num_seqs, max_num_batched_tokens(settings, info))
 
 
 def settings_above(settings: SchedulerSettings, info: WorkerInfo) -> dict[str, tuple[int, int]]:
-    """The scheduler's flags above this worker's limits: the flag's value and the worker's limit."""
+    """The scheduler's flags that exceed this worker's limits. Each entry contains the flag's value and the worker's
+    limit.
+    """
     pairs = {
         "--max-num-batched-tokens": (settings.max_num_batched_tokens, info.max_num_batched_tokens),
         "--max-num-seqs": (settings.max_num_seqs, info.max_num_seqs),
@@ -66,7 +75,7 @@ def settings_above(settings: SchedulerSettings, info: WorkerInfo) -> dict[str, t
 
 
 def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
-    """Limits that requests are promised, from the first worker's limits."""
+    """The limits that requests are promised. The promised limits follow from the limits of the first worker."""
     context_length = max_sequence_tokens(info)
     return ModelLimits(
         name=settings.served_model_name or info.model_id,
@@ -74,9 +83,9 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         dtype=info.dtype,
         context_length=context_length,
         block_size=info.block_size,
-        # A promised size must fit into every worker. A later worker may have less room than the first, if other
-        # programs used its machine when it started. So the size is half of the first worker's room, or the longest
-        # sequence.
+        # A promised size must fit into every worker. A later worker may have less memory free than the first worker, if
+        # other programs used the later worker's machine at its start. The promised size is therefore the larger of two
+        # sizes: half of the first worker's size, and the longest sequence.
         pool_tokens=max(context_length, _num_own_blocks(info) // 2 * info.block_size),
         vocabulary_size=info.vocabulary_size,
         max_num_seqs=max_num_seqs(settings, info),
@@ -96,7 +105,7 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
 
 
 def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerInfo) -> None:
-    """Raises ValueError if a worker serves another model, or has less room than requests were promised."""
+    """Raise ValueError if a worker serves another model, or has less room than requests were promised."""
     for name, ours, theirs in (
         ("model fingerprint", limits.fingerprint, info.model_fingerprint),
         ("dtype", limits.dtype, info.dtype),
@@ -127,8 +136,8 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
 
 
 def num_places(info: WorkerInfo) -> int:
-    """Adapters that a worker can hold; if it does not report this, the adapters of a step. 0 without adapter
-    support.
+    """Number of adapters that a worker can hold. If a worker does not report its number of places, the number is the
+    adapters of one step. The number is 0 without adapter support.
     """
     return (info.max_cpu_loras or info.max_loras) if info.max_loras else 0
 
@@ -144,9 +153,10 @@ def step_timeout(settings: SchedulerSettings, config: SchedulerConfig) -> float:
 def scheduler_config(
     settings: SchedulerSettings, info: WorkerInfo, limits: ModelLimits | None = None
 ) -> SchedulerConfig:
-    """The core's settings for a worker. Raises ValueError for a worker that it cannot schedule.
+    """The core's settings for a worker. Raises ValueError for a worker that the core cannot schedule.
 
-    limits: the first worker's. Its step limits apply to other workers too, because requests are checked against them.
+    `limits` are the limits of the first worker. The first worker's step limits apply to all workers, because requests
+    are checked against these limits.
     """
     if info.max_encoder_len and max_sequence_tokens(info) < 2:
         raise ValueError(

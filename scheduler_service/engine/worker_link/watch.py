@@ -1,7 +1,8 @@
-"""Watches a worker during a session: whether it still answers, and whether it is leaving.
+"""Watches a worker during a session: whether it answers, and whether it shuts down.
 
-A worker that answers steps is alive, and is not asked. A worker that answers none, because it has none or is stuck, is
-asked for its health. It reports its health within milliseconds even in the middle of a step.
+A worker that answers steps is alive, so the scheduler does not ask for the worker's health. The scheduler asks for a
+worker's health if the worker has no step or takes long for a step. A healthy worker answers within milliseconds even in
+the middle of a step.
 """
 
 import asyncio
@@ -15,7 +16,8 @@ MAX_FAILED_CHECKS = 3
 
 
 async def watch_health(client: WorkerClient, num_steps: Callable[[], int], interval: float) -> Never:
-    """Raises WorkerError if the worker neither answers steps, which `num_steps` counts, nor reports its health.
+    """Raise WorkerError if the worker neither answers steps nor reports its health. `num_steps` returns the number of
+    answered steps.
 
     `interval` is the seconds between checks, and the time limit of each check.
     """
@@ -34,15 +36,17 @@ async def _answers(client: WorkerClient, timeout: float) -> bool:
     try:
         await client.is_serving(timeout)
     except UnreachableError:
-        await asyncio.sleep(began + timeout - perf_counter())  # even if it failed sooner
+        # the pause has its full length even if the check failed early
+        await asyncio.sleep(began + timeout - perf_counter())
         return False
     return True
 
 
 async def watch_steps(session: Session, timeout: float) -> Never:
-    """Raises WorkerError when a step takes more than `timeout` seconds, at most a quarter later.
+    """Raise WorkerError when a step takes more than `timeout` seconds. The error may be raised up to a quarter of
+    `timeout` later.
 
-    The time counts from when the worker could begin the step: the step was sent, and the step before it answered.
+    The time begins when the worker can begin the step: the step was sent, and the previous step was answered.
     """
     while True:
         since = session.waiting_since
@@ -53,7 +57,7 @@ async def watch_steps(session: Session, timeout: float) -> Never:
 
 
 async def watch_leaving(client: WorkerClient, tell: Callable[[bool], None]) -> Never:
-    """Call `tell` with whether the worker is shutting down, now and whenever that changes."""
+    """Report to `tell` whether the worker shuts down: now, and after each change."""
     async for is_serving in client.watch_serving():
         tell(not is_serving)
     await asyncio.Event().wait()  # the connection broke; the other watches decide whether the worker is lost

@@ -1,1 +1,1 @@
-"""The workers' state: status and counts of each, and how long none has taken requests."""
+"""The workers' state: the status and counts of each worker, and how long no worker has accepted requests."""

@@ -1,4 +1,4 @@
-"""Counts of a worker's draft tokens, and of the accepted ones."""
+"""Counts of a worker's draft tokens, and of the accepted draft tokens."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,11 +7,11 @@ from scheduler_service.core import ModelOutput
 
 _FEATURE = "speculate:"
 MAX_NAME = 16
-"""Characters of a proposer's name, which is a label."""
+"""Maximum number of characters of a proposer's name. The name is a metrics label."""
 
 
 class Drafts:
-    """Counts of one worker."""
+    """Counts of the drafts of one worker."""
 
     def __init__(self) -> None:
         self.proposer = ""
@@ -19,20 +19,20 @@ class Drafts:
         self.right = Lengths()
 
     def take(self, answer: ModelOutput) -> None:
-        """Add an answer's counts."""
+        """Add the draft counts of an answer."""
         if any(answer.num_draft_tokens):
             self.verified.count(filter(None, answer.num_draft_tokens))
-            self.right.count(number - 1 for number in answer.num_tokens if number > 1)  # a late sequence has 0
+            self.right.count(number - 1 for number in answer.num_tokens if number > 1)  # a late sequence has 0 tokens
 
 
 def proposer_of(features: Iterable[str]) -> str:
-    """The proposer in a worker's features; empty if it does not draft."""
+    """The proposer in a worker's features. The name is empty if the worker does not draft."""
     named = (feature.removeprefix(_FEATURE) for feature in features if feature.startswith(_FEATURE))
     return next((name[:MAX_NAME] for name in named if name.replace("_", "").isalnum()), "")
 
 
 class Lengths:
-    """Numbers of consecutive drafts, by sequence and step."""
+    """Counts of the number of consecutive drafts, over all sequences and steps."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()

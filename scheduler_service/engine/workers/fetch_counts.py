@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class FetchCounts:
-    """Counts of one worker."""
+    """Counts of one worker's adapter deliveries."""
 
     num_adapters: int = 0
     num_bytes: int = 0

@@ -1,8 +1,8 @@
-"""Whether any worker takes requests, and how long none has.
+"""Whether any worker accepts requests, and how long no worker has accepted requests.
 
-In an outage requests wait for a limited time, and health stays SERVING as long. A worker may be back in a moment, so
-new requests are worth accepting. A server that left its load balancer at once would turn pauses into errors. When
-waiting requests begin to end with UNAVAILABLE, health changes, and clients should go elsewhere.
+In an outage requests wait for a limited time, and health stays SERVING for the same time. New requests are accepted,
+because a worker may return in a moment. If the server left its load balancer at once, short pauses would become errors.
+When waiting requests begin to end with UNAVAILABLE, health changes, and clients should use other servers.
 """
 
 import asyncio
@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator
 
 
 class Outage:
-    """An outage, which `set` begins and ends. It lasts until the first worker takes requests."""
+    """An outage. `set` begins and ends the outage. At the start of the server an outage lasts until the first worker
+    accepts requests.
+    """
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -29,7 +31,9 @@ class Outage:
         ends.clear()
 
     async def watch_health(self) -> AsyncIterator[bool]:
-        """Whether clients should send requests here: first when that is true, then whenever it changes, for ever."""
+        """Yield whether clients should send requests to this server. The first value is True, as soon as a worker
+        serves. Each change yields a further value.
+        """
         while True:
             await self._ended.wait()
             yield True
@@ -38,12 +42,14 @@ class Outage:
             yield False
 
     async def lasts(self, seconds: float) -> None:
-        """Return when an outage has lasted for `seconds`, counted from now or its beginning."""
+        """Return when an outage has lasted for `seconds`. The time begins with this call, or with the outage if the
+        outage begins later.
+        """
         while await self._ends_in_time(seconds):
             pass
 
     async def _ends_in_time(self, seconds: float) -> bool:
-        """Wait through the next outage; returns False if it lasts longer than `seconds`."""
+        """Wait for the next outage and for its end. Returns False if the outage lasts longer than `seconds`."""
         await self._began.wait()
         try:
             await asyncio.wait_for(self._ended.wait(), seconds)

@@ -16,55 +16,56 @@ class WorkerStatus(enum.StrEnum):
     """The status of a worker."""
 
     CONNECTING = enum.auto()
-    """No session is open, and the loop keeps trying; `last_error` has the reason."""
+    """No session is open, and the loop tries to connect. `last_error` contains the reason."""
     SERVING = enum.auto()
     DRAINING = enum.auto()
-    """The worker finishes its requests and gets no new ones."""
+    """The worker finishes its requests and receives no new requests."""
     DRAINED = enum.auto()
-    """An operator drained the worker, it has no requests left, and no session is open."""
+    """An operator drained the worker. The worker has no requests left, and no session is open."""
     SUPERSEDED = enum.auto()
-    """Another scheduler has a session with the worker; this scheduler waits for its end."""
+    """Another scheduler has a session with the worker. This scheduler waits until the other scheduler's session ends.
+    """
 
 
 class Worker:
-    """One worker; at most `most_in_flight` steps are sent ahead of their answers."""
+    """The state of one worker. At most `most_in_flight` steps are sent ahead of their answers."""
 
     def __init__(self, client: WorkerClient, most_in_flight: int) -> None:
         self.client = client
         self.scheduler: Scheduler | None = None
         self.epoch = 0
         self.num_steps = 0
-        self.split = StepSplit()  # over all sessions
-        self.step_tokens = Histogram(STEP_BOUNDS)  # over all sessions
-        self.num_preemptions = 0  # in earlier sessions
-        self.num_losses = 0  # sessions that ended in any way but a drain
-        self.fetch_counts = FetchCounts()  # over all sessions
-        self.drafts = Drafts()  # over all sessions
+        self.split = StepSplit()  # Sum over all sessions.
+        self.step_tokens = Histogram(STEP_BOUNDS)  # Tokens of each step, over all sessions.
+        self.num_preemptions = 0  # Number of preemptions in earlier sessions.
+        self.num_losses = 0  # Number of sessions that ended without a drain.
+        self.fetch_counts = FetchCounts()  # Sum over all sessions.
+        self.drafts = Drafts()  # Sum over all sessions.
         self.is_wanted = True
-        """Whether to connect again after the session."""
+        """Whether the loop connects to the worker again after the session."""
         self.last_error = "not connected yet"
         self.instance_id = ""
         self.in_flight: deque[SchedulerOutput] = deque()
-        """Steps that were sent and not answered."""
+        """Steps that were sent and are not answered."""
         self.woken = asyncio.Event()
-        """Set when there may be a step to send."""
+        """Set when the worker's loop should check whether a step can be sent."""
         self.is_leaving = False
         """Whether the worker has reported that it shuts down."""
         self.is_superseded = False
         self.undrained = asyncio.Event()
         self.undrained.set()
         self.drained_by = float("inf")
-        """Time at which requests that remain after an operator's drain move elsewhere."""
+        """Time at which the requests that remain after an operator's drain move to other workers."""
         self._most_in_flight = most_in_flight
 
     @property
     def draining(self) -> bool:
-        """Whether it gets no new requests, because it shuts down or an operator has drained it."""
+        """Whether the worker receives no new requests, because it shuts down or an operator has drained it."""
         return self.is_leaving or not self.undrained.is_set()
 
     @property
     def admits(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the worker accepts requests."""
         return self.scheduler is not None and not self.draining
 
     @property
@@ -77,10 +78,12 @@ class Worker:
 
     @property
     def may_send(self) -> bool:
-        """Whether another step may be in flight."""
+        """Whether another step may be sent ahead of its answer."""
         return len(self.in_flight) < self._most_in_flight
 
     def wake(self) -> None:
-        """Check again whether there is a step to send. No effect while no further step may be in flight."""
+        """Check again whether a step can be sent. The call has no effect while the maximum number of steps is in
+        flight.
+        """
         if self.may_send:
             self.woken.set()

@@ -1,4 +1,4 @@
-"""All currently known workers, connected or not."""
+"""All currently known workers, whether connected or not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,16 @@ from scheduler_service.engine.workers.worker import Worker
 log = structlog.get_logger()
 
 MAX_WORKERS = 3
-"""Workers whose reasons an error lists."""
+"""Maximum number of workers whose reasons an error lists."""
 UNSERVED_SECONDS = 2.5
-"""Seconds without a worker after which a shutdown waits no longer: attempts to connect are at most 2 s apart."""
+"""Seconds without a worker, after which a shutdown no longer waits for a worker. Attempts to connect are at most 2 s
+apart.
+"""
 
 
 @dataclass(slots=True)
 class Departed:
-    """Sums over workers that have left, without which the totals would fall."""
+    """Sums over workers that have left. Without the sums of departed workers, the totals of all workers would fall."""
 
     num_losses: int = 0
     num_preemptions: int = 0
@@ -34,8 +36,8 @@ class Departed:
 
 
 class Workers:
-    """Workers by address. `targets` are the configured names and addresses; requests wait `patience` seconds for a
-    worker.
+    """Workers by address. `targets` are the configured names and addresses. A request waits at most `patience` seconds
+    for a worker.
     """
 
     def __init__(self, targets: Sequence[str], patience: float) -> None:
@@ -45,9 +47,9 @@ class Workers:
         """Workers with an open session, by scheduler."""
         self.departed = Departed()
         self.outage = Outage(patience)
-        """Lasts while no worker takes requests."""
+        """An outage that lasts while no worker accepts requests."""
         self.absence = Outage(UNSERVED_SECONDS)
-        """Lasts while no worker has a session."""
+        """An outage that lasts while no worker has a session."""
 
     @property
     def all(self) -> list[Worker]:
@@ -68,7 +70,7 @@ class Workers:
 
     @property
     def admits(self) -> bool:
-        """Whether any worker takes requests."""
+        """Whether any worker accepts requests."""
         return any(worker.admits for worker in self._by_address.values())
 
     def note_change(self) -> None:
@@ -77,7 +79,7 @@ class Workers:
         self.absence.set(not self.serving)
 
     def why_unserved(self) -> str:
-        """Why no worker takes requests, for the client of a request that waited."""
+        """The reason why no worker accepts requests, as text for a client whose request waited in vain."""
         if not self._by_address:
             return f"none is found at {', '.join(self._targets)}"
         workers = self.all
@@ -88,7 +90,7 @@ class Workers:
         left = len(workers) - len(reasons)
         return "; ".join([*reasons, *([f"and {left} more"] if left else [])])
 
-    # ---- their schedulers
+    # ---- the workers' schedulers
 
     @property
     def schedulers(self) -> list[Scheduler]:
@@ -96,22 +98,22 @@ class Workers:
         return [worker.scheduler for worker in self._by_address.values() if worker.scheduler is not None]
 
     def wake(self) -> None:
-        """Have every worker's loop check whether there is a step to send."""
+        """Have every worker's loop check whether a step can be sent."""
         for worker in self._by_address.values():
             worker.wake()
 
     def wake_for(self, output: SchedulerOutput) -> None:
-        """Wake the workers to which a step has left groups."""
+        """Wake the workers to which a step has left requests."""
         for placement in (*output.moved, *output.placements):
             if placement.to is not None:
                 self.serving[placement.to].wake()
 
     def finish(self, request_id: str, status: SequenceStatus) -> bool:
-        """End a request where it is computed or waits. Returns whether a session knew the request."""
+        """End a request, whether it is computed or waits. Returns whether a session contained the request."""
         return any(scheduler.finish_requests([request_id], status) for scheduler in self.schedulers)
 
     def reset_prefix_cache(self) -> int:
-        """Clear the prefix cache; requests in flight continue. Returns the number of blocks that were cached."""
+        """Clear the prefix cache. Requests in flight continue. Returns the number of blocks that were cached."""
         num_blocks = sum(scheduler.reset_prefix_cache() for scheduler in self.schedulers)
         log.info("prefix cache emptied by an operator", blocks=num_blocks)
         return num_blocks
