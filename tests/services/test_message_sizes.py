@@ -19,9 +19,8 @@ from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output import streams, whole_output
-from scheduler_service.frontend.output.gained import Gained
 from scheduler_service.frontend.output.request_memory import UnreadOutput
-from scheduler_service.frontend.output.request_state import RequestState
+from scheduler_service.frontend.output.request_state import Gained, RequestState
 from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
 from scheduler_service.frontend.output.turns import Turns
 from scheduler_service.frontend.servicer import encode_delta

@@ -22,10 +22,9 @@ from scheduler_service.engine.engine import Engine
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output import streams
-from scheduler_service.frontend.output.gained import Gained
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_memory import UnreadOutput
-from scheduler_service.frontend.output.request_state import RequestState
+from scheduler_service.frontend.output.request_state import Gained, RequestState
 from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
 from scheduler_service.frontend.output.turns import Turns
 from scheduler_service.settings import SchedulerSettings

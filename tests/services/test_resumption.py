@@ -20,10 +20,9 @@ from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.frontend.checking.resumption import check_resumption
 from scheduler_service.frontend.checking.validation import check_request
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.output.gained import Gained
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_memory import UnreadOutput
-from scheduler_service.frontend.output.request_state import RequestState
+from scheduler_service.frontend.output.request_state import Gained, RequestState
 from scheduler_service.frontend.output.turns import Turns
 from scheduler_service.statistics.counts import RequestCounts
 

@@ -3,7 +3,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_service.frontend.text.stop_strings import StopChecker
+from scheduler_service.frontend.text.output_text import StopChecker
 
 texts = st.text("ab c", max_size=12)
 stops = st.lists(st.text("ab c", min_size=1, max_size=4), min_size=1, max_size=3)

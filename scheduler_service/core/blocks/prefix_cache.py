@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from scheduler_service.core.blocks.found_runs import FoundRuns
 from scheduler_service.core.blocks.pool import NO_BLOCK, Pool
-from scheduler_service.core.blocks.prefix_key import first_key
-from scheduler_service.core.blocks.sequence_keys import SequenceKeys
+from scheduler_service.core.blocks.prefix_key import SequenceKeys, first_key
 from scheduler_service.core.blocks.sizes import TableSizes
 from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, SequenceGroup
 

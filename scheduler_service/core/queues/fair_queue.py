@@ -16,8 +16,7 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.groups.sequence import SequenceGroup
-from scheduler_service.core.queues.group_heap import MAX_STALE
-from scheduler_service.core.queues.waiting_queue import WaitingQueue, insert_by_rank
+from scheduler_service.core.queues.waiting_queue import MAX_STALE, WaitingQueue, insert_by_rank
 
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0

@@ -10,8 +10,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.groups.sequence import SequenceGroup
-from scheduler_service.core.queues.group_heap import GroupHeap
-from scheduler_service.core.queues.waiting_queue import WaitingQueue
+from scheduler_service.core.queues.waiting_queue import GroupHeap, WaitingQueue
 
 
 class PriorityQueue(WaitingQueue):

@@ -6,8 +6,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from pagewire_common.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_N, MAX_STOP_TOKENS, MAX_STRING
 from scheduler_service.frontend.checking.checks import check_context, check_length, invalid
-from scheduler_service.frontend.checking.encoder_prompt import read_encoder_prompt
-from scheduler_service.frontend.checking.prompt import MAX_MESSAGES, encode_prompt
+from scheduler_service.frontend.checking.prompt import MAX_MESSAGES, encode_prompt, read_encoder_prompt
 from scheduler_service.frontend.checking.sampling_validation import check_sampling, read_sampling
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest

@@ -8,9 +8,8 @@ import structlog
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.frontend.link.engine_connection import CODES, EngineConnection
-from scheduler_service.frontend.output.gained import decode_gained
 from scheduler_service.frontend.output.request_memory import UnreadOutput
-from scheduler_service.frontend.output.request_state import RequestState
+from scheduler_service.frontend.output.request_state import RequestState, decode_gained
 from scheduler_service.frontend.output.turns import Turns
 from scheduler_service.statistics.counts import CountsByTenant
 
