@@ -1,4 +1,4 @@
-"""The engine, one process: it owns the requests in flight, the workers and the adapters."""
+"""The engine: a single process that contains the requests in flight, the workers and the adapters."""
 
 import asyncio
 import contextlib

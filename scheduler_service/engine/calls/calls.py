@@ -50,15 +50,15 @@ class Call:
         self.has_texts = False  # whether texts are submitted as separate calls with this parent
         self.adapter_name = ""
         self.adapter_id: str = "" if parent is None else parent.adapter_id
-        self.num_bytes = 0  # server memory
-        self.num_resumed = 0  # output tokens of an earlier stream, which the request contained
+        self.num_bytes = 0  # Server memory.
+        self.num_resumed = 0  # Output tokens of an earlier stream, which the request contained.
         self.group: SequenceGroup | None = None
         self.first_output = 0
-        self.is_aborted = False  # whether the request was aborted while it was being checked
-        self.queued_seconds: float | None = None  # from arrival to the first step; None before the first step
-        self.no_worker_timeout: float | None = None  # seconds; None for the server's default
-        self.expiry: asyncio.TimerHandle | None = None  # set while no worker takes requests
-        self.told: tuple[bool, int, int] | None = None  # last standing sent of a traced request, see `_stands`
+        self.is_aborted = False  # Whether the request was aborted while it was being checked.
+        self.queued_seconds: float | None = None  # From arrival to the first step. None before the first step.
+        self.no_worker_timeout: float | None = None  # Maximum wait in seconds. None for the server's default.
+        self.expiry: asyncio.TimerHandle | None = None  # Set while no worker takes requests.
+        self.told: tuple[bool, int, int] | None = None  # A traced request's last standing sent, see `_stands`.
 
     def tell(self, **event: Any) -> None:
         self.outbox.tell(self.number, **event)
@@ -106,7 +106,7 @@ class Call:
         self.tell(standing=standing)
 
     def tell_change(self) -> None:
-        """Send a traced request's standing if a worker has admitted, preempted or lost the request since the last."""
+        """Send a traced request's standing if it has changed: a worker admitted, preempted or lost the request."""
         if self._stands() != self.told:
             self.tell_standing()
 

@@ -79,10 +79,10 @@ class Outbox:
         self._most_weight = most_bytes // ROW_BYTES
         self.outputs: list[int] = []
         self.token_ids: list[int] = []
-        self._events: deque[tuple[int, pb.EngineEvent, _Bulk]] = deque()  # (rows before it, event, large fields)
-        self._events_weight = 0  # sum over queued events, in rows
-        self._num_taken = 0  # rows that earlier messages contained
-        self._taken = asyncio.Event()  # set when the writer takes a message
+        self._events: deque[tuple[int, pb.EngineEvent, _Bulk]] = deque()  # (Rows before it, event, large fields).
+        self._events_weight = 0  # Sum over queued events, in rows.
+        self._num_taken = 0  # Rows that earlier messages contained.
+        self._taken = asyncio.Event()  # Set when the writer takes a message.
         self._is_stuck = False
 
     def __len__(self) -> int:

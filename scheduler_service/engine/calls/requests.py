@@ -41,9 +41,9 @@ class Requests:
         keyring: Keyring | None,
     ) -> None:
         self.waiting = waiting
-        self.in_flight: dict[str, Call] = {}  # submitted requests, by key
-        self.traced: set[Call] = set()  # submitted calls with tracing
-        self.outboxes: set[Outbox] = set()  # one outbox for each front end
+        self.in_flight: dict[str, Call] = {}  # Submitted calls by request key.
+        self.traced: set[Call] = set()  # Submitted calls with tracing.
+        self.outboxes: set[Outbox] = set()  # One outbox for each front end.
         self.admission = Admission(settings, self.in_flight, keyring)
         self.statistics = Statistics()
         self.finished = FinishedRequests()
