@@ -56,7 +56,7 @@ class Admission:
         return self._being_checked
 
     def admit(self, call: Call, num_bytes: int, *, resumes: bool, now: float = 0.0) -> None:
-        """Reserve a place for a call. A request that resumes a broken stream takes over the place of the earlier request.
+        """Reserve a place for a call. A request that resumes a broken stream takes over the broken stream's place.
 
         `now`: seconds of a monotonic clock. Raises RequestError if a limit is reached. A call that exceeds the quota of
         its API key does not count towards the quota. A call that the engine's limits refuse does count.

@@ -51,9 +51,9 @@ def _taken(host: str, port: int) -> tuple[contextlib.ExitStack, int]:
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses that gRPC binds for a host. A host name has all its addresses.
+    """The addresses that gRPC binds for a host. For a host name, gRPC binds all its addresses.
 
-    A wildcard has both wildcard addresses, of IPv4 and IPv6.
+    For a wildcard address of IPv4 or IPv6, gRPC binds the wildcard addresses of both.
     """
     hosts = WILDCARDS if host in WILDCARDS else (host,)
     found = [info for name in hosts for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]

@@ -15,7 +15,8 @@ END_SECONDS = 5.0
 MAX_DEAF_SECONDS = 60.0
 """Seconds between checks whether a front end listens. On a busy machine, a front end starts in seconds.
 
-Only this check ends a front end that hangs before it listens. `FrontEndConnection` does not know its process id yet.
+A front end that hangs before it listens is ended by this check. The engine's connection to such a front end does not
+know its process id.
 """
 
 

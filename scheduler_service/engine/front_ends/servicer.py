@@ -30,13 +30,13 @@ _INTERNAL = RequestError(grpc.StatusCode.INTERNAL, "internal error; the server's
 STATISTICS_SECONDS = 1.0
 """Seconds that a scrape of the metrics waits for the counts of front ends."""
 SHOW_SECONDS = 10.0
-"""Maximum seconds that the start waits until all front ends report SERVING. A single front end suffices afterwards."""
+"""Maximum seconds to wait at the start until all front ends report SERVING. Later, a single front end suffices."""
 BEAT_SECONDS = 5.0
 MAX_SILENT_SECONDS = 30.0
 """Seconds without an answer after which a front end counts as hanging.
 
 A hanging front end still receives new connections of clients. To notice it, the engine asks each front end for its
-counts every BEAT_SECONDS. If a front end is killed, few counts are lost.
+counts every BEAT_SECONDS. So a front end that is killed loses only its last counts.
 """
 
 
@@ -204,7 +204,7 @@ class FrontEndConnection:
         )
 
     def close(self) -> None:
-        """Close all calls of the front end, which is gone. Its clients are disconnected too."""
+        """Close all calls of the front end after its stream has ended. The clients of the calls are disconnected too."""
         for call in self._calls.values():
             self._engine.close(call)
         self._calls.clear()

@@ -80,7 +80,7 @@ class EngineCall:
         - The engine refused the last call of the API key.
         - The model is not loaded yet. The request would wait for the model.
 
-        In all other cases, `submit` raises the refusal. The return value and errors are the same as in `admit`.
+        In all other cases, `submit` raises the error of a refused call. The return value is the same as in `admit`.
         """
         link = self._link
         self._ask_admission(key, num_bytes, resumes=resumes, adapter_name=adapter_name)
@@ -89,7 +89,7 @@ class EngineCall:
         return ""
 
     async def admitted(self) -> str:
-        """Wait for the engine's answer to the admission. The return value and errors are the same as in `admit`."""
+        """Wait for the engine's answer to the request for admission. Returns and raises the same as `admit`."""
         assert self._admission is not None
         return (await accepted(self._admission)).adapter_id
 
@@ -165,7 +165,7 @@ def _api_key_id() -> str:
 
 
 async def _block_keys(first: bytes, request: GenerationRequest, block_size: int) -> bytes:
-    """Compute the prefix-cache keys of a request's full blocks. Front ends do this work to relieve the single engine."""
+    """Compute the prefix-cache keys of a request's full blocks. Front ends compute keys to relieve the single engine."""
     token_ids = array("I", request.prompt_token_ids)
     for output in request.resumption.token_ids[:1]:
         token_ids.extend(output)

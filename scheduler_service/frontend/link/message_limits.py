@@ -12,8 +12,8 @@ BYTES_PER_TOKEN = 12
 
 
 def request_limits(model: ServedModel | None) -> RequestLimits:
-    """Limits on the size of a request's message. The model's longest prompt fits. Parsing blocks the event loop, so
-    larger messages are refused.
+    """Limits on the size of a request's message. The model's longest prompt fits into a message. Larger messages are
+    refused, because parsing blocks the event loop.
     """
     if model is None:
         return RequestLimits(MIN_REQUEST_BYTES, will_grow="until the served model is known; try again later")
