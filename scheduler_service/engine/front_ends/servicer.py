@@ -204,7 +204,7 @@ class FrontEndConnection:
         )
 
     def close(self) -> None:
-        """Close all calls of the front end after its stream has ended. The clients of the calls are disconnected too."""
+        """Close all calls of the front end after its stream has ended. The calls' clients are disconnected too."""
         for call in self._calls.values():
             self._engine.close(call)
         self._calls.clear()

@@ -165,7 +165,7 @@ def _api_key_id() -> str:
 
 
 async def _block_keys(first: bytes, request: GenerationRequest, block_size: int) -> bytes:
-    """Compute the prefix-cache keys of a request's full blocks. Front ends compute keys to relieve the single engine."""
+    """Compute the prefix-cache keys of a request's full blocks. Front ends compute them to relieve the one engine."""
     token_ids = array("I", request.prompt_token_ids)
     for output in request.resumption.token_ids[:1]:
         token_ids.extend(output)

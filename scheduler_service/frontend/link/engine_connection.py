@@ -124,7 +124,7 @@ class EngineConnection:
 
 
 async def accepted(answer: asyncio.Future[pb.Answer]) -> pb.Answer:
-    """Wait for an answer. Raises RequestError if the answer is an error. A cancelled caller does not cancel `answer`."""
+    """Wait for an answer. Raises RequestError if the answer is an error. Cancelling the wait keeps the future."""
     found = await asyncio.shield(answer)
     if found.code:
         raise RequestError(CODES[found.code], found.message)
