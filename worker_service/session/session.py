@@ -1,8 +1,8 @@
 """The worker's copy of one session's state: live sequences, their tokens, and how many tokens are computed.
 
-The session applies the scheduler's changes and checks each step against its state. A valid step therefore never touches
-memory of another sequence. This file uses no tensors, devices or gRPC. An error ends the session, because a part of the
-step may have been applied.
+The session checks each step of the scheduler against this state. A sequence can therefore never read or write another
+sequence's memory. This file uses no tensors, devices or gRPC. An error in a step ends the session, because a part of
+the step may have been applied.
 """
 
 from array import array
@@ -30,7 +30,7 @@ class SequenceState:
 
     sequence_id: int
     token_ids: "array[int]"
-    """The tokens of the prompt, then of the output. The worker appends the sampled tokens."""
+    """The tokens of the prompt, followed by the tokens of the output. The worker appends each sampled token."""
     num_prompt_tokens: int
     num_computed_tokens: int
     """The number of leading tokens whose keys and values are in the blocks."""
@@ -39,11 +39,11 @@ class SequenceState:
     adapter: str = ""
     """The adapter's fingerprint, or an empty string for the base model."""
     form_progress: object = None
-    """The progress of the output's form, used only by the code that computes steps."""
+    """The output's progress in its form (grammar). Only the code that computes steps uses this field."""
     speculation: object = None
-    """The record of the sequence's drafts, used only by the drafter."""
+    """The record of the sequence's drafts. Only the drafter uses this field."""
     pooled: object = None
-    """The partial result of pooling, used only by the code that computes steps."""
+    """The partial result of pooling. Only the code that computes steps uses this field."""
     is_encoder: bool = False
     """Whether the sequence is an encoder input. The blocks of an encoder input are the block table of cross
     attention.
@@ -93,7 +93,8 @@ class ScheduledChunk(NamedTuple):
 
 NO_DRAFTS: "array[int]" = array(TOKENS)
 PLACEHOLDER = 0
-"""The value of a token that is being sampled. The value stays if sampling fails."""
+"""The id that stands for a token until the token is sampled. If sampling fails, the placeholder stays in the sequence.
+"""
 
 
 class Session:
@@ -169,10 +170,10 @@ class Session:
 
     @staticmethod
     def fill_in(chunks: Iterable[ScheduledChunk], token_ids: Iterable[int], num_tokens: Iterable[int] = ()) -> None:
-        """Replace the placeholders of the chunks that sampled by their tokens, in order.
+        """Replace the placeholders in sequences by the sampled tokens, in the order of the chunks that sampled.
 
-        Each chunk has one token, or the number of tokens in `num_tokens`. A sequence with 0 tokens computes its last
-        token again.
+        `num_tokens`: the number of tokens of each chunk, 1 by default. A sequence with 0 tokens computes its last token
+        again.
         """
         tokens, numbers = iter(token_ids), iter(num_tokens)
         for sequence, _, stop, samples, drafts in chunks:

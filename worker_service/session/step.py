@@ -1,7 +1,7 @@
 """The types of a session: the scheduler's steps and the worker's answers, without protobuf.
 
-`codec` converts messages to these types. `codec` also checks every value that can be checked without the session.
-`session` checks the remaining values.
+The file `codec.py` converts protobuf messages to these types. It also checks all values that can be checked without a
+session's state. The file `session.py` checks the remaining values.
 """
 
 import enum
@@ -33,9 +33,9 @@ class Limits:
     max_cpu_loras: int = 0
     """Maximum number of adapters in host memory."""
     embedding_size: int = 0
-    """Numbers of a vector that is pooled from hidden states, or 0 without pooling."""
+    """Length of the vectors that are pooled from hidden states, or 0 if the model does not pool."""
     num_labels: int = 0
-    """Numbers of a classifier's output, or 0 without a classifier."""
+    """Number of the classifier's labels, or 0 without a classifier."""
     max_encoder_len: int = 0
     """Maximum tokens of an encoder input of an encoder-decoder, or 0 for other models."""
     max_num_encoder_tokens: int = 0
@@ -259,7 +259,7 @@ class StepTiming:
 
     @property
     def seconds(self) -> float:
-        """Seconds of moves, forward pass and sampling."""
+        """The sum of the times for block moves, forward pass and sampling, in seconds."""
         return (self.move_us + self.forward_us + self.sample_us) / 1e6
 
 

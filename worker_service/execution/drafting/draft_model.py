@@ -129,7 +129,8 @@ class DraftModel:
         _move(self._filled, self._filled_on_host, output.blocks_to_swap_out)
         _move(self._filled_on_host, self._filled, output.blocks_to_swap_in)
         _move(self._filled, self._filled, output.blocks_to_copy)
-        # A copied block continues with another token, so its last slot is no longer valid.
+        # The last slot of a block depends on the token after the block. A copied block continues with another token, so
+        # the last slot of the copy is not valid.
         if self._reads_next:
             copied = [*output.blocks_to_copy.sources, *output.blocks_to_copy.destinations]
             self._filled[copied] = np.maximum(self._filled[copied] - 1, 0)
@@ -158,7 +159,8 @@ class DraftModel:
             num_slots = one.num_tokens - self._reads_next
             start = self._num_filled(one.sequence, num_slots)
             if self._reads_next and start and start % self._block_size == 0:
-                # Another sequence that shares the block may have computed its last slot, with a different next token.
+                # Another sequence may share this block, and may have computed the block's last slot for a different
+                # next token.
                 start -= 1
             if numbers[row]:
                 start = min(start, num_slots - 1)
@@ -191,7 +193,7 @@ class DraftModel:
         return drafts
 
     def _pass(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int], set[int]]:
-        """The sampled tokens of the chunks that sample, and the ids of sequences without a token."""
+        """Compute one pass. Returns the sampled tokens, and the ids of sequences for which sampling failed."""
         began = time.perf_counter()
         answer = self._runner.execute(_NOTHING_TO_MOVE, chunks)
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)

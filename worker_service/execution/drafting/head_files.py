@@ -35,7 +35,7 @@ _LAYER_NAMES = ("midlayer", "layers.0")
 
 
 class HeadFiles(Protocol):
-    """The files of a head. Memory is first allocated by `load`."""
+    """The files of a head. Only `load` allocates memory for the weights."""
 
     @property
     def shape(self) -> CacheShape:

@@ -22,7 +22,7 @@ from worker_service.speculation.ngram import Ngrams
 
 
 class ProposerLoader:
-    """Loads a proposer. Memory is first allocated by `load`.
+    """Loads a proposer of draft tokens. Only `load` allocates memory for weights.
 
     This base class serves n-grams and workers without a proposer, which need no weights.
     """

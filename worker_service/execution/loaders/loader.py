@@ -29,7 +29,7 @@ class Loader(ABC):
 
     @abstractmethod
     def check(self) -> list[int]:
-        """Check everything that `load` will load. See `Network.check`."""
+        """Check everything that `load` will load. Returns upper limits of the weights' bytes, see `Network.check`."""
 
     @abstractmethod
     def load(self) -> None:

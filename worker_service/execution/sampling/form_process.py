@@ -10,14 +10,14 @@ process has no threads, because a fork would lose threads. When the worker ends,
 
 An output that is new to the child process may have thousands of tokens to read. The child reads the tokens in slices,
 one slice in each step of the output. Masks of other outputs therefore wait for at most one slice. Until all tokens are
-read, the output's answers are late: they have no mask, and the output gains no token.
+read, the output's answers are late. A late answer contains no mask, and the output gains no token.
 
 A form is compiled in a slice, too. If compiling takes longer than a slice, the next compilation is delayed by the same
 time, so that other outputs can run. Several new forms are therefore compiled over several steps, and their outputs are
 late until then. When one step compiled all forms, 60 forms of 0.2 s each stopped the streams of a worker for 24 s.
 
-The masks of a step take at most `MAX_SECONDS` in total. Further masks are late. When one step computed all masks, 200
-outputs of `s: "=" | s s`, with 0.1 s a mask, stopped the streams of a worker for 20 s.
+The masks of a step take at most `MAX_SECONDS` in total. All masks beyond this limit are late. When one step computed
+all masks, 200 outputs of `s: "=" | s s`, with 0.1 s a mask, stopped the streams of a worker for 20 s.
 """
 
 import ctypes
@@ -154,7 +154,7 @@ class Follower:
     def _read(self, matcher: LLMatcher, unread: deque[int], until: float) -> int:
         """Read an output's tokens until its slice is over. Returns the number of tokens read.
 
-        Tokens are read one at a time, because the library cannot be interrupted, but limits the time of one token.
+        Tokens are read one at a time. The library cannot be interrupted, but it limits the time of one token.
         """
         num_unread = len(unread)
         is_new, began = num_unread > FEW_TOKENS, process_time()
@@ -196,14 +196,14 @@ class Follower:
         """A matcher that has read no tokens.
 
         A matcher that is not `alone` shares the library's cache for the form with other matchers. All matchers of the
-        form also share the cache's limits. If a limit stops one of them, the limit stops all of them.
+        form also share the cache's limits. If a limit stops one matcher, the limit stops all matchers of the form.
         """
         compiled = self._compiled.pop(form, None)
         if alone or compiled is None or compiled.is_error():
             # The library's log is off, because the log would contain tokens of outputs.
             compiled = LLMatcher(self._tokenizer, form, log_level=0, limits=parser_limits())
             # The mask of an empty output is computed first. Without this first mask, a mask after other tokens may take
-            # very long. Behind the z of yyyyy|z(a|aa|aaa){1,1000}… the mask took 69 s instead of 6 ms.
+            # very long. In the form yyyyy|z(a|aa|aaa){1,1000}…, the mask after z took 69 s instead of 6 ms.
             self._mask(compiled)
         if alone:
             return compiled
@@ -213,7 +213,7 @@ class Follower:
         return compiled.deep_copy()
 
     def serve(self, connection: Connection) -> None:
-        """Answer messages (keys to forget, work). Each answer is sent separately, so that the worker sees the slow
+        """Answer messages (keys to forget, work). Each answer is sent separately, so that the worker notices slow
         answers.
         """
         while True:

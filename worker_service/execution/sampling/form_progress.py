@@ -1,4 +1,4 @@
-"""How many tokens of an output its form has read, and how much CPU time the form may still use."""
+"""The progress of an output in its form (grammar): the tokens read, and the CPU time that the form may still use."""
 
 from array import array
 from collections import deque
@@ -32,8 +32,10 @@ class Progress:
     is_over: bool = False
     """Whether the output has ended because of its form."""
     is_alone: bool = False
-    """Whether the output's form is compiled separately and has no drafts. Outputs of one form share limits of the
-    library with each other and with drafts. The shared limits have stopped some matchers.
+    """Whether the output has a separately compiled form and no drafts.
+
+    Set after the output's matcher has failed or its process has died. The cause may be the library's limits, which the
+    outputs of a form and their drafts share by default.
     """
 
     @property
@@ -44,7 +46,7 @@ class Progress:
         return self.is_alone and not self.num_masks
 
     def begin(self, reader: Connection) -> None:
-        """Begin to read the output from the start, with a new matcher of this process."""
+        """Restart the record for a new process, whose matcher has read no token of the output."""
         self.reader, self.num_tokens, self.num_masks, self.left, self.memory = reader, 0, 0, MAX_LEFT, 0
 
     def charge(self, seconds: float, num_tokens: int) -> None:

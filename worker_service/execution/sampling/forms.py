@@ -1,10 +1,10 @@
 """Restricts outputs to their forms (grammars). The masks of allowed next tokens are computed during the forward pass.
 
 The library llguidance reads the grammar: an Earley parser above a lexer, which walks a trie of all tokens. A matcher
-has read an output's tokens so far, and computes the mask of the next token. A matcher depends only on the output's
-tokens. Matchers can therefore be rebuilt after a preemption, on another worker, or in a resumed stream. Matchers run in
-a separate process, form_process.py. A thread of this file communicates with the process, and the device thread waits
-for the masks before sampling. The scheduler has already checked the form.
+reads the tokens of one output, and computes the mask of the output's next token. The state of a matcher depends only on
+these tokens. Matchers can therefore be rebuilt after a preemption, on another worker, or in a resumed stream. Matchers
+run in a separate process, form_process.py. A thread of this file communicates with the process, and the device thread
+waits for the masks before sampling. The scheduler has already checked the form.
 
 The time of a form is charged to its own output, and can end only this output:
 

@@ -113,7 +113,7 @@ def _free_cuda_bytes(device: torch.device, utilization: float) -> int:
 
 
 def _free_host_bytes() -> int:
-    """The machine's available bytes, or the bytes left of the control group's limit if fewer."""
+    """The smaller of the machine's available bytes and the remaining bytes of the control group's limit."""
     available = int(psutil.virtual_memory().available)
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()

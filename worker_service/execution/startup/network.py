@@ -65,7 +65,7 @@ class Network:
     quantization: Quantization
     sentences: SentenceSettings
     batch_invariant: bool = False
-    """Whether kernels are batch-invariant, as for `ops_for`."""
+    """Whether kernels are batch-invariant: a row's bits do not depend on the other rows of the batch."""
 
     @classmethod
     def open(cls, name: str, settings: WorkerSettings, device: torch.device, ranks: Ranks) -> "Network":
@@ -204,7 +204,7 @@ class Network:
         with byte_progress("loading weights") as progress:
 
             def fill(places: Mapping[str, torch.Tensor]) -> None:
-                give_freed_memory_back()  # returns the memory of the layer before
+                give_freed_memory_back()  # the freed memory of the previous layer
                 self.checkpoint.load_into(places, self.cuts)
                 progress.update(sum(place.nbytes for place in places.values()))
 
@@ -240,7 +240,7 @@ class Network:
         return ops_for(self.device).GROUPED_PRODUCTS and any(layer.mixture for layer in self.config.layers)
 
     def _has_whole_stacks(self, packed: PackedWeights) -> bool:
-        """Whether in every layer either all experts are stored quantised, or no expert."""
+        """Whether each layer stores either all its experts quantised or no expert quantised."""
         assert isinstance(self.config, DecoderConfig)
         counts = Counter(found[0] for name in packed if ".experts." in name and (found := _LAYER.match(name)))
         mixtures = {f"model.layers.{n}.": layer.mixture for n, layer in enumerate(self.config.layers) if layer.mixture}

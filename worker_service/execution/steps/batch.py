@@ -1,4 +1,4 @@
-"""Turns a step's chunks into the flat tensors of a forward pass: one row a token, sequence after sequence."""
+"""Turns a step's chunks into the flat tensors of a forward pass. Each token has a row, in the order of the chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -38,8 +38,9 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.settings import WorkerSettings
 
 _PROMPT_ROWS = 256
-"""Rows of the largest graph if `max_num_seqs` is smaller, at most the tokens of a step. Estimate for an H200 and an
-8-billion-parameter Llama, not measured: 512 rows compute for as long as Python needs to launch the kernels.
+"""Minimum rows of the largest graph, if a step may have so many tokens. With a larger `max_num_seqs`, the largest graph
+has `max_num_seqs` rows. Estimate for an H200 and an 8-billion-parameter Llama, not measured: 512 rows compute for as
+long as Python needs to launch the kernels.
 """
 _MAX_READ_AGAIN = 1 << 28
 """Bytes of a layer's keys and values that the rows of a step may read repeatedly. At 4 KiB a token (Llama of 8 billion

@@ -135,5 +135,5 @@ class DecodeInputs:
         device = self._tables.device
         rows = upload(changed, torch.int64, device)
         self._tables[:, : entries.shape[1]].index_copy_(0, rows, upload(entries, torch.int32, device))
-        for row in changed:  # after the last call that can fail
+        for row in changed:  # recorded only after the last call that can fail
             self._known_tables[row] = array(TOKENS, rows_tables[row])

@@ -28,11 +28,14 @@ from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput
 
 _LOGPROB_ROWS = 256
-"""Prompt rows whose logits exist at one time. 2,048 rows of 49,152 float32 logits would be 400 MB."""
+"""Maximum prompt rows whose logits are in memory at one time. 2,048 rows of 49,152 float32 logits would need 400 MB."""
 
 
 def _choosers(chunk: ScheduledChunk) -> list[SequenceState]:
-    """The state of the sequence at each sampled token, if all its drafts are accepted."""
+    """The state of a sequence before each token to sample: without drafts, with the first draft, with the first two, …
+
+    Each state contains the tokens on which the sampling of its token depends.
+    """
     sequence, drafts = chunk.sequence, chunk.drafts
     drafted = [replace(sequence, token_ids=sequence.token_ids + drafts[: n + 1]) for n in range(len(drafts))]
     return [sequence, *drafted]
@@ -46,10 +49,10 @@ class Runner:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be launched before the previous step has finished. Its chunks must `follow`."""
+        """Whether a step may be launched before the previous step has finished, if `follow` allows the step."""
         return False
 
-    def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:  # noqa: ARG002 (others use it)
+    def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:  # noqa: ARG002 (other runners use it)
         """Whether a step of these chunks may run ahead, with tokens on the device that the host has not read yet."""
         return False
 

@@ -17,7 +17,7 @@ from worker_service.session.step import ModelOutput, SampleLogprobs, SequenceVec
 
 
 class RunningStep:
-    """A launched step whose results have not been read yet."""
+    """A step that the device computes. `finish` reads its results."""
 
     def __init__(
         self,
