@@ -87,7 +87,7 @@ class ScheduledChunk(NamedTuple):
         return self.sequence.token_ids[self.start : self.stop] + self.drafts
 
     def with_drafts(self, drafts: "array[int]") -> "ScheduledChunk":
-        """The same chunk with the given drafts, which replace its drafts or placeholders."""
+        """A copy of the chunk, with `drafts` in place of the chunk's drafts or placeholders."""
         return self._replace(stop=self.stop - len(self.drafts) + len(drafts), drafts=drafts)
 
 
@@ -137,10 +137,12 @@ class Session:
     def follows_unseen(self, output: SchedulerOutput) -> bool:
         """Whether a step can be launched before the host has read the last step's tokens.
 
-        A step that can be launched early has no drafts, and its sequences sample without the values of earlier tokens.
-        If a sequence sampled in the last step, only its last token is unknown. All tokens of new sequences and of
-        unfinished prompts are known. The step reports tokens, but no log-probabilities or vectors. Reading
-        log-probabilities waits for all launched work, so a step ahead would delay the tokens of every sequence.
+        A step that can be launched early has no drafts and no edited logits (penalties, masks), which require the
+        values of earlier tokens. If a sequence sampled in the last step, only its last token is unknown. All tokens of
+        new sequences and of unfinished prompts are known.
+
+        A step that can be launched early reports no log-probabilities or vectors. The host would wait for all launched
+        work to read log-probabilities, and the tokens of every sequence would be delayed.
         """
         new = {one.sequence_id: one.sampling for one in output.new_sequences}
         if output.forks or output.num_draft_tokens or self._has_room or not new.keys().isdisjoint(self.sequences):
@@ -312,8 +314,9 @@ class Session:
             raise InvalidStepError(f"{where} and came without features")
 
     def _check_encoders(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Raise InvalidStepError if a sequence attends to an encoder input that is not computed, or if there are too
-        many tokens.
+        """Raise InvalidStepError if a sequence attends to an encoder input that is not computed.
+
+        The error is also raised if the step has too many tokens.
         """
         encoded = {chunk.sequence.sequence_id for chunk in chunks if chunk.sequence.is_encoder}
         num_encoder_tokens = sum(chunk.stop for chunk in chunks if chunk.sequence.is_encoder)

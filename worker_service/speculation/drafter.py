@@ -79,8 +79,8 @@ class _Record:
 class Drafter:
     """Drafts tokens for one worker. Only the device thread uses a `Drafter`.
 
-    When a step with room for drafts `begins`, the drafter makes the drafts that are worth verifying. When the step
-    `ends`, the drafter compares the sampled tokens with the drafts, and requests room for drafts in later steps.
+    The method `begins` makes the drafts that are worth verifying in a step with room for drafts. The method `ends`
+    compares the step's sampled tokens with its drafts, and requests room for drafts in later steps.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Drafter:
         if self._proposer.cost is not None and any(numbers):
             proposing = time.perf_counter()
             self._propose_in_step(chunks, numbers)
-            began += time.perf_counter() - proposing  # the time of proposing is in the proposer's cost
+            began += time.perf_counter() - proposing  # the proposer's cost already includes the time of proposing
         drafts = [record.drafted[:number] for record, number in zip(records, numbers, strict=True)]
         self._seconds_before = time.perf_counter() - began
         return [
@@ -141,7 +141,7 @@ class Drafter:
         ]
 
     def _propose_in_step(self, chunks: Sequence[ScheduledChunk], numbers: Sequence[int]) -> None:
-        """Draft `numbers` tokens after each chunk. The proposer also computes the new tokens of unfinished prompts."""
+        """Draft numbers[i] tokens after chunk i. The proposer also computes the new tokens of unfinished prompts."""
         beginnings = [
             Beginning(chunk.sequence, chunk.start + 1, number)
             for chunk, number in zip(chunks, numbers, strict=True)

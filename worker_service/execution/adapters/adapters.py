@@ -47,8 +47,8 @@ class Adapters:
         self.room = room
         self.cuts = cuts
         self.fingerprints: list[str] = []
-        """Adapters that a newly queued step may name. The list changes when an `add` or `remove` is queued for the
-        device thread.
+        """Fingerprints of the adapters that a step may use if it is queued now. The list changes when an `add` or
+        `remove` is queued for the device thread.
         """
         self._places: Mapping[str, AdapterPlace] = (
             model.allocate_adapters(room.num_slots, room.max_rank) if room.num_slots else {}

@@ -2,7 +2,7 @@
 
 Rows with a shared prefix belong to requests with a long common prompt, to several outputs of one request, or to drafts
 of one sequence. A shared prefix is split into parts of `PART_KEYS` keys. An item is one part together with the rows
-that a kernel computes at once. Rows that share a part also share the part before it.
+that a kernel computes at once. Rows that share a part also share all earlier parts.
 """
 
 from array import array

@@ -1,8 +1,8 @@
-"""Drafts by a smaller model with the same vocabulary, which samples with the target's random numbers.
+"""A proposer that drafts with a smaller model of the target's vocabulary and with the target's random numbers.
 
 The draft model has its own pools of keys and values, with the target's block numbers. Swaps, copies and reuse of a
-block apply to both caches, without any change in the scheduler. While drafts are not worth their time, the draft model
-skips tokens. The skipped tokens are computed when drafts are worth their time again.
+block apply to both caches, without any change in the scheduler. While drafting costs more time than it saves, the draft
+model computes no tokens. The missing tokens are computed before the next draft.
 
 The target's token maximises logit plus noise, where noise is a function of seed, output, position and token
 (`kernels.sampling.noise`). The draft model adds the same noise to its own logits. The drafts therefore equal the

@@ -46,13 +46,13 @@ MAX_KEPT = 32
 MAX_MEMORY = 4 << 30
 """Maximum bytes of address space of a child process that computes masks."""
 SLICE_SECONDS = 0.01
-"""Seconds of CPU in one step to read tokens that outputs already have, for all outputs together. A forward pass takes
-about 0.01 s, too. A slice reads 6,000 tokens of JSON. A token of a right-recursive list takes up to 0.25 ms before the
-list reaches the library's limit.
+"""Maximum CPU seconds of a step for reading earlier tokens of new outputs, summed over all outputs. A forward pass
+takes about 0.01 s, too. A slice reads 6,000 tokens of JSON. A token of a right-recursive list takes up to 0.25 ms
+before the list reaches the library's limit.
 """
 FEW_TOKENS = 16
-"""Largest number of unread tokens of an output that is not new, for example after accepted drafts. An output with so
-few unread tokens has its own slice.
+"""Maximum unread tokens of an output that is not new, for example after accepted drafts. Outputs with few unread tokens
+are read in separate slices.
 """
 HEAD = struct.Struct("<dqI?")
 """The header of each mask, with four fields. The first field is the CPU seconds since the previous answer, without
@@ -152,7 +152,7 @@ class Follower:
                 began, num_read = process_time(), 0
 
     def _read(self, matcher: LLMatcher, unread: deque[int], until: float) -> int:
-        """Read an output's tokens until its slice is over. Returns the number of tokens read.
+        """Read an output's tokens until the time of its slice is used up. Returns the number of tokens read.
 
         Tokens are read one at a time. The library cannot be interrupted, but it limits the time of one token.
         """
@@ -173,7 +173,7 @@ class Follower:
     def _masks(self, matcher: LLMatcher, work: Work) -> Iterator[bytearray]:
         mask = self._mask(matcher)
         yield mask
-        # The drafts are read by a copy, because a matcher that has failed cannot be rolled back.
+        # A copy of the matcher reads the drafts, because a matcher that has failed cannot be rolled back.
         ahead = matcher.deep_copy() if work.drafts and mask else matcher
         for draft in work.drafts:
             may_come = bool(mask) and mask[draft // 8] >> draft % 8 & 1 and not ahead.is_stopped()
@@ -213,8 +213,9 @@ class Follower:
         return compiled.deep_copy()
 
     def serve(self, connection: Connection) -> None:
-        """Answer messages (keys to forget, work). Each answer is sent separately, so that the worker notices slow
-        answers.
+        """Answer the worker's messages. Each message is a pair: the keys of outputs to forget, and the list of `Work`.
+
+        Each answer is sent separately, so that the worker notices slow answers.
         """
         while True:
             try:

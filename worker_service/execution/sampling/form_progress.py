@@ -9,12 +9,13 @@ from typing import NamedTuple
 MAX_LEFT = 3.0
 """Seconds of CPU that an output's form may use before its first token. Each token adds `TOKEN_SECONDS`."""
 TOKEN_SECONDS = 0.01
-"""Seconds of CPU that each token adds. The value is three times the slowest of 420 forms, see `MAX_SECONDS`."""
+"""Seconds of CPU that each token adds to the limit. The value is three times the slowest of 420 forms, see
+`MAX_SECONDS`."""
 
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """How much of an output a process has read. When this object is freed, its key joins the keys to forget."""
+    """A process's progress in reading an output. When this object is freed, the process is told to forget its key."""
 
     key: int
     gone: deque[int]
@@ -59,7 +60,7 @@ class Progress:
 
 
 class FormedOutput(NamedTuple):
-    """A sequence of the step with a form, in the shape that the thread for masks needs."""
+    """A step's sequence with a form, as input of the thread that requests masks."""
 
     sequence_id: int
     form: str

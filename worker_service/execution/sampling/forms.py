@@ -9,18 +9,18 @@ waits for the masks before sampling. The scheduler has already checked the form.
 The time of a form is charged to its own output, and can end only this output:
 
 - One token or mask may take `MAX_SECONDS`. After this time the process is killed, and a new process continues the
-  other outputs. For `BAN_SECONDS`, new outputs of the same form and owner end at once. Earlier tokens have no part in
-  this limit, so only the form can be the cause. Outputs that have begun continue until the form exceeds the limit
-  again.
+  other outputs. For `BAN_SECONDS`, new outputs of the same form and owner end at once. The limit applies to a single
+  token or mask, so earlier tokens of the output cannot be the cause. Outputs that have begun continue until the form
+  exceeds the limit again.
 - All tokens together may take `MAX_LEFT`, plus `TOKEN_SECONDS` for each token.
 - If an output is new to the process, the process reads the output's tokens again, in slices between the masks of other
-  outputs. Until all tokens are read, the output is late and gains no token. Reading again is charged at half its time.
-  Reading again takes at most the time of the first reading, so it cannot end an output.
+  outputs. Until all tokens are read, the output is late and gains no token. The second reading takes at
+  most as long as the first reading, and is charged at half its time. A second reading therefore cannot end an output.
 
-In one step, a form therefore delays other outputs by at most three times `MAX_SECONDS`. The three delays are for its
-mask, for the masks after drafts, and for a second try without drafts. The average delay is `TOKEN_SECONDS`. In one
-step, at most `MAX_ENDED` processes are killed because of slow forms. A step compiles one or a few new forms, in at most
-half of its time; the other new forms are late.
+In one step, a form therefore delays other outputs by at most three times `MAX_SECONDS`. The three delays are for the
+mask of the next token, for the masks after drafts, and for a second try without drafts. The average delay is
+`TOKEN_SECONDS`. In one step, at most `MAX_ENDED` processes are killed because of slow forms. A step compiles one or a
+few new forms, in at most half of its time. All other new forms are late.
 
 Compiling, reading and masks are late if the step has no time left. Outputs therefore take turns: one output of each
 owner, then a second output of each owner. The owner with the least used time comes first. Without turns a tenant's new
@@ -28,8 +28,8 @@ output would wait for all earlier outputs of other tenants. After the process wa
 would wait.
 
 Memory is limited for all outputs together. If the outputs exceed `MAX_TOGETHER`, the owner with the most memory loses
-its largest output. If instead the process died, all outputs would be read again and would reach the same limit again,
-forever.
+its largest output. Without this rule, the process would run out of memory and die. The next process would read all
+outputs again and die for the same reason.
 """
 
 import contextlib
@@ -155,7 +155,7 @@ class Forms:
         ends = itertools.accumulate(item.num_masks for item in items)
         every = [(item, masks[end - item.num_masks : end]) for item, end in zip(items, ends, strict=True)]
         left, num_ended = deque(form_turns.in_turns(every)), 0
-        # Keys of outputs whose answer the thread was waiting for when a process died.
+        # Keys of the outputs that a process was computing when the process died.
         died: set[int] = set()
         while left := deque(self._followed(left)):
             if num_ended == MAX_ENDED:  # many forms may each be slow once
@@ -222,7 +222,7 @@ class Forms:
         return FoundMasks(masks, late)
 
     def _followed(self, items: Iterable[WithRows]) -> Iterator[WithRows]:
-        """The outputs that have not ended. Drafts are removed from outputs that may not have masks after drafts."""
+        """The outputs that have not ended. If masks after drafts are not allowed, the output's drafts are removed."""
         for item, rows in items:
             if not item.progress.is_over and self._is_banned(item.form, item.owner, times=2):
                 self._end_output(item, "other outputs of the form have taken too long twice in a minute")

@@ -124,8 +124,8 @@ def _free_host_bytes() -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Bytes of inactive file pages, for example of loaded weight files. The control group counts these bytes as
-    used.
+    """Bytes of inactive file pages, for example of loaded weight files. The control group counts inactive
+    file pages as used memory.
     """
     try:
         lines = (_CGROUP / "memory.stat").read_text().splitlines()

@@ -108,8 +108,8 @@ class Network:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest text that the model's files allow. A sentence-transformer's file may allow fewer than
-        config.json.
+        """Tokens of the longest text that the model's files allow. A sentence-transformer's file may allow fewer
+        tokens than config.json.
         """
         return min(self.config.max_model_len, self.sentences.max_length or self.config.max_model_len)
 
@@ -196,7 +196,7 @@ class Network:
         return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
 
     def load(self, room: AdapterRoom = NO_ADAPTERS) -> tuple[Any, Adapters]:
-        """The network, whose class depends on `config`, and its adapters.
+        """Load the network and its adapters. The class of the network depends on `config`.
 
         Raises StartError. Raises torch's errors if memory runs out.
         """

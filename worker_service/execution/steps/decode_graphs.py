@@ -14,8 +14,8 @@ the device.
 
 If kernels support shared prefixes (`worker_service.execution.cache.shared_prefixes`), sizes of 8 rows and more have two
 graphs. The first graph has one more launch a layer, and computes steps whose rows share enough blocks. The second graph
-computes all other steps. The rows of a question after a long prompt also share the prompt's blocks. Steps without a
-graph do not share blocks: a step without a graph loses more time than sharing could save.
+computes all other steps. If a cached long prompt is followed by a short question, the question's rows share the
+prompt's blocks too. Steps without a graph do not share blocks, because they lose more time than sharing could save.
 """
 
 from array import array
@@ -111,7 +111,7 @@ class DecodeGraphs:
                 progress.update()
 
     def fit(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether a graph can compute a step faster than launching its kernels one by one.
+        """Whether computing a step with a graph is faster than launching each of the step's kernels.
 
         A graph fits every step with one token for each sequence.
         """
@@ -131,8 +131,8 @@ class DecodeGraphs:
     def forward(
         self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None, adapter_slots: Tensor | None
     ) -> Tensor:
-        """The hidden states of the tokens of chunks that `fit`, [tokens, hidden_size]. The next call overwrites the
-        hidden states.
+        """Return the hidden states of the chunks' tokens, [tokens, hidden_size]. The chunks must `fit`. The next call
+        overwrites the hidden states.
 
         unseen, adapter_slots: see `DecodeInputs.fill`.
         """
@@ -164,10 +164,10 @@ def _contexts(chunks: Sequence[ScheduledChunk]) -> "tuple[list[array[int]], list
 def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_model_len: int) -> SharedInputs | None:
     """The buffers for shared parts, or None if kernels do not support shared parts."""
     config = model.config
-    if not isinstance(config, DecoderConfig) or is_narrow(cache.dtype):  # the kernel for shared parts reads no scales
+    if not isinstance(config, DecoderConfig) or is_narrow(cache.dtype):  # no kernel shares parts of 8-bit caches
         return None
-    # If ranks hold copies of a key head, each rank has fewer query heads for the key head. A kernel could then compute
-    # more rows together.
+    # Ranks may store copies of the same key head. Each of these ranks has fewer query heads for the key head, and a
+    # kernel could then compute more rows together.
     groups = config.num_heads // config.num_kv_heads
     most_rows = ops_for(cache.device).shared_tokens(groups, config.head_dim, cache.dtype)
     row_bytes = config.num_heads * config.head_dim * torch.float32.itemsize

@@ -69,7 +69,7 @@ class DecodeInputs:
     ) -> int:
         """Store the inputs of a step, which must not have more tokens than there are rows. Returns the bucket size.
 
-        unseen: tokens that are on the device only. The chunk of a sequence in `unseen` has only this token.
+        unseen: tokens that are on the device only. A chunk with an unseen token has no further tokens.
         adapter_slots: shape [tokens] int32, see `CausalModel.forward`. The copies run after all earlier work of the
         device.
         """
