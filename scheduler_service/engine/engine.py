@@ -1,4 +1,4 @@
-"""The engine: a single process that contains the requests in flight, the workers and the adapters."""
+"""The engine: one process that distributes requests to workers, and stores the adapters for workers."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ class Engine:
         """The API keys that calls may use. None if calls need no API key."""
         self.cache_secret = secrets.token_bytes(32)  # makes keys of the prefix cache unpredictable for clients
         self.is_draining = False
-        """Whether the server is shutting down, and so admits no further requests."""
+        """Whether the server is shutting down. During a shutdown, further requests are refused."""
         self._is_over = False
         self._is_empty = asyncio.Event()
         self._weights = _tenant_weights(settings, keyring)

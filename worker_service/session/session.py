@@ -1,8 +1,8 @@
 """The worker's copy of one session's state: live sequences, their tokens, and how many tokens are computed.
 
-The session checks each step of the scheduler against this state. A sequence can therefore never read or write another
-sequence's memory. This file uses no tensors, devices or gRPC. An error in a step ends the session, because a part of
-the step may have been applied.
+The session checks each step of the scheduler against the session's state. A sequence can therefore never read or write
+another sequence's memory. This file uses no tensors, devices or gRPC. An error in a step ends the session, because a
+part of the step may have been applied.
 """
 
 from array import array
@@ -314,9 +314,9 @@ class Session:
             raise InvalidStepError(f"{where} and came without features")
 
     def _check_encoders(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Raise InvalidStepError if a sequence attends to an encoder input that is not computed.
+        """Raise InvalidStepError if the step has too many tokens.
 
-        The error is also raised if the step has too many tokens.
+        Raise InvalidStepError also if a sequence attends to an encoder input that is not computed.
         """
         encoded = {chunk.sequence.sequence_id for chunk in chunks if chunk.sequence.is_encoder}
         num_encoder_tokens = sum(chunk.stop for chunk in chunks if chunk.sequence.is_encoder)

@@ -1,7 +1,7 @@
 """The types of a session: the scheduler's steps and the worker's answers, without protobuf.
 
-The file `codec.py` converts protobuf messages to these types. It also checks all values that can be checked without a
-session's state. The file `session.py` checks the remaining values.
+The file `codec.py` converts protobuf messages to these types. `codec.py` also checks the values that can be checked
+without a session's state. The file `session.py` checks the remaining values.
 """
 
 import enum

@@ -197,7 +197,7 @@ class Drafter:
                 shares=[record.share for record in records],
                 drafting=self._proposer.cost,
             )
-            # If drafts are worth their time, the maximum number is requested. The next step may verify fewer drafts.
+            # If drafts save time, room for the maximum number is requested. The next step may verify fewer drafts.
             wanted = [most if number else 0 for most, number in zip(mosts, numbers, strict=True)]
         sampling = [
             (record, number) for record, number, chunk in zip(records, wanted, chunks, strict=True) if chunk.samples

@@ -18,8 +18,8 @@ MAX_SIDE_BYTES = 16 << 20
 UNREAD_SHARE = 4
 """Divisor: unread output may use a further quarter of `--request-memory`.
 
-By default, this quarter stores 60 s of output of 50 streams. Each stream has 50 tokens a second, each token with the
-log-probabilities of the 20 likeliest tokens.
+With the default `--request-memory`, 60 s of unread output of 50 streams fit. Each stream has 50 tokens a second, each
+token with the log-probabilities of the 20 likeliest tokens.
 """
 
 
@@ -34,8 +34,8 @@ class Admission:
     `requests` contains the submitted calls by request key. A resumed request may have two calls at a time: one is
     submitted, and the newer call is being checked. The memory of a call counts until the call is closed.
 
-    A call with several texts counts as being checked until it is closed. The texts do not count towards the limit on
-    the number of requests.
+    A call with several texts counts as being checked until it is closed. The texts of a call do not count towards the
+    limit on the number of requests.
     """
 
     def __init__(self, settings: SchedulerSettings, requests: dict[str, Call], keyring: Keyring | None = None) -> None:
@@ -59,7 +59,8 @@ class Admission:
         """Reserve a place for a call. A request that resumes a broken stream takes over the broken stream's place.
 
         `now`: seconds of a monotonic clock. Raises RequestError if a limit is reached. A call that exceeds the quota of
-        its API key does not count towards the quota. A call that the engine's limits refuse does count.
+        its API key does not count towards the quota. If the engine's limits refuse a call, the call counts towards the
+        quota.
         """
         key = call.key
         mine = self._requests.get(key) if resumes else None
@@ -153,12 +154,12 @@ class Admission:
 def _num_charged(before: Call, later: Call) -> int:
     """The number of the `later` call's tokens that were already charged to `before`, the superseded call.
 
-    The prompt's tokens count, except if the `later` request recomputes the whole prompt. In each output, the leading
-    tokens count that are the same in both groups.
+    The prompt's tokens count, except if the `later` request recomputes the whole prompt. The leading tokens of an
+    output count as far as they are equal in both calls.
 
-    The number is 0 if the API key or the `cache_salt` differs, because the blocks in the prefix cache are not found
-    then. The number is 0 if the superseded call was computed and gained no token. Without this rule, a client could
-    supersede a request repeatedly and have the prompt computed for free.
+    The number is 0 if the API key or the `cache_salt` differs, because the prefix cache then finds no blocks. The
+    number is 0 if the superseded call was computed and gained no token. Without this rule, a client could supersede a
+    request repeatedly and have the prompt computed for free.
     """
     old, new = before.group, later.group
     assert old is not None

@@ -13,8 +13,9 @@ from scheduler_service.engine.calls.outbox import Outbox
 class Call:
     """One client's call, from its admission until its front end closes it.
 
-    `number` identifies the call in messages with the front end. `first_output` is the number of its first output. `key`
-    is the request's key, and is empty for calls other than Generate. `api_key_id` is empty if calls need no API key.
+    `number` identifies the call in messages with the front end. `first_output` is the number of the call's first
+    output. `key` is the request's key, and is empty for calls other than Generate. `api_key_id` is empty if calls need
+    no API key.
 
     Each text of a call with several texts is a `Call` too. The text's `parent` is the call that was admitted.
     """
@@ -66,15 +67,15 @@ class Call:
     def tell_error(self, error: RequestError, *, at_once: bool = False) -> None:
         """End the call's stream with an error. The client reads its unread output first, except if `at_once` is set.
 
-        The request's standing is sent before the error. The last standing may be out of date: the request may have been
-        preempted, or have lost its worker.
+        The request's standing (queueing time, preemptions, worker changes) is sent before the error, because it may
+        have changed since the last message.
         """
         if self.group is not None:
             self.tell_standing()
         self.tell(failed=pb.Failed(code=error.code.value[0], message=str(error), at_once=at_once))
 
     def tell_gained(self, gained: SequenceOutput) -> None:
-        """Send tokens, log-probabilities, vectors or the end that a step added to a sequence.
+        """Send a sequence's results of a step: a token, log-probabilities, vectors, or the sequence's end.
 
         `Requests.publish` sends single tokens without this method. Beam search sends hypotheses at the end only.
         """
@@ -106,7 +107,7 @@ class Call:
         self.tell(standing=standing)
 
     def tell_change(self) -> None:
-        """Send a traced request's standing if it has changed: a worker admitted, preempted or lost the request."""
+        """Send a traced request's standing if a worker has just admitted, preempted or lost the request."""
         if self._stands() != self.told:
             self.tell_standing()
 

@@ -22,8 +22,8 @@ from scheduler_service.wire.fields import encode_enum
 MAX_ROWS = 512
 MAX_LOGPROBS = 1 << 13
 EVENT_WEIGHT = 8
-"""Weight of an event, in rows or log-probabilities. MAX_ROWS and MAX_LOGPROBS limit a message to 0.1 MiB. A front end
-processes such a message in 5 ms.
+"""Weight of an event, in rows or log-probabilities. MAX_ROWS and MAX_LOGPROBS limit a message to 0.1 MiB, which a front
+end processes in 5 ms.
 """
 MAX_VECTOR_BYTES = 1 << 18
 """Maximum bytes of vectors in one event. An event with a single vector may be larger."""
@@ -39,7 +39,7 @@ speed at which front ends read tokens.
 
 
 class _Bulk(NamedTuple):
-    """The large fields of an event. They are encoded only when the event is put into a message."""
+    """The large fields of an event. Large fields are encoded only when the event is put into a message."""
 
     sampled: Sequence[TokenLogprobs] = ()
     prompt: Sequence[TokenLogprobs] = ()
@@ -56,7 +56,7 @@ _NONE = _Bulk()
 
 
 class Outbox:
-    """Queues the engine's output in order, and returns it in messages of bounded size."""
+    """Queues tokens and events in order, and returns messages of bounded size."""
 
     __slots__ = (
         "_events",
@@ -74,7 +74,10 @@ class Outbox:
     def __init__(self, most_bytes: int = 1 << 26) -> None:
         """`most_bytes`: limit on the queue's memory. If the queue exceeds the limit, the front end has stopped."""
         self.has_some = asyncio.Event()
-        """Set if the queue contains anything; the writer waits for it. Code that appends rows must set this event."""
+        """Set if the queue contains rows or events. The writer waits for `has_some`.
+
+        Code that appends rows must set `has_some`.
+        """
         self.is_overfull = asyncio.Event()
         self._most_weight = most_bytes // ROW_BYTES
         self.outputs: list[int] = []
@@ -95,7 +98,7 @@ class Outbox:
         self.has_some.set()
 
     def tell_gained(self, call: int, gained: SequenceOutput) -> None:
-        """Append what a step added to an output. Many prompt positions or vectors are split into several events."""
+        """Append a step's results for an output. Many prompt positions or vectors are split into several events."""
         event, positions = _encode_gained(call, gained), gained.prompt_logprobs or []
         if gained.vectors:
             self._tell_vectors(event, gained)
@@ -178,7 +181,7 @@ class Outbox:
 
 
 def _encode_gained(call: int, gained: SequenceOutput) -> pb.EngineEvent:
-    """Encode what a step added to a sequence, without log-probabilities and vectors.
+    """Encode a step's results for a sequence, without log-probabilities and vectors.
 
     The sequence's status is encoded now, because the sequence may end before the message is sent. If the step added
     further tokens to the sequence (`goes_on`), the event contains no status.

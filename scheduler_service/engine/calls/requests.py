@@ -1,8 +1,8 @@
 """The requests in flight, from their submission by a front end until their calls are closed.
 
-Front ends do not see which worker computes a request. When a worker's session ends, the session's groups return to the
-head of the shared waiting queue, and another worker may continue them. A request's output is sent to the front end of
-the request's call.
+Front ends do not see which worker computes a request. When a worker's session ends, the session's requests return to
+the head of the shared waiting queue. Another worker may then continue the requests. A request's output is sent to the
+front end of the request's call.
 """
 
 import time
@@ -171,7 +171,7 @@ class Requests:
             self.end(call, RequestError(code, group.error or "the request could not be served"))
 
     def limit_waits(self) -> None:
-        """Start the timers of all requests if an outage began, or cancel the timers if it ended."""
+        """Start the timers of all requests if an outage began. Cancel the timers if the outage ended."""
         for call in self.in_flight.values():
             self._expiry.limit(call)
 
@@ -189,7 +189,7 @@ class Requests:
         group = call.group
         assert group is not None
         if group.is_finished:
-            return False  # most requests end before their call is closed; no scheduler need be asked
+            return False  # most requests end before their call is closed
         status = SequenceStatus.FINISHED_ABORTED
         ended = self._workers.finish(group.request_id, status)
         if not ended and group.request_id in self.waiting:  # the group waits, and no worker is connected
@@ -202,7 +202,7 @@ class Requests:
     # ---- events of workers
 
     def admitted(self, output: SchedulerOutput) -> None:
-        """Note the queueing time of requests that a step sends to a new worker, and send their standing."""
+        """Record how long the requests of new sequences were queued, and send the requests' standing."""
         now = time.monotonic()
         for group in {new.sequence.group: None for new in output.new_sequences}:
             if (call := self.in_flight.get(group.request_id)) is None or call.group is not group:
@@ -248,7 +248,7 @@ class Requests:
                 outbox.has_some.set()
 
     async def room(self) -> None:
-        """Wait until the outbox of each front end has room, or its front end counts as stopped."""
+        """Wait until the outboxes of all front ends have room, without waiting for stopped front ends."""
         for outbox in list(self.outboxes):
             if not outbox.has_room:
                 await outbox.room()

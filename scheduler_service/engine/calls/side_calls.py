@@ -28,7 +28,10 @@ class SideCalls:
             self.leave(num_bytes)
 
     def enter(self, num_bytes: int) -> None:
-        """Occupy a place until `leave`. Raises RESOURCE_EXHAUSTED at a limit. A single call may exceed `max_bytes`."""
+        """Occupy a place until `leave` is called. Raises RESOURCE_EXHAUSTED at a limit.
+
+        A call that is alone may exceed `max_bytes`.
+        """
         if self._num_calls >= self._max_calls:
             self._refuse(f"{self._num_calls} {self._what} calls are in flight, as many as may be")
         if self._num_calls and self._num_bytes + num_bytes > self._max_bytes:

@@ -53,7 +53,7 @@ def _taken(host: str, port: int) -> tuple[contextlib.ExitStack, int]:
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
     """The addresses that gRPC binds for a host. For a host name, gRPC binds all its addresses.
 
-    For a wildcard address of IPv4 or IPv6, gRPC binds the wildcard addresses of both.
+    For a wildcard address of IPv4 or IPv6, gRPC binds both wildcard addresses.
     """
     hosts = WILDCARDS if host in WILDCARDS else (host,)
     found = [info for name in hosts for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
@@ -73,8 +73,8 @@ def _has_family(family: socket.AddressFamily) -> bool:
 def _held(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
     """A socket that shares the port with front ends, and excludes other services even before a front end listens.
 
-    Exception: an earlier server that did not share the port may have left lingering connections. In this case, other
-    services are excluded only once a front end listens.
+    Exception: if connections of an earlier server linger that did not share the port, other services are excluded only
+    once a front end listens.
     """
     try:
         return _bound(family, address, port, shares=True, lingers=False)

@@ -15,8 +15,7 @@ END_SECONDS = 5.0
 MAX_DEAF_SECONDS = 60.0
 """Seconds between checks whether a front end listens. On a busy machine, a front end starts in seconds.
 
-A front end that hangs before it listens is ended by this check. The engine's connection to such a front end does not
-know its process id.
+If a front end hangs before it listens, only this check can end it: a front end sends its process id when it listens.
 """
 
 
@@ -73,10 +72,10 @@ class FrontEndProcesses:
                 _kill(process)
 
     async def stop(self, told: Set[int]) -> None:
-        """Wait until the processes whose ids are in `told` have ended. They have been asked to end.
+        """Wait until the processes in `told` have ended. `told` contains the ids of processes that were asked to end.
 
-        The remaining processes are killed at once: they have no calls yet, or hang. After END_SECONDS, every process is
-        killed.
+        All other processes are killed at once, because they have no calls yet, or hang. After END_SECONDS, every
+        process is killed.
         """
         self._is_over = True
         processes = list(self._processes)
@@ -94,7 +93,7 @@ class FrontEndProcesses:
 async def _end(process: asyncio.subprocess.Process, listens: Callable[[int], bool]) -> int:
     """Wait until a process ends, and return its exit status.
 
-    A process that does not listen hangs while it starts or ends. Such a process is killed.
+    A process that does not listen after MAX_DEAF_SECONDS hangs while it starts or ends, and is killed.
     """
     while True:
         try:

@@ -30,13 +30,13 @@ _INTERNAL = RequestError(grpc.StatusCode.INTERNAL, "internal error; the server's
 STATISTICS_SECONDS = 1.0
 """Seconds that a scrape of the metrics waits for the counts of front ends."""
 SHOW_SECONDS = 10.0
-"""Maximum seconds to wait at the start until all front ends report SERVING. Later, a single front end suffices."""
+"""Seconds to wait at the start until all front ends report SERVING. After this time, a single front end suffices."""
 BEAT_SECONDS = 5.0
 MAX_SILENT_SECONDS = 30.0
 """Seconds without an answer after which a front end counts as hanging.
 
-A hanging front end still receives new connections of clients. To notice it, the engine asks each front end for its
-counts every BEAT_SECONDS. So a front end that is killed loses only its last counts.
+A hanging front end still receives new connections of clients. To notice a hanging front end, the engine asks each front
+end for its counts every BEAT_SECONDS. A front end that is killed loses only the counts since the last answer.
 """
 
 
@@ -102,7 +102,7 @@ class FrontEnds(EngineServiceServicer):
             self.error = ""
 
     async def until_serving(self) -> None:
-        """Wait until every front end reports SERVING. After SHOW_SECONDS, wait until any front end does."""
+        """Wait until every front end reports SERVING. After SHOW_SECONDS, wait until any front end reports it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHOW_SECONDS):
                 await self._until(lambda connection: connection.shows_serving)
@@ -227,7 +227,7 @@ class FrontEndConnection:
         self._front_ends.kill(self.process_id)
 
     async def watch_backlog(self) -> None:
-        """Wait until the front end's outbox exceeds its limit. Then kill the front end's process and return."""
+        """Wait until the front end's outbox exceeds its limit, kill the front end's process, and return."""
         await self.outbox.is_overfull.wait()
         log.error("front end takes nothing and is ended", waiting=len(self.outbox))
         self._front_ends.kill(self.process_id)
@@ -247,7 +247,7 @@ class FrontEndConnection:
                 return
 
     async def tell_model(self) -> None:
-        """Wait until a worker has described the model. Then send the model's files and limits, and the health."""
+        """Wait until a worker has described the model, and send the model's files, its limits and the health."""
         model = await self._engine.fleet.agreement.wait_for_model()
         for name, data in self._engine.fleet.agreement.model_files.items():
             for start in range(0, len(data), FILE_BYTES):

@@ -2,7 +2,7 @@
 
 A front end checks a request while the engine decides whether to admit it. So a request costs one message and one wait.
 In a flood of calls, checks of refused calls would be wasted work. After the engine has refused a call of an API key,
-the key's next calls wait for the answer before their check. The engine's next admission of the key ends this rule.
+the key's next calls wait for the answer before their check, until the engine admits a call of the key.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from scheduler_service.frontend.model import ServedModel
 
 UNREAD_SHARE = 4
 MIN_BYTES = 16 << 20
-"""Limit on the bytes of unanswered admissions. A quarter of the limit on unread output applies if it is larger.
+"""Limit on the bytes of unanswered admissions, or a quarter of the limit on unread output if the quarter is larger.
 
 The engine answers in milliseconds.
 """

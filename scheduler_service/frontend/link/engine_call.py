@@ -104,7 +104,7 @@ class EngineCall:
         await self._link.connection.ask(self.number, hold=pb.Hold(num_bytes=num_bytes))
 
     async def admit_side_call(self, num_bytes: int = 0) -> None:
-        """Ask the engine to admit a call other than Generate. These calls have no key and separate limits."""
+        """Ask the engine to admit a call other than Generate, which has no request key and separate limits."""
         await self.admit("", num_bytes)
 
     async def submit(
@@ -165,7 +165,7 @@ def _api_key_id() -> str:
 
 
 async def _block_keys(first: bytes, request: GenerationRequest, block_size: int) -> bytes:
-    """Compute the prefix-cache keys of a request's full blocks. Front ends compute them to relieve the one engine."""
+    """Compute the prefix-cache keys of a request's full blocks. Front ends do it to relieve the one engine."""
     token_ids = array("I", request.prompt_token_ids)
     for output in request.resumption.token_ids[:1]:
         token_ids.extend(output)

@@ -26,7 +26,7 @@ OPTIONS = (
     ("grpc.http2.lookahead_bytes", 64 << 10),
 )
 MAX_BYTES = 1 << 20
-"""Maximum bytes of a message to the engine that has several events. The engine parses such a message in 1 ms."""
+"""Maximum bytes of a message with several events to the engine. The engine parses this many bytes in 1 ms."""
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 GONE = RequestError(grpc.StatusCode.UNAVAILABLE, "the engine is gone; resume the request when the server is back")
 
@@ -124,7 +124,10 @@ class EngineConnection:
 
 
 async def accepted(answer: asyncio.Future[pb.Answer]) -> pb.Answer:
-    """Wait for an answer. Raises RequestError if the answer is an error. Cancelling the wait keeps the future."""
+    """Wait for an answer. Raises RequestError if the answer is an error.
+
+    If the caller is cancelled, the `answer` future is not cancelled.
+    """
     found = await asyncio.shield(answer)
     if found.code:
         raise RequestError(CODES[found.code], found.message)

@@ -46,7 +46,10 @@ class EngineLink:
     # ---- for servicers
 
     async def model(self) -> ServedModel:
-        """Wait for the served model. Raises UNAVAILABLE if no worker describes the model in time, or a load fails."""
+        """Wait for the served model.
+
+        Raises UNAVAILABLE if no worker describes the model in time, or if the model cannot be loaded.
+        """
         if (model := self.loading.model) is not None:
             return model
         timeout = min(self.welcome.result().no_worker_timeout, patience.get())

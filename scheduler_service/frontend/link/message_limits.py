@@ -22,5 +22,5 @@ def request_limits(model: ServedModel | None) -> RequestLimits:
 
 
 def max_sound_bytes(model: ServedModel | None) -> int:
-    """Maximum bytes of an audio input in a message, in addition to the limit for the rest. Audio is not parsed."""
+    """Maximum bytes of an audio input, in addition to all other bytes of a message. Audio is not parsed."""
     return MAX_SOUND_BYTES if model is not None and model.feature_bytes else 0

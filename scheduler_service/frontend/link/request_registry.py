@@ -45,7 +45,7 @@ class RequestRegistry:
                 del self._by_output[state.first_output + index]
 
     def gain_tokens(self, outputs: Sequence[int], token_ids: Sequence[int], now: float) -> None:
-        """Append one token to each of these outputs. The outputs have not ended."""
+        """Append one token to each output in `outputs`. The outputs have not ended."""
         by_output = self._by_output
         for output, token_id in zip(outputs, token_ids, strict=True):
             state = by_output.get(output)
@@ -64,7 +64,7 @@ class RequestRegistry:
             return
         try:
             self._take(event, state, now)
-        except Exception as error:  # an error in one request's text must not affect the others
+        except Exception as error:  # an error in one request's text must not affect other requests
             self._fail(state, error)
 
     def _take(self, event: pb.EngineEvent, state: RequestState, now: float) -> None:

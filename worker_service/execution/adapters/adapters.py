@@ -55,7 +55,7 @@ class Adapters:
         )
         # Each adapter in host memory, with a number that is new at each load.
         self._loaded: dict[str, tuple[int, Adapter]] = {}
-        # The slot of each adapter, with the number of its load; least recently used first.
+        # Slot and load number of each adapter in a slot. The least recently used adapter is first.
         self._slots = OrderedDict[str, tuple[int, int]]()
         self._numbers = itertools.count()
         self._free = list(range(room.num_slots))

@@ -145,5 +145,5 @@ class SharedInputs:
         return SharedParts(items, self._rows, self._num_parts[:size], self.most_parts(size))
 
     def most_parts(self, size: int) -> int:
-        """The maximum number of parts of a row in a step of `size` rows. The allocated items limit this number."""
+        """The maximum number of parts of a row in a step of `size` rows. Allocated items limit the parts."""
         return min(self._longest, self._room // size, _ITEMS_A_ROW * self._most_rows)

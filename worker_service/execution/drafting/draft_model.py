@@ -232,9 +232,9 @@ class DraftModel:
 
 
 def _of_draft(one: Beginning) -> SequenceState:
-    """A copy of the sequence's first tokens, to which drafts are appended, and of its sampling parameters.
+    """A copy of the sequence that ends after the beginning's tokens. Drafts will be appended to the copy.
 
-    Drafts ignore adapters and forms. The base model drafts without masks.
+    The copy has no adapter and no form, because drafts ignore both.
     """
     sampling = one.sequence.sampling
     if sampling.form or sampling.logprobs is not None or sampling.prompt_logprobs is not None:

@@ -1,4 +1,4 @@
-"""The steps from an opened model to a runner, common to every kind of model."""
+"""The steps that load a model: every kind of model has a loader with these steps."""
 
 from abc import ABC, abstractmethod
 

@@ -64,8 +64,8 @@ MAX_REASON = 1000
 
 
 class Work(NamedTuple):
-    """The work for an output: read its new tokens. If the output `samples`, compute a mask after the tokens and a mask
-    after each draft.
+    """A step's work for an output: read the output's new tokens. If the output `samples`, compute a mask after the
+    tokens and a mask after each draft.
 
     An output's first work names its `form` and contains all of its tokens. If the work is `alone`, its form is compiled
     separately. Work after a late answer does not repeat the tokens.

@@ -15,7 +15,7 @@ TOKEN_SECONDS = 0.01
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """A process's progress in reading an output. When this object is freed, the process is told to forget its key."""
+    """A process's progress in reading an output. After this object is freed, the process forgets the output."""
 
     key: int
     gone: deque[int]

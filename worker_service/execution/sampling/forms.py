@@ -6,7 +6,7 @@ these tokens. Matchers can therefore be rebuilt after a preemption, on another w
 run in a separate process, form_process.py. A thread of this file communicates with the process, and the device thread
 waits for the masks before sampling. The scheduler has already checked the form.
 
-The time of a form is charged to its own output, and can end only this output:
+The CPU time of a form is charged to the form's output. A slow form can end only this output:
 
 - One token or mask may take `MAX_SECONDS`. After this time the process is killed, and a new process continues the
   other outputs. For `BAN_SECONDS`, new outputs of the same form and owner end at once. The limit applies to a single

@@ -65,7 +65,7 @@ def pool(chunk: ScheduledChunk, hidden: Tensor, classify: Classify | None = None
             assert classify is not None  # the limits guarantee a classifier
             vectors = classify(hidden)[None]
         case PoolingType.ALIGNMENT:
-            raise AssertionError("an Aligner takes these")  # the session has refused this type
+            raise AssertionError("an Aligner takes these")  # `Aligner` handles this type
     if not chunk.samples and pooling.type is not PoolingType.ALL:
         return None
     return finished(vectors, pooling)

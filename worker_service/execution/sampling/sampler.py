@@ -51,7 +51,7 @@ def sample(
 def _choose(logits: Tensor, sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return each row's token, and whether the row has a finite logit.
 
-    If a row of `rows` has a temperature, its token is sampled. Otherwise the row's token has the largest logit.
+    If a row of `rows` has a temperature, its token is sampled. All other rows choose the largest logit.
     """
     ops = sampling_ops_for(logits.device)
     token_ids, largest = ops.greedy(logits)

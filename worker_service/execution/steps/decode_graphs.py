@@ -15,7 +15,8 @@ the device.
 If kernels support shared prefixes (`worker_service.execution.cache.shared_prefixes`), sizes of 8 rows and more have two
 graphs. The first graph has one more launch a layer, and computes steps whose rows share enough blocks. The second graph
 computes all other steps. If a cached long prompt is followed by a short question, the question's rows share the
-prompt's blocks too. Steps without a graph do not share blocks, because they lose more time than sharing could save.
+prompt's blocks too. Steps without a graph do not share blocks, because launches without a graph cost more time than
+sharing could save.
 """
 
 from array import array

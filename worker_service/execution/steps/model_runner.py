@@ -185,8 +185,8 @@ class ModelRunner(Runner):
         return pool_all(chunks, query_start, hidden)
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[SampleLogprobs]:
-        """Log-probabilities of the prompt tokens that the chunk's rows predict: from its second token to the token
-        after its last token.
+        """Log-probabilities of the prompt tokens that the chunk's rows predict: from the chunk's second token to the
+        token after the chunk.
 
         hidden: shape [chunk's tokens, hidden_size]. Returns one report, or an empty list if the request asks for no
         log-probabilities. Raises FloatingPointError if the logits are not finite.
