@@ -118,7 +118,7 @@ class Engine:
     async def drain(self, grace: float) -> None:
         """Refuse further requests, and wait until every call is closed. After `grace` seconds, end the remaining calls.
 
-        If no worker has a session for UNSERVED_SECONDS, the remaining calls end at once. Clients can resume their
+        If no worker is connected for UNSERVED_SECONDS, the remaining calls end at once. Clients can resume their
         requests at another scheduler.
         """
         self.is_draining = True

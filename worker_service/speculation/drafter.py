@@ -58,7 +58,9 @@ class Proposer(Protocol):
         """
 
     def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
-        """Draft up to `number` tokens after each sequence's beginning. Returns a list of draft tokens for each one."""
+        """Draft up to `number` tokens after each sequence's beginning. Returns a list of draft tokens for each
+        beginning.
+        """
 
 
 @dataclass(slots=True)
@@ -102,7 +104,7 @@ class Drafter:
         self._vocabulary_size = vocabulary_size
         self._cost = StepCost(1 / prefill_tokens_per_second if prefill_tokens_per_second else 0.0)
         self._first_chance = FIRST_CHANCE if proposer.cost is None else HOPE
-        self._chance = self._first_chance  # the chance of a new sequence
+        self._chance = self._first_chance  # a new sequence's chance that a draft is right
         self._runs_ahead = runs_ahead
         self._pause = FIRST_PAUSE if runs_ahead else 0.0
         self._seconds_before = self._seconds_after = 0.0  # seconds of a step in which the drafter computes

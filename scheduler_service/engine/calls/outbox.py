@@ -1,6 +1,6 @@
 """Queues the engine's messages to one front end.
 
-Tokens are sent as rows of two columns: output numbers and token ids. Everything else is sent as events. Each event
+Tokens are sent as rows of two columns: output numbers and token ids. All other output is sent as events. Each event
 contains the number of rows before it.
 
 Rows and events that arrive while a message is written are sent in the next message. If steps are faster than messages,

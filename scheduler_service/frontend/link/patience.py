@@ -13,7 +13,8 @@ from pagewire_common.calls.errors import RequestError
 
 HEADER = "pagewire-no-worker-timeout"
 patience: ContextVar[float] = ContextVar("patience", default=math.inf)
-"""Seconds that the current call may wait. The server's --no-worker-timeout applies if it is shorter."""
+"""Seconds that the current call may wait. If the server's --no-worker-timeout is shorter, the server's limit applies.
+"""
 
 
 def note_patience(details: grpc.HandlerCallDetails) -> None:

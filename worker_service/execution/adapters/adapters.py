@@ -1,8 +1,8 @@
 """The LoRA adapters of one worker, in host memory and in slots on the device.
 
-The rows of a step refer to an adapter by its slot. A step may need an adapter that is in no slot. The needed adapter
-then replaces the least recently used adapter. The replacement costs one copy before the forward pass. No step waits for
-a file or the network.
+The rows of a step refer to an adapter by its slot. If a step needs an adapter that is in no slot, the needed adapter
+replaces the least recently used adapter. The replacement costs one copy before the forward pass. No step waits for a
+file or the network.
 """
 
 import itertools
@@ -98,7 +98,7 @@ class Adapters:
             for name, place in self._places.items()
         }
         seconds = 0.0
-        for _ in range(2):  # the first copy also allocates
+        for _ in range(2):  # the first copy also allocates memory
             began = time.perf_counter()
             self._fill(0, Adapter(halves))
             if device.type == "cuda":
@@ -153,7 +153,7 @@ class Adapters:
         return slot
 
     def _fill(self, slot: int, adapter: Adapter) -> None:
-        # The rank of each product, by the product's id.
+        # The LoRA rank of each product, by the product's id.
         ranks: dict[int, int] = {}
         for name, (a, _) in adapter.halves.items():
             weights = self._places[name].weights

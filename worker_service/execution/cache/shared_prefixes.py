@@ -145,5 +145,7 @@ class SharedInputs:
         return SharedParts(items, self._rows, self._num_parts[:size], self.most_parts(size))
 
     def most_parts(self, size: int) -> int:
-        """The maximum number of parts of a row in a step of `size` rows. Allocated items limit the parts."""
+        """The maximum number of parts of a row in a step of `size` rows. The number of allocated items limits the
+        number of parts.
+        """
         return min(self._longest, self._room // size, _ITEMS_A_ROW * self._most_rows)

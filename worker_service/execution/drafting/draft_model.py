@@ -145,7 +145,8 @@ class DraftModel:
     def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
         """Compute one pass over tokens not computed yet, and one pass for each further draft.
 
-        A pass has at most the tokens of a step. A sequence that does not fit receives no drafts in this step.
+        A pass has at most as many tokens as a step may have. A sequence that does not fit into the pass receives no
+        drafts.
         """
         drafts: list[list[int]] = [[] for _ in beginnings]
         numbers = [self._room(one) for one in beginnings]

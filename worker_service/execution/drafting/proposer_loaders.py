@@ -1,6 +1,7 @@
 """Loads the proposer of draft tokens that the settings name: n-grams, a draft model, a head, or no proposer.
 
-Draft models and heads are loaded together with the target. Each proposer has a cache with the target's block numbers.
+Draft models and heads are loaded together with the target. The caches of draft models and heads use the target's block
+numbers.
 """
 
 from pagewire_common.start_error import StartError

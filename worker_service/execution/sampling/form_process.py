@@ -13,8 +13,9 @@ one slice in each step of the output. Masks of other outputs therefore wait for 
 read, the output's answers are late. A late answer contains no mask, and the output gains no token.
 
 A form is compiled in a slice, too. If compiling takes longer than a slice, the next compilation is delayed by the same
-time, so that other outputs can run. Several new forms are therefore compiled over several steps, and their outputs are
-late until then. When one step compiled all forms, 60 forms of 0.2 s each stopped the streams of a worker for 24 s.
+time, so that other outputs can run. Several new forms are therefore compiled over several steps. Until a form is
+compiled, its outputs are late. When one step compiled all forms, 60 forms of 0.2 s each stopped the streams of a worker
+for 24 s.
 
 The masks of a step take at most `MAX_SECONDS` in total. All masks beyond this limit are late. When one step computed
 all masks, 200 outputs of `s: "=" | s s`, with 0.1 s a mask, stopped the streams of a worker for 20 s.
@@ -68,7 +69,7 @@ class Work(NamedTuple):
     tokens and a mask after each draft.
 
     An output's first work names its `form` and contains all of its tokens. If the work is `alone`, its form is compiled
-    separately. Work after a late answer does not repeat the tokens.
+    separately. After a late answer, the next work does not repeat the tokens.
     """
 
     key: int
@@ -115,8 +116,8 @@ class Follower:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # least recently used first
         self._outputs: dict[int, _Output] = {}
         self._memory = _Memory()
-        self._slice = 0.0  # seconds left of the current slice
-        self._compiles_at = 0.0  # earliest time of the next compilation, by a monotonic clock
+        self._slice = 0.0  # Seconds left of the current slice.
+        self._compiles_at = 0.0  # Earliest monotonic time of the next compilation.
 
     def forget(self, key: int) -> None:
         self._outputs.pop(key, None)

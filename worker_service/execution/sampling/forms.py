@@ -2,13 +2,13 @@
 
 The library llguidance reads the grammar: an Earley parser above a lexer, which walks a trie of all tokens. A matcher
 reads the tokens of one output, and computes the mask of the output's next token. The state of a matcher depends only on
-these tokens. Matchers can therefore be rebuilt after a preemption, on another worker, or in a resumed stream. Matchers
-run in a separate process, form_process.py. A thread of this file communicates with the process, and the device thread
-waits for the masks before sampling. The scheduler has already checked the form.
+the output's tokens. Matchers can therefore be rebuilt after a preemption, on another worker, or in a resumed stream.
+Matchers run in a separate process, form_process.py. A thread of this file communicates with the process, and the device
+thread waits for the masks before sampling. The scheduler has already checked the form.
 
-The CPU time of a form is charged to the form's output. A slow form can end only this output:
+The CPU time of a form is charged to the form's output. A slow form can end only its own output:
 
-- One token or mask may take `MAX_SECONDS`. After this time the process is killed, and a new process continues the
+- One token or mask may take `MAX_SECONDS`. After `MAX_SECONDS` the process is killed, and a new process continues the
   other outputs. For `BAN_SECONDS`, new outputs of the same form and owner end at once. The limit applies to a single
   token or mask, so earlier tokens of the output cannot be the cause. Outputs that have begun continue until the form
   exceeds the limit again.
@@ -22,13 +22,13 @@ mask of the next token, for the masks after drafts, and for a second try without
 `TOKEN_SECONDS`. In one step, at most `MAX_ENDED` processes are killed because of slow forms. A step compiles one or a
 few new forms, in at most half of its time. All other new forms are late.
 
-Compiling, reading and masks are late if the step has no time left. Outputs therefore take turns: one output of each
-owner, then a second output of each owner. The owner with the least used time comes first. Without turns a tenant's new
-output would wait for all earlier outputs of other tenants. After the process was killed, all outputs of the tenant
-would wait.
+If a step has no time left, the remaining compilations, readings and masks are late. Outputs therefore take turns: one
+output of each owner, then a second output of each owner. The owner whose outputs have used the least time comes first.
+Without turns, a tenant's new output would wait for all earlier outputs of other tenants. After the process was killed,
+the tenant's earlier outputs would wait as well.
 
 Memory is limited for all outputs together. If the outputs exceed `MAX_TOGETHER`, the owner with the most memory loses
-its largest output. Without this rule, the process would run out of memory and die. The next process would read all
+its largest output. Without this limit, the process would run out of memory and die. The next process would read all
 outputs again and die for the same reason.
 """
 
@@ -68,8 +68,8 @@ START_SECONDS = 60.0
 BAN_SECONDS = 60.0
 MAX_BANS = 1024
 MAX_ENDED = 3
-"""Number of processes that may be killed in a step. If `MAX_ENDED` processes were killed, the remaining outputs are
-late. If an output has caused the death of two processes, the worker ends the output.
+"""Maximum number of processes that may be killed in a step. If `MAX_ENDED` processes were killed, the remaining outputs
+are late. If an output has caused the death of two processes, the worker ends the output.
 """
 
 
@@ -113,7 +113,7 @@ class Forms:
         return True
 
     def close(self) -> None:
-        """End the process. Without this call the process ends with the worker."""
+        """End the process. If `close` is not called, the process ends with the worker."""
         self._thread.shutdown()
         self._end()
         self._control.close()
@@ -122,7 +122,8 @@ class Forms:
     def begin(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
         """Start computing masks for the chunks that have a form. Returns None if no chunk has a form.
 
-        If a chunk does not sample yet, the process only reads its tokens. All tokens must be known.
+        If a chunk does not sample yet, the process only reads the chunk's tokens. The host must know all tokens of the
+        chunks.
         """
         formed = [chunk for chunk in chunks if chunk.sequence.sampling.form]
         if not formed:
@@ -264,7 +265,7 @@ class Forms:
         log.warning("an output has ended: its form cannot be followed", reason=why)
 
     def _ban(self, item: FormedOutput, is_draft: bool, why: str) -> None:
-        """Ban new outputs of this form and owner for a while. A second ban also ends the outputs that have begun.
+        """Ban new outputs of this form and owner for a while. A second ban also ends the running outputs of the form.
 
         is_draft: whether a draft token took too long, so that only drafts are banned.
         """
@@ -287,7 +288,7 @@ class Forms:
         """The connection to the process that computes masks. If the process has died, a new process is forked. Raises
         OSError.
         """
-        # Data without a request means that the process has ended.
+        # If the connection has data before a request is sent, the process has ended.
         if self._reader is not None and self._reader.poll(0):
             self._end()
         return self._reader or self._fork()

@@ -50,7 +50,7 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 @dataclass(frozen=True)
 class Network:
-    """The files and properties of a model. Memory for weights is first allocated by `load`."""
+    """The files and properties of a model. Only `load` allocates memory for weights."""
 
     model_id: str
     checkpoint: Checkpoint

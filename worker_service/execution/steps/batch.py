@@ -24,7 +24,7 @@ class Batch:
     """[num_tokens] int64. Each token's slot in the cache."""
     attention: AttentionMetadata
     query_start: tuple[int, ...]
-    """The first row of each chunk, then the number of rows."""
+    """The first row of each chunk, followed by the total number of rows."""
 
 
 def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> Batch:

@@ -61,8 +61,8 @@ class Runner:
     ) -> RunningStep:
         """Launch a step.
 
-        chunks: the work of `output`, as the session returned it. before: the previous step, if it has not finished. A
-        step with `before` requires chunks that `follow`.
+        chunks: the work of `output`, as the session returned it. before: the previous step, if it has not finished. If
+        `before` is given, `follow` must be true for the chunks.
         """
         raise NotImplementedError
 
@@ -71,7 +71,7 @@ class Runner:
         return self.launch(output, chunks).finish()
 
     def recover(self) -> None:
-        """Free the memory that a failed step held. The step's tensors must have been dropped before.
+        """Free the memory that a failed step held. The caller must already have dropped the step's tensors.
 
         Raises DeviceLostError if this process has lost the device. After an illegal access or a failed assertion in a
         kernel, every further CUDA call fails.
@@ -165,7 +165,7 @@ class ModelRunner(Runner):
         return None
 
     def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
-        """The hidden states, and the query starts: the first row of each chunk, then the number of rows."""
+        """The hidden states, and the query starts: each chunk's first row, followed by the total number of rows."""
         adapter_slots = None if self.adapters is None else self.adapters.slots(chunks)
         if self._decode_graphs is not None and (before is not None or self._decode_graphs.fit(chunks)):
             unseen = None if before is None else before.unseen_tokens()
