@@ -92,7 +92,7 @@ def numbers_of_drafts(
     each = 0.0 if drafting is None else max(0.0, drafting.of(1) - drafting.slope)
     slope = cost.slope + (0.0 if drafting is None else drafting.slope)
     alone = cost.of(num_sequences)
-    best, chosen = num_sequences / alone, list[int]()  # `chosen` contains the row of each chosen draft.
+    best, chosen = num_sequences / alone, list[int]()  # `chosen` contains one row number for each draft.
     # Tuples (gain, row, number of the draft in the row), only for drafts that save more time than they cost.
     likely = list[tuple[float, int, int]]()
     for row, (chance, most, share) in enumerate(zip(chances, mosts, shares or repeat(1.0), strict=False)):

@@ -102,7 +102,7 @@ class FrontEnds(EngineServiceServicer):
             self.error = ""
 
     async def until_serving(self) -> None:
-        """Wait until every front end reports SERVING. After SHOW_SECONDS, wait until any front end reports it."""
+        """Wait until every front end reports SERVING. After SHOW_SECONDS, wait until any front end reports SERVING."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHOW_SECONDS):
                 await self._until(lambda connection: connection.shows_serving)

@@ -18,8 +18,8 @@ from kernels.attention.metadata import PART_KEYS, SharedParts
 from kernels.upload import upload
 
 _ITEMS_A_ROW = 2
-"""Items to allocate for each row of a step. For 256 rows with one prompt, every 16 rows and 512 tokens need an item. 2
-items a row therefore suffice for 16,384 tokens. Tokens after the first 16,384 are not shared.
+"""Items to allocate for each row of a step. Example: 256 rows share a prompt, and an item covers 16 rows and 512
+tokens. With 2 items a row, the rows can share 16,384 tokens. Further tokens of the prompt are not shared.
 """
 
 

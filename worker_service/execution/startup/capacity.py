@@ -34,9 +34,9 @@ def check_room_for_weights(
     """
     num_bytes = sum(sizes)
     if device.type == "cpu":
-        # While a weight is packed, its plain and its packed form are both in memory. An embedding that is also the head
-        # keeps both forms if rows cannot be read from the packed form. The embedding is one of the largest weights and
-        # may be in float32.
+        # While a weight is packed, its plain and its packed form are both in memory. An embedding that is also the
+        # output layer keeps both forms if rows cannot be read from the packed form. The embedding is one of the largest
+        # weights and may be in float32.
         num_bytes += max(sizes) * ops_for(device).wide_itemsize(dtype) // dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
     if device.type == "cpu":

@@ -333,7 +333,9 @@ class Network:
 
 
 _TRANSPOSED = ("gpt2", "openai-gpt")
-"""Model families whose layers are stored as [inputs, outputs], with quantisation groups along the other dimension."""
+"""Model families whose layers are stored transposed, as [inputs, outputs]. Their quantised layers are not supported:
+the quantisation groups lie along the wrong dimension.
+"""
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], quantized: Quantized) -> dict[str, torch.Tensor]:
