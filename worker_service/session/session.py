@@ -137,9 +137,9 @@ class Session:
     def follows_unseen(self, output: SchedulerOutput) -> bool:
         """Whether a step can be launched before the host has read the last step's tokens.
 
-        A step that can be launched early has no drafts and no edited logits (penalties, masks), which require the
-        values of earlier tokens. If a sequence sampled in the last step, only its last token is unknown. All tokens of
-        new sequences and of unfinished prompts are known.
+        A step that can be launched early has no drafts and no edited logits, because edits such as penalties may
+        require the values of earlier tokens. If a sequence sampled in the last step, only its last token is unknown.
+        All tokens of new sequences and of unfinished prompts are known.
 
         A step that can be launched early reports no log-probabilities or vectors. The host would wait for all launched
         work to read log-probabilities, and the tokens of every sequence would be delayed.

@@ -59,7 +59,7 @@ class Call:
         self.queued_seconds: float | None = None  # From arrival to the first step. None before the first step.
         self.no_worker_timeout: float | None = None  # Maximum wait in seconds. None for the server's default.
         self.expiry: asyncio.TimerHandle | None = None  # Set while no worker takes requests.
-        self.told: tuple[bool, int, int] | None = None  # Standing that was last sent (traced requests), see `_stands`.
+        self.told: tuple[bool, int, int] | None = None  # A traced request's `_stands` at the last message.
 
     def tell(self, **event: Any) -> None:
         self.outbox.tell(self.number, **event)

@@ -139,7 +139,7 @@ class FrontEnds(EngineServiceServicer):
         return next(iter(self.connections)).address
 
     def listens(self, process_id: int) -> bool:
-        """Whether the front end with this process id listens. `FrontEndConnection.watch` notices if it hangs later."""
+        """Whether the front end with this process id listens. `FrontEndConnection.watch` detects a later hang."""
         return any(connection.process_id == process_id for connection in self.connections)
 
     async def _until(self, holds: Any) -> None:

@@ -104,7 +104,7 @@ class EngineCall:
         await self._link.connection.ask(self.number, hold=pb.Hold(num_bytes=num_bytes))
 
     async def admit_side_call(self, num_bytes: int = 0) -> None:
-        """Ask the engine to admit a call other than Generate, which has no request key and separate limits."""
+        """Ask the engine to admit a call other than Generate. Side calls have no request key and separate limits."""
         await self.admit("", num_bytes)
 
     async def submit(
