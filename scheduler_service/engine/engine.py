@@ -1,4 +1,4 @@
-"""The fleet in one process: requests in flight, their workers, and the adapters that both need."""
+"""The engine: one process that distributes requests to workers, and stores the adapters for workers."""
 
 import asyncio
 import contextlib
@@ -29,10 +29,10 @@ SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shuttin
 
 
 class Engine:
-    """Accepts front ends' requests and keeps every worker busy. Create it inside its event loop.
+    """Accepts requests from front ends and computes them on the workers. Create the engine inside its event loop.
 
-    `resolve` looks up names among the workers. Raises StartError if the settings name a model file that does not exist,
-    certificates that cannot be used, or a recording that exists.
+    `resolve` looks up the addresses of workers' host names. Raises StartError if a model file of the settings is
+    missing, certificates are unusable, or the recording file exists already.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.keyring = keyring
-        """The API keys that calls need; None if calls need no key."""
+        """The API keys that calls may use. None if calls need no API key."""
         self.cache_secret = secrets.token_bytes(32)  # makes keys of the prefix cache unpredictable for clients
         self.is_draining = False
-        """Whether nothing more is admitted, because the server is shutting down."""
+        """Whether the server is shutting down. During a shutdown, further requests are refused."""
         self._is_over = False
         self._is_empty = asyncio.Event()
         self._weights = _tenant_weights(settings, keyring)
@@ -58,10 +58,10 @@ class Engine:
     # ---- for front ends
 
     def admit(self, call: Call, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> None:
-        """Reserve a place for a call during its check, so that a flood is refused before any work is done.
+        """Reserve a place for a call. In a flood of calls, excess calls are refused before the engine does any work.
 
-        Raises UNAVAILABLE, RESOURCE_EXHAUSTED, ALREADY_EXISTS, NOT_FOUND for an unknown adapter, or INVALID_ARGUMENT
-        for a request that never fits into memory.
+        Raises UNAVAILABLE during a shutdown, RESOURCE_EXHAUSTED at a limit, and ALREADY_EXISTS for a key in flight.
+        Raises NOT_FOUND for an unknown adapter, and INVALID_ARGUMENT for a request that never fits into memory.
         """
         if self.is_draining and call.key:
             raise SHUTTING_DOWN
@@ -70,15 +70,16 @@ class Engine:
         call.adapter_name, call.adapter_id = adapter_name, adapter
 
     def hold(self, call: Call, num_bytes: int) -> None:
-        """Add memory for texts to an admitted call. Raises the memory errors of `admit`."""
+        """Add the memory of texts to an admitted call. Raises RESOURCE_EXHAUSTED or INVALID_ARGUMENT, as `admit`."""
         call.has_texts = True
         self.requests.admission.hold(call, num_bytes)
 
     def submit(self, call: Call, submission: pb.Submit) -> None:
         """Queue an admitted request, or a text of an admitted call.
 
-        Raises UNAVAILABLE if the server has begun to shut down (for a text: has shut down), ALREADY_EXISTS if it would
-        supersede a request with another prompt, and the memory errors of `admit`.
+        Raises UNAVAILABLE during a shutdown. Texts of an admitted call are refused only after the grace period. Raises
+        ALREADY_EXISTS if the request to be superseded has a different prompt. Raises RESOURCE_EXHAUSTED or
+        INVALID_ARGUMENT if memory is lacking.
         """
         if self.is_draining and (call.parent is None or self._is_over):
             raise SHUTTING_DOWN
@@ -88,7 +89,7 @@ class Engine:
         self.requests.queue(call, submission)
 
     def close(self, call: Call, finished: FinishedRequest | None = None) -> None:
-        """The call is over: free everything that it still holds."""
+        """Free everything that a finished call still holds. `finished` describes the request to operators."""
         self.requests.close(call, finished)
         if call.adapter_id:
             self.adapters.released(call.adapter_id)
@@ -107,7 +108,7 @@ class Engine:
             self._recorder.close()
 
     def set_keys(self, keyring: Keyring) -> None:
-        """Require one of these keys from now on. While a recording is made, weights stay as they are."""
+        """Require one of these API keys from now on. The tenants' weights change too, except during a recording."""
         self.keyring = keyring
         self.requests.admission.quotas.set_keys(keyring, time.monotonic())
         if self.settings.record is None:
@@ -115,9 +116,10 @@ class Engine:
             self._weights.update(_tenant_weights(self.settings, keyring))
 
     async def drain(self, grace: float) -> None:
-        """Admit nothing more, wait until every call is closed, and end the remaining calls after `grace` seconds.
+        """Refuse further requests, and wait until every call is closed. After `grace` seconds, end the remaining calls.
 
-        If no worker can take requests, they are ended sooner: clients can resume them at another scheduler.
+        If no worker is connected for UNSERVED_SECONDS, the remaining calls end at once. Clients can resume their
+        requests at another scheduler.
         """
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
@@ -133,7 +135,7 @@ class Engine:
 
 
 async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Return when one coroutine has returned; the others are cancelled."""
+    """Run the coroutines until one has returned, and cancel the rest."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
 """The worker's copy of one session's state: live sequences, their tokens, and how many tokens are computed.
 
-The session applies the scheduler's changes and checks each step against its state. A valid step therefore never touches
-memory of another sequence. This file uses no tensors, devices or gRPC. An error ends the session, because a part of the
-step may have been applied.
+The session checks each step of the scheduler against the session's state. A sequence can therefore never read or write
+another sequence's memory. This file uses no tensors, devices or gRPC. An error in a step ends the session, because a
+part of the step may have been applied.
 """
 
 from array import array
@@ -30,7 +30,7 @@ class SequenceState:
 
     sequence_id: int
     token_ids: "array[int]"
-    """The tokens of the prompt, then of the output. The worker appends the sampled tokens."""
+    """The tokens of the prompt, followed by the tokens of the output. The worker appends each sampled token."""
     num_prompt_tokens: int
     num_computed_tokens: int
     """The number of leading tokens whose keys and values are in the blocks."""
@@ -39,11 +39,11 @@ class SequenceState:
     adapter: str = ""
     """The adapter's fingerprint, or an empty string for the base model."""
     form_progress: object = None
-    """The progress of the output's form, used only by the code that computes steps."""
+    """The output's progress in its form (grammar). Only the code that computes steps uses this field."""
     speculation: object = None
-    """The record of the sequence's drafts, used only by the drafter."""
+    """The record of the sequence's drafts. Only the drafter uses this field."""
     pooled: object = None
-    """The partial result of pooling, used only by the code that computes steps."""
+    """The partial result of pooling. Only the code that computes steps uses this field."""
     is_encoder: bool = False
     """Whether the sequence is an encoder input. The blocks of an encoder input are the block table of cross
     attention.
@@ -87,13 +87,14 @@ class ScheduledChunk(NamedTuple):
         return self.sequence.token_ids[self.start : self.stop] + self.drafts
 
     def with_drafts(self, drafts: "array[int]") -> "ScheduledChunk":
-        """The same chunk with the given drafts, which replace its drafts or placeholders."""
+        """A copy of the chunk, with `drafts` in place of the chunk's drafts or placeholders."""
         return self._replace(stop=self.stop - len(self.drafts) + len(drafts), drafts=drafts)
 
 
 NO_DRAFTS: "array[int]" = array(TOKENS)
 PLACEHOLDER = 0
-"""The value of a token that is being sampled. The value stays if sampling fails."""
+"""The id that stands for a token until the token is sampled. If sampling fails, the placeholder stays in the sequence.
+"""
 
 
 class Session:
@@ -136,10 +137,12 @@ class Session:
     def follows_unseen(self, output: SchedulerOutput) -> bool:
         """Whether a step can be launched before the host has read the last step's tokens.
 
-        A step that can be launched early has no drafts, and its sequences sample without the values of earlier tokens.
-        If a sequence sampled in the last step, only its last token is unknown. All tokens of new sequences and of
-        unfinished prompts are known. The step reports tokens, but no log-probabilities or vectors. Reading
-        log-probabilities waits for all launched work, so a step ahead would delay the tokens of every sequence.
+        A step that can be launched early has no drafts and no edited logits, because edits such as penalties may
+        require the values of earlier tokens. If a sequence sampled in the last step, only its last token is unknown.
+        All tokens of new sequences and of unfinished prompts are known.
+
+        A step that can be launched early reports no log-probabilities or vectors. The host would wait for all launched
+        work to read log-probabilities, and the tokens of every sequence would be delayed.
         """
         new = {one.sequence_id: one.sampling for one in output.new_sequences}
         if output.forks or output.num_draft_tokens or self._has_room or not new.keys().isdisjoint(self.sequences):
@@ -169,10 +172,10 @@ class Session:
 
     @staticmethod
     def fill_in(chunks: Iterable[ScheduledChunk], token_ids: Iterable[int], num_tokens: Iterable[int] = ()) -> None:
-        """Replace the placeholders of the chunks that sampled by their tokens, in order.
+        """Replace the placeholders in sequences by the sampled tokens, in the order of the chunks that sampled.
 
-        Each chunk has one token, or the number of tokens in `num_tokens`. A sequence with 0 tokens computes its last
-        token again.
+        `num_tokens`: the number of tokens of each chunk, 1 by default. A sequence with 0 tokens computes its last token
+        again.
         """
         tokens, numbers = iter(token_ids), iter(num_tokens)
         for sequence, _, stop, samples, drafts in chunks:
@@ -311,8 +314,9 @@ class Session:
             raise InvalidStepError(f"{where} and came without features")
 
     def _check_encoders(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Raise InvalidStepError if a sequence attends to an encoder input that is not computed, or if there are too
-        many tokens.
+        """Raise InvalidStepError if the step has too many tokens.
+
+        Raise InvalidStepError also if a sequence attends to an encoder input that is not computed.
         """
         encoded = {chunk.sequence.sequence_id for chunk in chunks if chunk.sequence.is_encoder}
         num_encoder_tokens = sum(chunk.stop for chunk in chunks if chunk.sequence.is_encoder)

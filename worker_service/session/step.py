@@ -1,7 +1,7 @@
 """The types of a session: the scheduler's steps and the worker's answers, without protobuf.
 
-`codec` converts messages to these types. `codec` also checks every value that can be checked without the session.
-`session` checks the remaining values.
+The file `codec.py` converts protobuf messages to these types. `codec.py` also checks the values that can be checked
+without a session's state. The file `session.py` checks the remaining values.
 """
 
 import enum
@@ -33,9 +33,9 @@ class Limits:
     max_cpu_loras: int = 0
     """Maximum number of adapters in host memory."""
     embedding_size: int = 0
-    """Numbers of a vector that is pooled from hidden states, or 0 without pooling."""
+    """Length of the vectors that are pooled from hidden states, or 0 if the model does not pool."""
     num_labels: int = 0
-    """Numbers of a classifier's output, or 0 without a classifier."""
+    """Number of the classifier's labels, or 0 without a classifier."""
     max_encoder_len: int = 0
     """Maximum tokens of an encoder input of an encoder-decoder, or 0 for other models."""
     max_num_encoder_tokens: int = 0
@@ -132,8 +132,9 @@ class SamplingParams(SamplerParams):
 
     @cached_property
     def edits_logits(self) -> bool:
-        """Whether the logits are edited, so that another token can be likeliest. Temperature and its filters do not
-        edit logits.
+        """Whether the parameters edit logits: the edits can change which token is the likeliest.
+
+        Temperature, top-k and top-p do not count as edits.
         """
         return bool(
             any(getattr(self, name) != nothing for name, nothing in LOGIT_EDITS.items())
@@ -196,7 +197,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class BlockMapping:
-    """Pairs of block numbers: read from sources[i], write to destinations[i]. No destination appears twice."""
+    """Block copies: block number sources[i] is copied to block number destinations[i]. No destination appears twice."""
 
     sources: tuple[int, ...] = ()
     destinations: tuple[int, ...] = ()
@@ -220,8 +221,8 @@ class SchedulerOutput:
     finished: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     num_draft_tokens: tuple[int, ...] = ()
-    """Column of the number of scheduled tokens that are room for drafts. The column is empty if no sequence has room
-    for drafts.
+    """The number of scheduled tokens that are reserved for drafts, for each sequence. Empty if no sequence has room for
+    drafts.
     """
 
 
@@ -259,7 +260,7 @@ class StepTiming:
 
     @property
     def seconds(self) -> float:
-        """Seconds of moves, forward pass and sampling."""
+        """The sum of the times for block moves, forward pass and sampling, in seconds."""
         return (self.move_us + self.forward_us + self.sample_us) / 1e6
 
 
@@ -275,16 +276,12 @@ class ModelOutput:
     failed_sequence_ids: list[int] = field(default_factory=list)
     """Sequences for which no token could be chosen, or whose prompt's log-probabilities were not finite."""
     num_tokens: list[int] = field(default_factory=list)
-    """Column of the number of tokens that each sampling sequence gained. The column is empty if each sequence gained
-    exactly one token.
-    """
+    """The number of tokens that each sampling sequence gained. Empty if each sequence gained one token."""
     num_draft_tokens: list[int] = field(default_factory=list)
-    """Column of the number of verified drafts of each sampling sequence. The column is empty if no drafts were
-    verified.
-    """
+    """The number of verified drafts of each sampling sequence. Empty if no drafts were verified."""
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
-    """Column of the number of drafts that each sampling sequence should have room for from now on. The column is empty
-    if no number has changed.
+    """The number of drafts for which later steps should have room, for each sampling sequence. Empty if no number has
+    changed.
     """
     vectors: list[SequenceVectors] = field(default_factory=list)
     barred_sequence_ids: list[int] = field(default_factory=list)

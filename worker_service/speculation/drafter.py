@@ -1,5 +1,5 @@
-"""Decides which draft tokens a step verifies. The drafter compares drafts with the sampled tokens, and so estimates the
-success of later drafts.
+"""Decides which draft tokens a step verifies. To estimate the success of later drafts, the drafter compares earlier
+drafts with the sampled tokens.
 """
 
 import time
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """A sequence whose first `num_tokens` tokens are known. A proposer drafts `number` more tokens."""
+    """A sequence's first `num_tokens` tokens, after which a proposer drafts up to `number` tokens."""
 
     sequence: SequenceState
     num_tokens: int
@@ -52,12 +52,15 @@ class Proposer(Protocol):
         """Maximum number of drafts after the first `num_tokens` tokens of a sequence."""
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
-        """The drafter calls this method before the device computes the step. The number of a step's drafts does not
-        exceed its room for drafts.
+        """Prepare for a step. The drafter calls this method before the device computes the step.
+
+        Each chunk contains at most as many drafts as the scheduler has allowed.
         """
 
     def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
-        """The drafts for each beginning, at most its `number`."""
+        """Draft up to `number` tokens after each sequence's beginning. Returns a list of draft tokens for each
+        beginning.
+        """
 
 
 @dataclass(slots=True)
@@ -78,8 +81,8 @@ class _Record:
 class Drafter:
     """Drafts tokens for one worker. Only the device thread uses a `Drafter`.
 
-    When a step with room for drafts `begins`, the drafter makes the drafts that are worth verifying. When the step
-    `ends`, the drafter compares the sampled tokens with the drafts, and requests room for drafts in later steps.
+    The method `begins` makes the drafts that are worth verifying in a step with room for drafts. The method `ends`
+    compares the step's sampled tokens with its drafts, and requests room for drafts in later steps.
     """
 
     def __init__(
@@ -101,14 +104,14 @@ class Drafter:
         self._vocabulary_size = vocabulary_size
         self._cost = StepCost(1 / prefill_tokens_per_second if prefill_tokens_per_second else 0.0)
         self._first_chance = FIRST_CHANCE if proposer.cost is None else HOPE
-        self._chance = self._first_chance  # the chance of a new sequence
+        self._chance = self._first_chance  # a new sequence's chance that a draft is right
         self._runs_ahead = runs_ahead
         self._pause = FIRST_PAUSE if runs_ahead else 0.0
-        self._seconds_before = self._seconds_after = 0.0  # the drafter's own seconds in a step
+        self._seconds_before = self._seconds_after = 0.0  # seconds of a step in which the drafter computes
         self._has_failed = False
 
     def begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
-        """The step's chunks with the drafts to verify. The drafts replace the chunks' placeholders."""
+        """Return the step's chunks with the drafts to verify. In each chunk, drafts replace the placeholders."""
         if self._has_failed:
             return [chunk.with_drafts(NO_DRAFTS) for chunk in chunks]
         self._proposer.step_begins(output, chunks)
@@ -131,7 +134,7 @@ class Drafter:
         if self._proposer.cost is not None and any(numbers):
             proposing = time.perf_counter()
             self._propose_in_step(chunks, numbers)
-            began += time.perf_counter() - proposing  # the time of proposing is in the proposer's cost
+            began += time.perf_counter() - proposing  # the proposer's cost already includes the time of proposing
         drafts = [record.drafted[:number] for record, number in zip(records, numbers, strict=True)]
         self._seconds_before = time.perf_counter() - began
         return [
@@ -140,7 +143,7 @@ class Drafter:
         ]
 
     def _propose_in_step(self, chunks: Sequence[ScheduledChunk], numbers: Sequence[int]) -> None:
-        """Draft `numbers` tokens after each chunk. The proposer also computes the new tokens of unfinished prompts."""
+        """Draft numbers[i] tokens after chunk i. The proposer also computes the new tokens of unfinished prompts."""
         beginnings = [
             Beginning(chunk.sequence, chunk.start + 1, number)
             for chunk, number in zip(chunks, numbers, strict=True)
@@ -154,14 +157,14 @@ class Drafter:
         return 0 <= token_id < self._vocabulary_size
 
     def launched(self, output: SchedulerOutput, seconds: float) -> None:
-        """Record the time of launching this step. The device waited for the launch and for the drafter's decisions."""
+        """Record the time of launching this step, `seconds`. The device was idle during the launch and the drafting."""
         if self._runs_ahead and output.num_draft_tokens:
             waited = self._seconds_after + self._seconds_before + seconds
             self._pause += LEARNING * (waited - self._pause)
 
     def ends(self, chunks: Sequence[ScheduledChunk], seconds: float) -> list[int]:
-        """The number of drafts that each sampling sequence should have room for from now on. The list is empty if no
-        number has changed.
+        """Return the number of drafts for which each sampling sequence should have room in later steps. The list is
+        empty if no number has changed.
 
         chunks, seconds: the work and the duration of the step that has ended.
         """
@@ -196,7 +199,7 @@ class Drafter:
                 shares=[record.share for record in records],
                 drafting=self._proposer.cost,
             )
-            # If drafts are worth their time, the maximum number is requested. The next step may verify fewer drafts.
+            # If drafts save time, room for the maximum number is requested. The next step may verify fewer drafts.
             wanted = [most if number else 0 for most, number in zip(mosts, numbers, strict=True)]
         sampling = [
             (record, number) for record, number, chunk in zip(records, wanted, chunks, strict=True) if chunk.samples
@@ -260,7 +263,7 @@ def _num_known(chunk: ScheduledChunk) -> int:
     if chunk.drafts:
         return len(chunk.sequence.token_ids)
     num_known = chunk.stop + 1 if chunk.samples else chunk.stop
-    return min(num_known, len(chunk.sequence.token_ids))  # a late sequence has no token
+    return min(num_known, len(chunk.sequence.token_ids))  # a sequence whose mask was late has gained no token
 
 
 def may_be_drafted_for(sequence: SequenceState) -> bool:

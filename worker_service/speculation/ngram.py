@@ -39,7 +39,7 @@ def draft(token_ids: npt.NDArray[np.int64], most: int, fewest: int = FEWEST, lon
             break
     start = int(ends[-1]) + 1
     known: list[int] = token_ids[start : start + most].tolist()
-    while len(known) < most:  # the draft continues with its own tokens
+    while len(known) < most:  # a draft that reaches the end of the known tokens repeats itself
         known.append(known[len(known) - (num_tokens - start)])
     return known
 

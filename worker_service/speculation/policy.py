@@ -15,19 +15,19 @@ from itertools import repeat
 DECAY = 0.95
 """Factor by which a step's weight in the cost estimate shrinks with each later step."""
 CERTAINTY = 8.0
-"""Weight of the first slope in the fit, in squared differences of numbers of tokens."""
+"""Weight of the first slope in the least-squares fit. The unit is a squared difference of two numbers of tokens."""
 FIRST_PAUSE = 0.001
 """First estimate of the pause in seconds, on a worker that launches steps ahead."""
 FIRST_CHANCE = 0.5
 FIRST_SHARE = 0.5
 HOPE = 0.8
-"""First chance of a draft if drafting has a cost. The value is high, because the drafter learns the success of drafts
-only if it makes drafts.
+"""First estimate of a draft's chance to be right, if drafting has a cost. The estimate is high, because the drafter
+learns the success of drafts only by making drafts.
 """
 LEARNING = 0.1
 FORGETTING = 0.002
-"""Rate at which a sequence's chance returns to the first chance while no drafts are made. After some time the drafter
-therefore tries drafts again.
+"""Rate at which the estimated chance of a sequence's drafts returns to the first estimate while no drafts are made.
+After some time the drafter therefore tries drafts again.
 """
 
 
@@ -92,8 +92,8 @@ def numbers_of_drafts(
     each = 0.0 if drafting is None else max(0.0, drafting.of(1) - drafting.slope)
     slope = cost.slope + (0.0 if drafting is None else drafting.slope)
     alone = cost.of(num_sequences)
-    best, chosen = num_sequences / alone, list[int]()  # `chosen` has the row of each draft
-    # (gain, row, number of the row's draft), only for drafts that are worth their own time.
+    best, chosen = num_sequences / alone, list[int]()  # `chosen` contains one row number for each draft.
+    # Tuples (gain, row, number of the draft in the row), only for drafts that save more time than they cost.
     likely = list[tuple[float, int, int]]()
     for row, (chance, most, share) in enumerate(zip(chances, mosts, shares or repeat(1.0), strict=False)):
         gain = share

@@ -1,1 +1,1 @@
-"""Requests in flight: admission, outputs, and calls beside the steps."""
+"""Clients' calls in the engine: admission, waiting limits, and delivery of outputs to front ends."""

@@ -1,4 +1,4 @@
-"""Limits the number and memory of calls in flight, for all front ends together, before any work is done for a call."""
+"""Limits the number and the memory of all front ends' calls in flight. A refused call costs no tokenizing."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,24 +14,28 @@ from scheduler_service.settings import SchedulerSettings
 
 MAX_SIDE_CALLS = 256
 MAX_SIDE_BYTES = 16 << 20
-"""Bytes of calls other than Generate: some seconds of tokenizing."""
+"""Maximum bytes of calls in flight other than Generate. Tokenizing this many bytes takes some seconds."""
 UNREAD_SHARE = 4
-"""Unread output may take another quarter of the memory: 60 s of 50 streams with 50 tokens a second each, and 20
-likeliest tokens beside each token.
+"""Divisor: unread output may use a further quarter of `--request-memory`.
+
+With the default `--request-memory`, 60 s of unread output of 50 streams fit. Each stream has 50 tokens a second, each
+token with the log-probabilities of the 20 likeliest tokens.
 """
 
 
 def unread_bytes(settings: SchedulerSettings) -> int:
-    """Bytes that unread output may take, in all front ends together."""
+    """The maximum bytes of unread output, summed over all front ends."""
     return int(settings.request_memory * 2**30) // UNREAD_SHARE
 
 
 class Admission:
-    """Counts calls in flight: requests that are being checked, and submitted ones (`requests`, by key).
+    """Counts the calls in flight: calls being checked, and calls with a submitted request.
 
-    A request that is resumed may be both, in two calls. The memory of a call counts until the call is closed. A call of
-    many texts counts as being checked until it is closed. Its texts are submitted without places of their own, and use
-    the memory that the call holds.
+    `requests` contains the submitted calls by request key. A resumed request may have two calls at a time: one is
+    submitted, and the newer call is being checked. The memory of a call counts until the call is closed.
+
+    A call with several texts counts as being checked until it is closed. The texts of a call do not count towards the
+    limit on the number of requests.
     """
 
     def __init__(self, settings: SchedulerSettings, requests: dict[str, Call], keyring: Keyring | None = None) -> None:
@@ -44,18 +48,19 @@ class Admission:
             "Tokenize, Detokenize and GetModel", max_calls=MAX_SIDE_CALLS, max_bytes=MAX_SIDE_BYTES
         )
         self.num_bytes = 0
-        """Bytes of all requests, superseded ones included."""
-        self._num_texts = 0  # texts of calls, among the requests
+        """Bytes of all requests, including superseded requests whose call is still open."""
+        self._num_texts = 0  # texts of calls with several texts; `requests` contains each text
 
     @property
     def being_checked(self) -> Mapping[str, Call]:
         return self._being_checked
 
     def admit(self, call: Call, num_bytes: int, *, resumes: bool, now: float = 0.0) -> None:
-        """Reserve a place. A request that resumes a request in flight takes over its place. Raises RequestError.
+        """Reserve a place for a call. A request that resumes a broken stream takes over the broken stream's place.
 
-        `now`: seconds of a monotonic clock. A refused call counts against its API key's requests only if the key's own
-        limits allowed it.
+        `now`: seconds of a monotonic clock. Raises RequestError if a limit is reached. A call that exceeds the quota of
+        its API key does not count towards the quota. If the engine's limits refuse a call, the call counts towards the
+        quota.
         """
         key = call.key
         mine = self._requests.get(key) if resumes else None
@@ -89,7 +94,7 @@ class Admission:
         self._being_checked[key] = call
 
     def hold(self, call: Call, num_bytes: int) -> None:
-        """Add memory to a request's. Raises RequestError."""
+        """Add `num_bytes` to the memory of a request. Raises RequestError if the sum exceeds the limit."""
         in_all, most = call.num_bytes + num_bytes, self._memory
         sizes = f"this request takes {in_all / 2**20:.1f} MiB of memory, and --request-memory allows all together "
         sizes += f"{most / 2**20:.1f} MiB"
@@ -102,10 +107,10 @@ class Admission:
         self.num_bytes += num_bytes
 
     def submitted(self, call: Call, superseded: Call | None = None) -> None:
-        """The call has been checked, and its request is in flight from now on.
+        """Count a checked call's request as in flight from now on.
 
-        Its API key is charged for the prompt and the resumed tokens, less the tokens already charged to the call that
-        it has `superseded`.
+        The API key is charged for the tokens of the prompt and of the resumed outputs. Tokens that were already charged
+        to the `superseded` call are free.
         """
         group = call.group
         assert group is not None
@@ -119,14 +124,17 @@ class Admission:
         self._requests[call.key] = call
 
     def abort(self, key: str) -> bool:
-        """Have a request end as soon as it is submitted. Returns whether a request with this key is being checked."""
+        """Mark a request that is being checked, so that it ends when it is submitted.
+
+        Returns whether a request with this key is being checked.
+        """
         if (call := self._being_checked.get(key)) is None:
             return False
         call.is_aborted = True
         return True
 
     def release(self, call: Call) -> None:
-        """The call is over. A second release has no effect."""
+        """Free the place and the memory of a call that is over."""
         if not call.key:
             self._side_calls.leave(call.num_bytes)
         else:
@@ -144,13 +152,14 @@ class Admission:
 
 
 def _num_charged(before: Call, later: Call) -> int:
-    """Tokens of a resumption that were already charged to the call that it supersedes.
+    """The number of the `later` call's tokens that were already charged to `before`, the superseded call.
 
-    These are the prompt, unless it is recomputed in full, and of each output the leading tokens in this scheduler's own
-    record, the superseded group.
+    The prompt's tokens count, except if the `later` request recomputes the whole prompt. The leading tokens of an
+    output count as far as they are equal in both calls.
 
-    Zero for another API key or `cache_salt`, whose cached blocks are not found. Zero too if the earlier call was
-    computed without gaining a token: otherwise a request that is superseded again and again would be computed for free.
+    The number is 0 if the API key or the `cache_salt` differs, because the prefix cache then finds no blocks. The
+    number is 0 if the superseded call was computed and gained no token. Without this rule, a client could supersede a
+    request repeatedly and have the prompt computed for free.
     """
     old, new = before.group, later.group
     assert old is not None

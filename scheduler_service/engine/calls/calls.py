@@ -1,4 +1,4 @@
-"""Clients' calls in the engine: the front end, the memory, and once queued the group of each."""
+"""The engine's record of a client's call: the front end, the memory, and the sequence group after queueing."""
 
 import asyncio
 import time
@@ -11,11 +11,13 @@ from scheduler_service.engine.calls.outbox import Outbox
 
 
 class Call:
-    """One call of a front end, from its admission until it is closed.
+    """One client's call, from its admission until its front end closes it.
 
-    `number` identifies it on the wire, and `first_output` its first output. `key` is empty for calls other than
-    Generate. `api_key_id` is empty if calls need no key. Each text of a call of many texts is a call with a `parent`,
-    which was admitted for all its texts.
+    `number` identifies the call in messages with the front end. `first_output` is the number of the call's first
+    output. `key` is the request's key, and is empty for calls other than Generate. `api_key_id` is empty if calls need
+    no API key.
+
+    Each text of a call with several texts is a `Call` too. The text's `parent` is the call that was admitted.
     """
 
     __slots__ = (
@@ -46,34 +48,37 @@ class Call:
         self.key = key
         self.api_key_id: str = api_key_id if parent is None else parent.api_key_id
         self.parent = parent
-        self.has_texts = False  # submitted as calls of their own
+        self.has_texts = False  # whether texts are submitted as separate calls with this parent
         self.adapter_name = ""
         self.adapter_id: str = "" if parent is None else parent.adapter_id
-        self.num_bytes = 0  # of the server's memory
-        self.num_resumed = 0  # tokens of outputs that came with the request
+        self.num_bytes = 0  # Server memory.
+        self.num_resumed = 0  # Output tokens of an earlier stream, which the request contained.
         self.group: SequenceGroup | None = None
         self.first_output = 0
-        self.is_aborted = False  # during the check
-        self.queued_seconds: float | None = None  # until a worker took it for the first time
-        self.no_worker_timeout: float | None = None  # if shorter than the default
-        self.expiry: asyncio.TimerHandle | None = None  # while no worker takes requests
-        self.told: tuple[bool, int, int] | None = None  # standing of a traced request, as last sent
+        self.is_aborted = False  # Whether the request was aborted while it was being checked.
+        self.queued_seconds: float | None = None  # From arrival to the first step. None before the first step.
+        self.no_worker_timeout: float | None = None  # Maximum wait in seconds. None for the server's default.
+        self.expiry: asyncio.TimerHandle | None = None  # Set while no worker takes requests.
+        self.told: tuple[bool, int, int] | None = None  # A traced request's `_stands` at the last message.
 
     def tell(self, **event: Any) -> None:
         self.outbox.tell(self.number, **event)
 
     def tell_error(self, error: RequestError, *, at_once: bool = False) -> None:
-        """End its stream with an error, after the output that its client has not read yet, or `at_once`.
+        """End the call's stream with an error. The client reads its unread output first, except if `at_once` is set.
 
-        The standing is sent first, because the request may have been preempted, or have lost its worker, since it was
-        last sent.
+        The request's standing (queueing time, preemptions, worker changes) is sent before the error, because it may
+        have changed since the last message.
         """
         if self.group is not None:
             self.tell_standing()
         self.tell(failed=pb.Failed(code=error.code.value[0], message=str(error), at_once=at_once))
 
     def tell_gained(self, gained: SequenceOutput) -> None:
-        """Send an output's gain, if it is more than a single token."""
+        """Send a sequence's results of a step: a token, log-probabilities, vectors, or the sequence's end.
+
+        `Requests.publish` sends single tokens without this method. Beam search sends hypotheses at the end only.
+        """
         group = gained.sequence.group
         if group.beams is None or gained.sequence.status.has_failed:
             self.outbox.tell_gained(self.number, gained)
@@ -85,7 +90,7 @@ class Call:
             self.tell(hypotheses=pb.Hypotheses(hypotheses=found))
 
     def tell_standing(self) -> None:
-        """Send the request's standing to its client."""
+        """Send the request's standing: queueing time, cached tokens, preemptions and worker changes."""
         group = self.group
         assert group is not None
         standing = pb.Standing(
@@ -102,7 +107,7 @@ class Call:
         self.tell(standing=standing)
 
     def tell_change(self) -> None:
-        """Send a traced request's standing if it was admitted or preempted, or lost its worker, since the last send."""
+        """Send a traced request's standing if a worker has just admitted, preempted or lost the request."""
         if self._stands() != self.told:
             self.tell_standing()
 

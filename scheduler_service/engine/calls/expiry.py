@@ -13,7 +13,10 @@ from scheduler_service.settings import SchedulerSettings
 
 
 class Expiry:
-    """One timer for each request during an outage. `end` ends a request with an error."""
+    """Runs a timer for each request during an outage, in which no worker takes requests.
+
+    The `end` function ends a request with an error.
+    """
 
     def __init__(
         self,
@@ -28,7 +31,7 @@ class Expiry:
         self._end = end
 
     def limit(self, call: Call) -> None:
-        """Limit a request's wait in the current outage, if there is one."""
+        """Start the request's timer if there is an outage. The request's earlier timer is cancelled."""
         if call.expiry is not None:
             call.expiry.cancel()
             call.expiry = None
@@ -43,12 +46,12 @@ class Expiry:
     def _expire(self, call: Call) -> None:
         if call.key in self._waiting:
             self._end(call, self.unserved(self._patience(call)))
-        else:  # a draining worker computes it, and may yet give it back
+        else:  # a draining worker computes the request, and may still return the request to the queue
             self.limit(call)
 
     def unserved(self, seconds: float) -> RequestError:
-        """UNAVAILABLE, with the reason why no worker took requests for `seconds`."""
+        """Return an UNAVAILABLE error with the reason why no worker took requests for `seconds`."""
         reason = self._workers.why_unserved()
-        if self._settings.api_keys is not None:  # with keys, callers must not see workers' addresses
+        if self._settings.api_keys is not None:  # callers with API keys must not see workers' addresses
             reason = "an operator's watch says why"
         return RequestError(grpc.StatusCode.UNAVAILABLE, f"no worker took requests for {seconds:g} s: {reason}")

@@ -1,7 +1,10 @@
-"""Messages to one front end: tokens in two columns, everything else as events between their rows.
+"""Queues the engine's messages to one front end.
 
-Everything that arrives while a message is written goes into the next message. So a message holds one step, or several
-if steps are faster than messages. A message costs about as much as the rows of 100 tokens.
+Tokens are sent as rows of two columns: output numbers and token ids. All other output is sent as events. Each event
+contains the number of rows before it.
+
+Rows and events that arrive while a message is written are sent in the next message. If steps are faster than messages,
+a message contains several steps. The fixed cost of a message is about the cost of 100 rows.
 """
 
 import asyncio
@@ -19,24 +22,24 @@ from scheduler_service.wire.fields import encode_enum
 MAX_ROWS = 512
 MAX_LOGPROBS = 1 << 13
 EVENT_WEIGHT = 8
-"""Weight of an event, in rows or log-probabilities. With the two limits above, a message has at most 0.1 MiB, and takes
-5 ms of a front end.
+"""Weight of an event, in rows or log-probabilities. MAX_ROWS and MAX_LOGPROBS limit a message to 0.1 MiB, which a front
+end processes in 5 ms.
 """
 MAX_VECTOR_BYTES = 1 << 18
-"""Bytes of one event that has several vectors."""
+"""Maximum bytes of vectors in one event. An event with a single vector may be larger."""
 ROW_BYTES = 72
-"""Bytes of memory of a row or log-probability, until it is taken."""
+"""Bytes of memory of a queued row or log-probability."""
 MAX_WAITING = 1 << 14
 STUCK_SECONDS = 0.1
-"""Seconds after which a front end that takes nothing counts as stopped, and is no longer waited for.
+"""Seconds without a read after which a front end counts as stopped. The engine does not wait for a stopped front end.
 
-While more than MAX_WAITING rows, or events of the same weight, wait, no further step's answer is processed. So workers
-run at the speed at which front ends take tokens.
+While a queue's weight exceeds MAX_WAITING rows, the engine processes no further step's answer. So workers run at the
+speed at which front ends read tokens.
 """
 
 
 class _Bulk(NamedTuple):
-    """The large part of an event, which is encoded when the event's message is made."""
+    """The large fields of an event. Large fields are encoded only when the event is put into a message."""
 
     sampled: Sequence[TokenLogprobs] = ()
     prompt: Sequence[TokenLogprobs] = ()
@@ -53,7 +56,7 @@ _NONE = _Bulk()
 
 
 class Outbox:
-    """Queues the engine's output in order, and returns it in messages of bounded size."""
+    """Queues tokens and events in order, and returns messages of bounded size."""
 
     __slots__ = (
         "_events",
@@ -69,30 +72,33 @@ class Outbox:
     )
 
     def __init__(self, most_bytes: int = 1 << 26) -> None:
-        """`most_bytes`: limit on everything queued; a front end that exceeds it has stopped."""
+        """`most_bytes`: limit on the queue's memory. If the queue exceeds the limit, the front end has stopped."""
         self.has_some = asyncio.Event()
-        """The writer waits for it; set it after rows were appended."""
+        """Set if the queue contains rows or events. The writer waits for `has_some`.
+
+        Code that appends rows must set `has_some`.
+        """
         self.is_overfull = asyncio.Event()
         self._most_weight = most_bytes // ROW_BYTES
         self.outputs: list[int] = []
         self.token_ids: list[int] = []
-        self._events: deque[tuple[int, pb.EngineEvent, _Bulk]] = deque()  # each with the number of rows before it
-        self._events_weight = 0  # of all events, in rows
-        self._num_taken = 0  # rows of earlier messages
-        self._taken = asyncio.Event()  # set when some are taken
+        self._events: deque[tuple[int, pb.EngineEvent, _Bulk]] = deque()  # (Rows before it, event, large fields).
+        self._events_weight = 0  # Sum over queued events, in rows.
+        self._num_taken = 0  # Rows that earlier messages contained.
+        self._taken = asyncio.Event()  # Set when the writer takes a message.
         self._is_stuck = False
 
     def __len__(self) -> int:
-        """Rows and events that are not taken yet."""
+        """The number of queued rows and events."""
         return len(self.outputs) + len(self._events)
 
     def tell(self, call: int, **event: Any) -> None:
-        """Append an event, by its name among the fields of `EngineEvent`."""
+        """Append an event. The keyword argument is the event's field in `EngineEvent`."""
         self._append(pb.EngineEvent(call=call, **event))
         self.has_some.set()
 
     def tell_gained(self, call: int, gained: SequenceOutput) -> None:
-        """Append an output's gain; many positions or vectors of a prompt become several events."""
+        """Append a step's results for an output. Many prompt positions or vectors are split into several events."""
         event, positions = _encode_gained(call, gained), gained.prompt_logprobs or []
         if gained.vectors:
             self._tell_vectors(event, gained)
@@ -108,7 +114,7 @@ class Outbox:
         self.has_some.set()
 
     def _tell_vectors(self, last: pb.EngineEvent, gained: SequenceOutput) -> None:
-        """Append the vectors' events, ending with `last`."""
+        """Append the events that contain the vectors. The `last` event contains the last vectors."""
         pooling, vectors, start = gained.sequence.sampling.pooling, memoryview(gained.vectors), gained.prompt_start
         assert pooling is not None
         at_once = max(1, MAX_VECTOR_BYTES // pooling.vector_bytes)
@@ -131,11 +137,11 @@ class Outbox:
 
     @property
     def has_room(self) -> bool:
-        """Whether the queue is short enough to process another step's answer."""
+        """Whether the queue is short enough that the engine may process another step's answer."""
         return self._weight <= MAX_WAITING
 
     async def room(self) -> None:
-        """Wait while the queue is too long, as long as the front end keeps taking from it."""
+        """Wait until the queue has room. If the front end reads nothing for STUCK_SECONDS, return early."""
         if self._weight > self._most_weight:
             self.is_overfull.set()
         while not self.has_room and not self._is_stuck:
@@ -146,7 +152,7 @@ class Outbox:
                 self._is_stuck = True
 
     def take(self) -> pb.AttachResponse:
-        """The next message; empty if the queue is empty."""
+        """Remove and return the next message. The message is empty if the queue is empty."""
         self._taken.set()
         self._is_stuck = False
         message, num_rows, left = pb.AttachResponse(), min(MAX_ROWS, len(self.outputs)), MAX_LOGPROBS
@@ -175,10 +181,10 @@ class Outbox:
 
 
 def _encode_gained(call: int, gained: SequenceOutput) -> pb.EngineEvent:
-    """A gain without log-probabilities and vectors.
+    """Encode a step's results for a sequence, without log-probabilities and vectors.
 
-    It has the current status: the sequence may end before the message is sent. If the answer has more of the gain, it
-    has no status.
+    The sequence's status is encoded now, because the sequence may end before the message is sent. If the step added
+    further tokens to the sequence (`goes_on`), the event contains no status.
     """
     sequence, status = gained.sequence, gained.sequence.status
     event = pb.EngineEvent(call=call)

@@ -1,7 +1,8 @@
 """The requests in flight, from their submission by a front end until their calls are closed.
 
-Other code does not see which worker computes a request, or that this changes. When a session with a worker ends, its
-groups return to the head of the shared waiting queue. A request's output goes to the front end of its call.
+Front ends do not see which worker computes a request. When a worker's session ends, the session's requests return to
+the head of the shared waiting queue. Another worker may then continue the requests. A request's output is sent to the
+front end of the request's call.
 """
 
 import time
@@ -29,7 +30,7 @@ _RESUMED = RequestError(grpc.StatusCode.ABORTED, "another call goes on with this
 
 
 class Requests:
-    """The requests of all front ends. Create it inside the event loop."""
+    """The requests of all front ends. Create the object inside the event loop."""
 
     def __init__(
         self,
@@ -40,9 +41,9 @@ class Requests:
         keyring: Keyring | None,
     ) -> None:
         self.waiting = waiting
-        self.in_flight: dict[str, Call] = {}  # submitted requests, by key
-        self.traced: set[Call] = set()  # the traced ones
-        self.outboxes: set[Outbox] = set()  # of the front ends
+        self.in_flight: dict[str, Call] = {}  # Submitted calls by request key.
+        self.traced: set[Call] = set()  # Submitted calls with tracing.
+        self.outboxes: set[Outbox] = set()  # One outbox for each front end.
         self.admission = Admission(settings, self.in_flight, keyring)
         self.statistics = Statistics()
         self.finished = FinishedRequests()
@@ -52,15 +53,15 @@ class Requests:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any accepted call is not closed: requests, and calls of texts between two texts."""
+        """Whether any submitted request, or any call with several texts, is still open."""
         return bool(self.in_flight) or any(call.has_texts for call in self.admission.being_checked.values())
 
     # ---- calls by front ends
 
     def queue(self, call: Call, submission: pb.Submit) -> None:
-        """Queue a request that was admitted, and whose memory is counted.
+        """Queue an admitted request. The caller has already counted the request's memory.
 
-        Raises ALREADY_EXISTS if it would supersede a request with another prompt.
+        Raises ALREADY_EXISTS if the request to be superseded has a different prompt or adapter.
         """
         superseded = self._supersede(call, submission) if submission.supersedes else None
         if submission.is_complete:
@@ -80,7 +81,7 @@ class Requests:
             self.abort(call.key)
 
     def stop_output(self, call: Call, index: int) -> None:
-        """A stop string ended an output. No effect if the output has already ended."""
+        """End an output in which the front end found a stop string. No effect if the output has already ended."""
         group = call.group
         if group is None or group.beams is not None or index >= len(group.sequences):
             return
@@ -91,13 +92,13 @@ class Requests:
             if group in scheduler.running or group in scheduler.swapped or group.request_id in self.waiting:
                 scheduler.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
                 break
-        else:  # it waits, and no worker is connected
+        else:  # the group waits, and no worker is connected
             self.waiting.withdraw(group, SequenceStatus.FINISHED_STOPPED, index)
             self._recorder.withdrawn(group, SequenceStatus.FINISHED_STOPPED, index)
         self._workers.wake()
 
     def abort(self, key: str) -> bool:
-        """End a request; its stream closes with its output so far. Returns whether the request exists.
+        """End a request. The client still receives the output so far. Returns whether the request exists.
 
         A request that is being checked ends after the check.
         """
@@ -111,7 +112,7 @@ class Requests:
         return True
 
     def close(self, call: Call, finished: FinishedRequest | None = None) -> None:
-        """The call is over: free everything that it still holds."""
+        """Free everything that a finished call still holds. `finished` describes the request to operators."""
         self.admission.release(call)
         if call.group is not None:
             self._leave(call)
@@ -128,9 +129,10 @@ class Requests:
             self._finish(call)
 
     def _supersede(self, later: Call, submission: pb.Submit) -> Call | None:
-        """End a request's broken stream, because another call resumes the request. Returns the stream's call, if any.
+        """End the broken stream of the request that the `later` call resumes. Returns the broken stream's call or None.
 
-        The stream's memory counts until its call is closed: its client may have left a message unread.
+        The memory of the broken stream counts until the stream's call is closed. The stream's client may have a message
+        unread.
         """
         call = self.in_flight.get(later.key)
         if call is None:
@@ -157,40 +159,40 @@ class Requests:
         call.tell_error(error)
 
     def end_all(self, error: RequestError, adapter: str | None = None) -> None:
-        """End all requests, or those of one adapter, with an error."""
+        """End all requests, or all requests of one adapter, with an error."""
         for call in [call for call in self.in_flight.values() if adapter is None or call.adapter_id == adapter]:
             self.end(call, error)
 
     def fail(self, group: SequenceGroup) -> None:
-        """End a request that the scheduler gave up on."""
+        """End a request that the scheduler ignored or failed, with the scheduler's reason."""
         if call := self.in_flight.get(group.request_id):
             is_ignored = any(sequence.status is SequenceStatus.FINISHED_IGNORED for sequence in group.sequences)
             code = grpc.StatusCode.INVALID_ARGUMENT if is_ignored else grpc.StatusCode.INTERNAL
             self.end(call, RequestError(code, group.error or "the request could not be served"))
 
     def limit_waits(self) -> None:
-        """An outage began or ended: set the limits on waiting."""
+        """Start the timers of all requests if an outage began. Cancel the timers if the outage ended."""
         for call in self.in_flight.values():
             self._expiry.limit(call)
 
     def refuse_unserved(self, seconds: float) -> None:
-        """Raises UNAVAILABLE, with the reason why no worker has described the model within `seconds`."""
+        """Raise UNAVAILABLE, with the reason why no worker has described the model within `seconds`."""
         raise self._expiry.unserved(seconds)
 
     def uses_adapter(self, fingerprint: str) -> bool:
-        """Whether a request in flight or being checked names an adapter."""
+        """Whether any request, in flight or being checked, uses the adapter with this fingerprint."""
         calls = (*self.in_flight.values(), *self.admission.being_checked.values())
         return any(call.adapter_id == fingerprint for call in calls)
 
     def _finish(self, call: Call) -> bool:
-        """End the remaining outputs; returns whether there were any."""
+        """End a call's unfinished outputs. Returns whether the call had unfinished outputs."""
         group = call.group
         assert group is not None
         if group.is_finished:
-            return False  # it ended by itself, as most do: no scheduler need be asked
+            return False  # most requests end before their call is closed
         status = SequenceStatus.FINISHED_ABORTED
         ended = self._workers.finish(group.request_id, status)
-        if not ended and group.request_id in self.waiting:  # and no worker is connected
+        if not ended and group.request_id in self.waiting:  # the group waits, and no worker is connected
             self.waiting.withdraw(group, status)
             self._recorder.withdrawn(group, status)
             ended = True
@@ -200,7 +202,7 @@ class Requests:
     # ---- events of workers
 
     def admitted(self, output: SchedulerOutput) -> None:
-        """A step has brought these requests to a worker for the first time."""
+        """Record how long the requests of new sequences were queued, and send the requests' standing."""
         now = time.monotonic()
         for group in {new.sequence.group: None for new in output.new_sequences}:
             if (call := self.in_flight.get(group.request_id)) is None or call.group is not group:
@@ -212,18 +214,18 @@ class Requests:
             call.tell_standing()
 
     def swapped(self, groups: Sequence[SequenceGroup]) -> None:
-        """Note that these requests are swapped out."""
+        """Send the standing of requests that were swapped out."""
         for group in groups:
             if (call := self.in_flight.get(group.request_id)) is not None and call.group is group:
                 call.tell_standing()
 
     def tell_traced(self) -> None:
-        """Send the standing of traced requests: some were admitted, preempted, or lost their worker."""
+        """Send the standing of each traced request that a worker has admitted, preempted or lost."""
         for call in self.traced:
             call.tell_change()
 
     def publish(self, gained: Sequence[SequenceOutput]) -> None:
-        """Send sequences' gains to the front ends of their requests."""
+        """Send the new tokens and results of sequences to the front ends of their requests."""
         in_flight, running, num_tokens = self.in_flight, SequenceStatus.RUNNING, 0
         for item in gained:
             sequence, token_id, logprobs, prompt_logprobs, _, goes_on, _ = item
@@ -246,7 +248,7 @@ class Requests:
                 outbox.has_some.set()
 
     async def room(self) -> None:
-        """Wait while front ends have long queues."""
+        """Wait until the outboxes of all front ends have room, without waiting for stopped front ends."""
         for outbox in list(self.outboxes):
             if not outbox.has_room:
                 await outbox.room()

@@ -1,4 +1,4 @@
-"""Limits the calls other than Generate, in number and in bytes, so that they do not slow Generate down."""
+"""Limits the number and the bytes of calls other than Generate, so that Generate stays fast."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from pagewire_common.calls.errors import RequestError
 
 
 class SideCalls:
-    """Calls of one kind, which share a limit."""
+    """A limit that the calls of one kind share. `what` names the kind in errors."""
 
     def __init__(self, what: str, *, max_calls: int, max_bytes: int) -> None:
         self._what = what
@@ -20,7 +20,7 @@ class SideCalls:
 
     @contextlib.contextmanager
     def place(self, num_bytes: int = 0) -> Iterator[None]:
-        """Hold a place within the `with` block; see `enter`."""
+        """Occupy a place during the `with` block; see `enter`."""
         self.enter(num_bytes)
         try:
             yield
@@ -28,7 +28,10 @@ class SideCalls:
             self.leave(num_bytes)
 
     def enter(self, num_bytes: int) -> None:
-        """Take a place until `leave`. Raises RESOURCE_EXHAUSTED, but never if it would be the only call."""
+        """Occupy a place until `leave` is called. Raises RESOURCE_EXHAUSTED at a limit.
+
+        A call that is alone may exceed `max_bytes`.
+        """
         if self._num_calls >= self._max_calls:
             self._refuse(f"{self._num_calls} {self._what} calls are in flight, as many as may be")
         if self._num_calls and self._num_bytes + num_bytes > self._max_bytes:

@@ -1,1 +1,1 @@
-"""The engine's side of its front ends: their processes, their port, and their streams."""
+"""The engine's handling of front ends: their processes, their shared port, and their streams."""

@@ -1,7 +1,7 @@
-"""A port shared by the processes of one service: reserved once for all of them, and refused to any other service.
+"""Reserves a TCP port that the processes of one service share, and that no other service can use.
 
-One race remains: two services that start within the same fraction of a millisecond, one at an address and one at all
-addresses, may both get it.
+One race remains. Two services start within a fraction of a millisecond, the first at one address and the second at all
+addresses. Both services may then bind the same port.
 """
 
 import contextlib
@@ -13,20 +13,17 @@ from collections.abc import Iterator
 from pagewire_common.serving.listening import cannot_listen
 
 PATIENCE_SECONDS = 2.0
-"""Seconds to wait for a port. Front ends of a killed scheduler end some milliseconds after it, and listen until
-then.
-"""
+"""Seconds to wait for a port that is in use. The front ends of a killed scheduler listen for some milliseconds more."""
 LOOK_SECONDS = 0.05
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104
 
 
 @contextlib.contextmanager
 def reserved(listen: str, patience: float = 0.0) -> Iterator[str]:
-    """Reserve a port for this user's sockets within the `with` block; yields HOST:PORT with the port's number.
+    """Reserve a port for this user's sockets during the `with` block. Yields HOST:PORT with the port's number.
 
-    Nothing listens on the reserving sockets, so they get no connections. The port is reserved at every address that
-    gRPC will bind for this host. Raises StartError if it cannot be reserved within `patience` seconds, or another
-    server has it.
+    The reserving sockets do not listen, and so receive no connections. The port is reserved at every address that gRPC
+    will bind for this host. Raises StartError if the port is still in use after `patience` seconds.
     """
     host, _, number = listen.rpartition(":")
     deadline = time.monotonic() + patience
@@ -43,7 +40,7 @@ def reserved(listen: str, patience: float = 0.0) -> Iterator[str]:
 
 
 def _taken(host: str, port: int) -> tuple[contextlib.ExitStack, int]:
-    """The sockets that hold the port, and the port's number. Raises OSError."""
+    """Reserve the port. Returns the reserving sockets and the port's number. Raises OSError if the port is in use."""
     with contextlib.ExitStack() as stack:
         for family, address in _addresses(host.strip("[]")):
             with _bound(family, address, port) as alone:  # fails while another server listens
@@ -54,7 +51,10 @@ def _taken(host: str, port: int) -> tuple[contextlib.ExitStack, int]:
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses that gRPC binds for a host: all addresses of a name, and both families for either wildcard."""
+    """The addresses that gRPC binds for a host. For a host name, gRPC binds all its addresses.
+
+    For a wildcard address of IPv4 or IPv6, gRPC binds both wildcard addresses.
+    """
     hosts = WILDCARDS if host in WILDCARDS else (host,)
     found = [info for name in hosts for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     usable = {family: _has_family(family) for family, *_ in found}
@@ -65,16 +65,16 @@ def _has_family(family: socket.AddressFamily) -> bool:
     try:
         with socket.socket(family) as probe:
             probe.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
-    except OSError:  # e.g. IPv6 in many containers
+    except OSError:  # many containers have no IPv6, for example
         return False
     return True
 
 
 def _held(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
-    """A socket that shares the port with front ends, but with no other service, even before any of them listens.
+    """A socket that shares the port with front ends, and excludes other services even before a front end listens.
 
-    If connections linger of a server that did not share the port, another service is refused only once front ends
-    listen.
+    Exception: if connections of an earlier server linger that did not share the port, other services are excluded only
+    once a front end listens.
     """
     try:
         return _bound(family, address, port, shares=True, lingers=False)
@@ -85,9 +85,10 @@ def _held(family: socket.AddressFamily, address: str, port: int) -> socket.socke
 def _bound(
     family: socket.AddressFamily, address: str, port: int, *, shares: bool = False, lingers: bool = True
 ) -> socket.socket:
-    """A socket that may share the port, also while a former server's connections linger.
+    """A socket bound to the port. Raises OSError if the port is in use.
 
-    Two sockets of the latter kind can both be bound, as long as neither listens.
+    `shares`: sockets of the same user may bind the port too. `lingers`: the port can be bound although connections of
+    an earlier server linger. Two sockets with `lingers` can both bind the port until one listens.
     """
     bound = socket.socket(family)
     try:
@@ -104,8 +105,9 @@ def _bound(
 
 
 def _claimed(address: str) -> socket.socket:
-    """A name that one process can hold at a time, until it ends: sockets that share a port do not exclude each
-    other.
+    """Claim an address by a socket's name, which one process at a time can use (Linux only).
+
+    Sockets that share a port do not exclude each other. Raises OSError if another process has claimed the address.
     """
     claim = socket.socket(socket.AF_UNIX)
     try:

@@ -1,4 +1,4 @@
-"""The front ends' processes: started with the engine, and restarted when they end."""
+"""Starts the front ends' processes with the engine, and restarts a process that ends."""
 
 import asyncio
 import contextlib
@@ -13,8 +13,9 @@ FIRST_PAUSE_SECONDS = 0.1
 LAST_PAUSE_SECONDS = 5.0
 END_SECONDS = 5.0
 MAX_DEAF_SECONDS = 60.0
-"""Seconds between checks whether a process listens. On a busy machine it starts in seconds. Before it listens, the
-engine does not know its process id, and so could not end it if it hangs.
+"""Seconds between checks whether a front end listens. On a busy machine, a front end starts in seconds.
+
+If a front end hangs before it listens, only this check can end it: a front end sends its process id when it listens.
 """
 
 
@@ -25,7 +26,7 @@ async def start_process(arguments: Sequence[str]) -> asyncio.subprocess.Process:
 
 
 class FrontEndProcesses:
-    """Keeps `count` processes running while `run` runs."""
+    """Keeps `count` front-end processes running until `run` ends."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -33,7 +34,10 @@ class FrontEndProcesses:
         self._is_over = False
 
     async def run(self, arguments: Sequence[str], listens: Callable[[int], bool]) -> None:
-        """Keep the processes running until cancelled, or until `stop`. `listens` tells whether a process id listens."""
+        """Keep the processes running until cancelled, or until `stop`.
+
+        `listens` returns whether the front end with a process id listens.
+        """
         await asyncio.gather(*(self._keep(arguments, listens) for _ in range(self._count)))
 
     async def _keep(self, arguments: Sequence[str], listens: Callable[[int], bool]) -> None:
@@ -42,7 +46,7 @@ class FrontEndProcesses:
             began = loop.time()
             try:
                 process = await start_process(arguments)
-            except OSError as error:  # no memory, or too many processes
+            except OSError as error:  # memory is exhausted, or too many processes run
                 log.error("front end could not be started", reason=error.strerror or str(error))
             else:
                 self._processes.add(process)
@@ -62,13 +66,17 @@ class FrontEndProcesses:
         return {process.pid for process in self._processes}
 
     def kill(self, process_id: int) -> None:
-        """Kill a front end; other process ids are ignored."""
+        """Kill the front end with this process id. Ids of other processes are ignored."""
         for process in self._processes:
             if process.pid == process_id:
                 _kill(process)
 
     async def stop(self, told: Set[int]) -> None:
-        """Wait until the processes in `told` have ended, and kill the others: they have no calls yet, or hang."""
+        """Wait until the processes in `told` have ended. `told` contains the ids of processes that were asked to end.
+
+        All other processes are killed at once, because they have no calls yet, or hang. After END_SECONDS, every
+        process is killed.
+        """
         self._is_over = True
         processes = list(self._processes)
         for process in processes:
@@ -83,7 +91,10 @@ class FrontEndProcesses:
 
 
 async def _end(process: asyncio.subprocess.Process, listens: Callable[[int], bool]) -> int:
-    """Wait for a process's end, and kill it if it does not listen: it hangs during its start or its end."""
+    """Wait until a process ends, and return its exit status.
+
+    A process that does not listen after MAX_DEAF_SECONDS hangs while it starts or ends, and is killed.
+    """
     while True:
         try:
             return await asyncio.wait_for(process.wait(), MAX_DEAF_SECONDS)
@@ -95,5 +106,5 @@ async def _end(process: asyncio.subprocess.Process, listens: Callable[[int], boo
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
+    with contextlib.suppress(ProcessLookupError):  # the process has just ended
         process.kill()

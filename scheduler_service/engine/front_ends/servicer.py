@@ -1,4 +1,4 @@
-"""The engine's end of the wire to its front ends: a connection for each, and their shared status and counts."""
+"""The engine's gRPC service for front ends: a connection for each front end, and the sum of their status and counts."""
 
 import asyncio
 import contextlib
@@ -25,25 +25,25 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 FILE_BYTES = 1 << 20
 EVENTS_AT_ONCE = 64
-"""Events processed in one turn of the event loop, at 10 to 100 µs each."""
+"""Maximum number of events processed in one turn of the event loop. An event takes 10 to 100 µs."""
 _INTERNAL = RequestError(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
 STATISTICS_SECONDS = 1.0
-"""Seconds that a scrape waits for front ends' counts."""
+"""Seconds that a scrape of the metrics waits for the counts of front ends."""
 SHOW_SECONDS = 10.0
-"""Seconds until the service reports ready, even if a front end does not yet."""
+"""Seconds to wait at the start until all front ends report SERVING. After this time, a single front end suffices."""
 BEAT_SECONDS = 5.0
 MAX_SILENT_SECONDS = 30.0
-"""Seconds of silence after which a front end counts as hanging.
+"""Seconds without an answer after which a front end counts as hanging.
 
-It is asked for its counts every BEAT_SECONDS, so that little is lost if it is killed. A hanging front end would
-otherwise go unnoticed, and get new connections.
+A hanging front end still receives new connections of clients. To notice a hanging front end, the engine asks each front
+end for its counts every BEAT_SECONDS. A front end that is killed loses only the counts since the last answer.
 """
 
 
 class FrontEnds(EngineServiceServicer):
-    """All attached front ends; `num_expected` of them share the memory limits.
+    """All attached front ends. Memory limits are divided by `num_expected`, the number of front ends.
 
-    `kill` ends the process of a hanging front end.
+    `kill` kills a hanging front end by its process id.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class FrontEnds(EngineServiceServicer):
         self.is_serving = False
         self.is_over = False
         self._changed = asyncio.Event()
-        self._tenants: set[str] = set()  # tenants with their own counts
-        self._gone = CountsByTenant(self._tenants)  # counts of front ends that have left
+        self._tenants: set[str] = set()  # Tenants that are counted separately.
+        self._gone = CountsByTenant(self._tenants)  # Counts of front ends that have left.
         self.error = ""
-        """Why a front end reports NOT_SERVING, until all have loaded the model."""
+        """The reason why a front end cannot load the model. Empty once all front ends have loaded the model."""
 
-    async def Attach(  # type: ignore[override]  # it writes itself
+    async def Attach(  # type: ignore[override]  # writes to the context
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
     ) -> None:
         connection = FrontEndConnection(self)
@@ -93,16 +93,16 @@ class FrontEnds(EngineServiceServicer):
                     log.error("front end failed", exc_info=result)
 
     def note_change(self) -> None:
-        """A front end came, went, or changed its status."""
+        """Wake waiting tasks, because a front end attached, detached or changed its status."""
         self._changed.set()
 
     def note_loaded(self) -> None:
-        """A front end has loaded the model."""
+        """Clear `error` if all expected front ends have loaded the model."""
         if len(self.connections) >= self.num_expected and all(connection.has_loaded for connection in self.connections):
             self.error = ""
 
     async def until_serving(self) -> None:
-        """Wait until every front end reports SERVING, with a time limit."""
+        """Wait until every front end reports SERVING. After SHOW_SECONDS, wait until any front end reports SERVING."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHOW_SECONDS):
                 await self._until(lambda connection: connection.shows_serving)
@@ -117,13 +117,13 @@ class FrontEnds(EngineServiceServicer):
         return any(connection.shows_serving for connection in self.connections)
 
     def tell_serving(self, *, serving: bool) -> None:
-        """Have every front end report SERVING, or NOT_SERVING, soon."""
+        """Tell every front end to report SERVING or NOT_SERVING."""
         self.is_serving = serving
         for connection in self.connections:
             connection.outbox.tell(0, health=pb.Health(serving=serving))
 
     def set_keys(self, keyring: Keyring) -> None:
-        """Require one of these keys from now on."""
+        """Require one of these API keys from now on."""
         self.engine.set_keys(keyring)
         keys = keyring.encode()
         for connection in self.connections:
@@ -134,12 +134,12 @@ class FrontEnds(EngineServiceServicer):
             connection.tell_adapters()
 
     async def wait_until_listening(self) -> str:
-        """Wait until all expected front ends listen; returns the address."""
+        """Wait until all expected front ends listen. Returns their shared address."""
         await self._until(lambda connection: bool(connection.address))
         return next(iter(self.connections)).address
 
     def listens(self, process_id: int) -> bool:
-        """Whether the process's front end listens. If it hangs later, its connection notices."""
+        """Whether the front end with this process id listens. `FrontEndConnection.watch` detects a later hang."""
         return any(connection.process_id == process_id for connection in self.connections)
 
     async def _until(self, holds: Any) -> None:
@@ -148,8 +148,9 @@ class FrontEnds(EngineServiceServicer):
             await self._changed.wait()
 
     async def counts(self) -> CountsByTenant:
-        """Counts of all front ends since the start. If a front end does not answer in time, its last counts are
-        used.
+        """Ask all front ends for their counts since the start, and return the sum.
+
+        If a front end does not answer within STATISTICS_SECONDS, its last counts are used.
         """
         asked = list(self.connections)
         await asyncio.gather(*(connection.ask_counts(STATISTICS_SECONDS) for connection in asked))
@@ -159,7 +160,7 @@ class FrontEnds(EngineServiceServicer):
         return total
 
     def say_goodbye(self) -> set[int]:
-        """The service shuts down: tell front ends to end. Returns their process ids."""
+        """Tell all front ends to end, because the service shuts down. Returns their process ids."""
         self.is_over = True
         for connection in self.connections:
             connection.outbox.tell(0, goodbye=pb.Goodbye())
@@ -167,7 +168,7 @@ class FrontEnds(EngineServiceServicer):
 
 
 class FrontEndConnection:
-    """One front end, from when it attaches until its stream ends."""
+    """The connection of one attached front end, until the stream ends."""
 
     def __init__(self, front_ends: FrontEnds) -> None:
         self._front_ends = front_ends
@@ -197,36 +198,36 @@ class FrontEndConnection:
             self.outbox.tell(0, goodbye=pb.Goodbye())
 
     def tell_adapters(self) -> None:
-        """Send the names of the adapters that requests can name."""
+        """Send the names of the adapters that requests may use."""
         self.outbox.tell(
             0, adapters=pb.Names(names=[adapter.name for adapter in self._engine.adapters.catalogue.listed])
         )
 
     def close(self) -> None:
-        """The front end is gone, and so are the clients of its calls."""
+        """Close all calls of the front end after its stream has ended. The calls' clients are disconnected too."""
         for call in self._calls.values():
             self._engine.close(call)
         self._calls.clear()
 
     async def ask_counts(self, seconds: float) -> bool:
-        """Update `counts`; returns whether they arrived within `seconds`."""
+        """Ask the front end for its counts. Returns whether the counts arrived within `seconds`."""
         self._counts_came.clear()
         self.outbox.tell(0, statistics_wanted=pb.StatisticsWanted())
         try:
             await asyncio.wait_for(self._counts_came.wait(), seconds)
         except TimeoutError:
             return False
-        return True  # even if they were asked for again meanwhile
+        return True  # even if another task has asked for counts and cleared the event meanwhile
 
     async def watch(self) -> None:
-        """Return when the front end hangs, and kill its process."""
+        """Ask for counts every BEAT_SECONDS. When the front end hangs, kill its process and return."""
         while await self.ask_counts(MAX_SILENT_SECONDS):  # noqa: ASYNC110
             await asyncio.sleep(BEAT_SECONDS)
         log.error("front end hangs and is ended", seconds=MAX_SILENT_SECONDS)
         self._front_ends.kill(self.process_id)
 
     async def watch_backlog(self) -> None:
-        """Return when the front end's queue is too large, and kill its process."""
+        """Wait until the front end's outbox exceeds its limit, kill the front end's process, and return."""
         await self.outbox.is_overfull.wait()
         log.error("front end takes nothing and is ended", waiting=len(self.outbox))
         self._front_ends.kill(self.process_id)
@@ -234,7 +235,7 @@ class FrontEndConnection:
     # ---- messages from the engine
 
     async def write(self, context: Context) -> None:
-        """Write messages until the front end is gone, or reads no more."""
+        """Write messages to the front end until its stream ends."""
         outbox, pace = self.outbox, Pace()
         while True:
             await outbox.has_some.wait()
@@ -242,11 +243,11 @@ class FrontEndConnection:
             try:
                 while len(outbox):
                     await context.write(outbox.take())
-            except grpc.aio.InternalError:  # gRPC's error for a write at the end of its call
+            except grpc.aio.InternalError:  # gRPC raises this error if the stream ends during a write
                 return
 
     async def tell_model(self) -> None:
-        """Send the model once it is known, then whether workers take requests."""
+        """Wait until a worker has described the model, and send the model's files, its limits and the health."""
         model = await self._engine.fleet.agreement.wait_for_model()
         for name, data in self._engine.fleet.agreement.model_files.items():
             for start in range(0, len(data), FILE_BYTES):
@@ -287,7 +288,7 @@ class FrontEndConnection:
                 if event.call in self._calls:
                     submitted = self._calls[event.call]
                     self._answer(submitted, lambda: self._engine.submit(submitted, event.submit))
-                else:  # refused after the front end had submitted it
+                else:  # the call was refused after the front end had submitted its request
                     self.outbox.tell(event.call, answer=pb.Answer(code=grpc.StatusCode.ABORTED.value[0]))
             case "unserved":
                 asking = Call(self.outbox, event.call, "")
@@ -318,13 +319,13 @@ class FrontEndConnection:
                 self._counts_came.set()
 
     def _answer(self, call: Call, do: Any) -> bool:
-        """Call `do`, and answer with its result; returns whether it succeeded."""
+        """Call `do`, and answer the front end with success or the error. Returns whether `do` succeeded."""
         try:
             do()
         except RequestError as error:
             call.tell(answer=pb.Answer(code=error.code.value[0], message=str(error)))
             return False
-        except Exception as error:  # one request must not end the connection, and with it all other streams
+        except Exception as error:  # one request's error must not end the streams of all other requests
             log.error("request could not be queued", key=call.key, exc_info=error)
             call.tell(answer=pb.Answer(code=_INTERNAL.code.value[0], message=str(_INTERNAL)))
             return False

@@ -1,8 +1,8 @@
-"""Admissions that the engine has not answered yet: their memory, and the callers that must wait for the answer.
+"""Counts the memory of unanswered admissions, and decides which calls wait for the engine's answer.
 
-A front end checks a request while the engine decides on its place, so that a request costs one message and one wait. A
-flood must not cost checks: the next calls of a refused API key wait for their answers first, until the engine admits
-one of them.
+A front end checks a request while the engine decides whether to admit it. So a request costs one message and one wait.
+In a flood of calls, checks of refused calls would be wasted work. After the engine has refused a call of an API key,
+the key's next calls wait for the answer before their check, until the engine admits a call of the key.
 """
 
 import asyncio
@@ -16,11 +16,14 @@ from scheduler_service.frontend.model import ServedModel
 
 UNREAD_SHARE = 4
 MIN_BYTES = 16 << 20
-"""Bytes that unanswered admissions may take, or a quarter of unread output's limit if that is more. The engine answers
-in milliseconds.
+"""Limit on the bytes of unanswered admissions, or a quarter of the limit on unread output if the quarter is larger.
+
+The engine answers in milliseconds.
 """
 NUM_SOUNDS = 12
-"""Four sounds of the largest size: each is counted three times."""
+"""Limit on unanswered admissions, in audio inputs (sounds) of the largest size. Each sound is counted three times, so
+four sounds fit.
+"""
 _REFUSED = (grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], grpc.StatusCode.UNAVAILABLE.value[0])
 
 
@@ -30,16 +33,17 @@ class Admissions:
     def __init__(self) -> None:
         self.num_bytes = 0
         """Bytes of the calls whose admission is unanswered."""
-        self._refused: set[str] = set()  # ids of API keys
+        self._refused: set[str] = set()  # ids of API keys whose last answered call was refused
 
     def must_wait(self, api_key_id: str) -> bool:
         """Whether the engine refused the last answered call of this API key for lack of room."""
         return api_key_id in self._refused
 
     def check_room(self, num_bytes: int, max_unread: int, model: ServedModel | None) -> None:
-        """Raises RESOURCE_EXHAUSTED if a call of this size has no room, but never if no other call waits.
+        """Raise RESOURCE_EXHAUSTED if the unanswered admissions and this call exceed the limit on bytes.
 
-        max_unread: the limit on the bytes of unread output. There is no room if the engine is slow or gone.
+        A call is never refused if no other call awaits an answer. The limit is reached if the engine is slow or gone.
+        max_unread: the limit on the bytes of unread output.
         """
         limit = max(MIN_BYTES, max_unread // UNREAD_SHARE, NUM_SOUNDS * max_sound_bytes(model))
         if self.num_bytes and self.num_bytes + num_bytes > limit:
@@ -47,7 +51,7 @@ class Admissions:
             raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
 
     def count(self, admit: pb.Admit, answer: asyncio.Future[pb.Answer]) -> None:
-        """Count the call's bytes until the answer comes, or the call is over."""
+        """Count the call's bytes until the engine answers or the call ends."""
         self.num_bytes += admit.num_bytes
 
         def answered(found: asyncio.Future[pb.Answer]) -> None:

@@ -1,4 +1,4 @@
-"""One client call in the engine: a place, then a request, then the end."""
+"""The front end's side of a client call in the engine: admission, submission and close."""
 
 import asyncio
 import contextlib
@@ -24,11 +24,13 @@ from scheduler_service.wire.fields import encode_fields
 from scheduler_service.wire.submission import encode_sampling, pack
 
 KEYS_AT_ONCE = 1024
-"""Keys hashed in one turn of the event loop, at 1 µs each. Without this limit a prompt of 131,000 tokens took 24 ms."""
+"""Prefix-cache keys computed in one turn of the event loop, at 1 µs each. Without this limit, a prompt of 131,000
+tokens blocked the loop for 24 ms.
+"""
 
 
 class EngineCall:
-    """One client call, within a `with` block: its place, and its request after submission.
+    """One client call, open during a `with` block. The engine first admits the call, then queues its request.
 
     `finished` describes the ended request to operators.
     """
@@ -46,7 +48,7 @@ class EngineCall:
 
     def __exit__(self, *_: object) -> None:
         if self._admission is not None:
-            self._admission.cancel()  # without effect if it was answered
+            self._admission.cancel()  # no effect if the engine has answered
         self._link.requests.forget(self.number)
         if self._state is not None:
             self._state.stream.leave()
@@ -54,30 +56,31 @@ class EngineCall:
             self._link.connection.say(self.number, close=pb.CloseCall(finished=self.finished))
 
     async def close(self) -> None:
-        """Wait until the place is free, so that a client with the status may reuse its request id at once.
+        """Close the call, and wait until the engine has freed its place.
 
-        A call that ends in any other way is closed after the `with` block, without waiting.
+        The client receives the final status afterwards, and may then reuse the request id at once. Without `close`, the
+        call is closed after the `with` block, without waiting.
         """
         self._is_closed = True
-        with contextlib.suppress(RequestError):  # the engine is gone, and the place with it
+        with contextlib.suppress(RequestError):  # an engine that is gone has no places to free
             await self._link.connection.ask(self.number, close=pb.CloseCall(finished=self.finished, is_answered=True))
 
     async def admit(self, key: str, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> str:
-        """Reserve a place, and wait for it, so that a flood is refused before any work is done.
+        """Ask the engine to admit the call, and wait for its answer. A flood of calls is thus refused before any work.
 
-        Returns the fingerprint of the named adapter. Raises RequestError.
+        Returns the fingerprint of the adapter, or "" without an adapter. Raises RequestError if the call is refused.
         """
         self._ask_admission(key, num_bytes, resumes=resumes, adapter_name=adapter_name)
         return await self.admitted()
 
     async def admit_early(self, key: str, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> str:
-        """Ask for a place, and wait for it only if
+        """Ask the engine to admit the call, and wait for its answer in three cases only.
 
-        - an adapter is named, whose fingerprint is in the answer,
-        - the engine refused the last call of the API key, or
-        - no model is known, because the request would wait for the model.
+        - The call names an adapter. The answer contains the adapter's fingerprint.
+        - The engine refused the last call of the API key.
+        - The model is not loaded yet. The request would wait for the model.
 
-        Otherwise `submit` raises the refusal. Returns and raises as `admit`.
+        In all other cases, `submit` raises the error of a refused call. The return value is the same as in `admit`.
         """
         link = self._link
         self._ask_admission(key, num_bytes, resumes=resumes, adapter_name=adapter_name)
@@ -86,7 +89,7 @@ class EngineCall:
         return ""
 
     async def admitted(self) -> str:
-        """Wait for the place. Returns and raises as `admit`."""
+        """Wait for the engine's answer to the request for admission. Returns and raises the same as `admit`."""
         assert self._admission is not None
         return (await accepted(self._admission)).adapter_id
 
@@ -97,11 +100,11 @@ class EngineCall:
         self._admission = self._link.admit(self.number, admit)
 
     async def hold(self, num_bytes: int) -> None:
-        """Add memory for this call's texts. Raises RequestError."""
+        """Add memory for this call's texts. Raises RequestError if memory is lacking."""
         await self._link.connection.ask(self.number, hold=pb.Hold(num_bytes=num_bytes))
 
     async def admit_side_call(self, num_bytes: int = 0) -> None:
-        """Reserve a place for a call other than Generate; such calls have no key, and limits of their own."""
+        """Ask the engine to admit a call other than Generate. Side calls have no request key and separate limits."""
         await self.admit("", num_bytes)
 
     async def submit(
@@ -112,9 +115,10 @@ class EngineCall:
         trace: RequestTrace | None = None,
         part_of: "EngineCall | None" = None,
     ) -> RequestState:
-        """Queue the request, in place of the request that it resumes, if any. Raises RequestError.
+        """Queue the request in the engine. Raises RequestError. A resuming request replaces the request in flight.
 
-        `num_bytes` is further memory for it. A text that is `part_of` a call needs no place of its own.
+        `num_bytes`: memory of the request in addition to its admission. `part_of`: the admitted call to which this text
+        belongs. A text is not admitted separately.
         """
         link, welcome = self._link, self._link.welcome.result()
         requests = link.requests
@@ -161,7 +165,7 @@ def _api_key_id() -> str:
 
 
 async def _block_keys(first: bytes, request: GenerationRequest, block_size: int) -> bytes:
-    """Prefix-cache keys of a request's full blocks, computed here because front ends are many and the engine is one."""
+    """Compute the prefix-cache keys of a request's full blocks. Front ends do it to relieve the one engine."""
     token_ids = array("I", request.prompt_token_ids)
     for output in request.resumption.token_ids[:1]:
         token_ids.extend(output)

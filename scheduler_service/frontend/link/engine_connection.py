@@ -1,4 +1,4 @@
-"""The stream from a front end to the engine: messages, questions, and the engine's messages."""
+"""The stream between a front end and the engine: events, questions with their answers, and the engine's messages."""
 
 import asyncio
 import itertools
@@ -26,36 +26,39 @@ OPTIONS = (
     ("grpc.http2.lookahead_bytes", 64 << 10),
 )
 MAX_BYTES = 1 << 20
-"""Bytes of a message with several events to the engine: 1 ms to parse."""
+"""Maximum bytes of a message with several events to the engine. The engine parses this many bytes in 1 ms."""
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 GONE = RequestError(grpc.StatusCode.UNAVAILABLE, "the engine is gone; resume the request when the server is back")
 
 
 class EngineConnection:
-    """One stream, for the front end's lifetime. It knows no requests."""
+    """The stream to the engine, for the front end's lifetime. `RequestRegistry` handles the requests' events."""
 
     def __init__(self, target: str) -> None:
         self._channel = open_channel(target, None, OPTIONS)
         self._numbers = itertools.count(1)
-        self._questions: dict[int, deque[asyncio.Future[pb.Answer]]] = {}  # by call, the first question first
+        self._questions: dict[int, deque[asyncio.Future[pb.Answer]]] = {}  # by call, oldest first
         self._events: list[pb.FrontendEvent] = []
         self._has_events = asyncio.Event()
         self.heard_at = time.monotonic()
-        """Time of the engine's last message; it asks for statistics every few seconds."""
+        """Monotonic time of the engine's last message. The engine asks for statistics every few seconds."""
         self.end: RequestError | None = None
-        """The error of all calls once the connection is over."""
+        """The error with which all calls end after the end of the connection. None before its end."""
 
     def new_number(self) -> int:
-        """A number for a new call."""
+        """Return an unused number for a new call."""
         return next(self._numbers)
 
     def say(self, call: int, **event: Any) -> None:
-        """Send the engine an event, by its field name in `FrontendEvent`."""
+        """Send the engine an event. The keyword argument is the event's field in `FrontendEvent`."""
         self._events.append(pb.FrontendEvent(call=call, **event))
         self._has_events.set()
 
     def question(self, call: int, **event: Any) -> asyncio.Future[pb.Answer]:
-        """Send the engine an event; the future's result is the engine's answer, or the error of a closed connection."""
+        """Send the engine an event. The future's result is the engine's answer.
+
+        If the connection is closed, the result is an answer with the connection's error.
+        """
         future: asyncio.Future[pb.Answer] = asyncio.get_running_loop().create_future()
         if self.end is not None:
             future.set_result(_refusal(self.end))
@@ -69,17 +72,17 @@ class EngineConnection:
         return await accepted(self.question(call, **event))
 
     def answer(self, call: int, answer: pb.Answer) -> None:
-        """The engine has answered the call's first unanswered question."""
+        """Pass the engine's answer to the call's oldest unanswered question."""
         if (questions := self._questions.get(call)) is None:
             return
         future = questions.popleft()
         if not questions:
             del self._questions[call]
-        if not future.done():  # its call may be over
+        if not future.done():  # a finished call has cancelled its future
             future.set_result(answer)
 
     async def messages(self) -> AsyncGenerator[pb.AttachResponse, None]:
-        """The engine's messages, until it is gone or the reader leaves."""
+        """Yield the engine's messages until the engine ends the stream or the reader closes the generator."""
         call = EngineServiceStub(self._channel).Attach(self._said())
         try:
             async for message in call:
@@ -92,7 +95,7 @@ class EngineConnection:
             call.cancel()
 
     def finish(self) -> RequestError:
-        """The connection is over: fail all waiting calls. Returns the error of later calls."""
+        """Fail all unanswered questions, because the connection is over. Returns the error for later calls."""
         end = self.end = self.end or GONE
         for number, questions in list(self._questions.items()):
             for _ in range(len(questions)):
@@ -121,7 +124,10 @@ class EngineConnection:
 
 
 async def accepted(answer: asyncio.Future[pb.Answer]) -> pb.Answer:
-    """Wait for an answer. Raises RequestError if the answer is an error. A cancelled caller leaves the future alone."""
+    """Wait for an answer. Raises RequestError if the answer is an error.
+
+    If the caller is cancelled, the `answer` future is not cancelled.
+    """
     found = await asyncio.shield(answer)
     if found.code:
         raise RequestError(CODES[found.code], found.message)

@@ -23,9 +23,9 @@ _NO_TOKENIZER = "the model's tokenizer cannot be loaded; the server's log and Ge
 
 
 class EngineLink:
-    """Create it inside the running event loop; `run` keeps it up until either side ends.
+    """The front end's link to the engine. Create the link inside the running event loop.
 
-    `welcome` is resolved by the engine's first message.
+    `run` processes the engine's messages. `welcome` is a future, whose result is the engine's first message.
     """
 
     def __init__(self, target: str, tracer: Tracer | None = None) -> None:
@@ -35,18 +35,21 @@ class EngineLink:
         self.admissions = Admissions()
         self.welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
         self.tracer = tracer
-        """Makes spans of requests; None without tracing."""
+        """Creates the trace spans of requests. None if tracing is off."""
         self.keyring: Keyring | None = None
-        """The API keys that calls need; None if calls need no key."""
+        """The API keys that calls may use. None if calls need no API key."""
         self.adapter_names: tuple[str, ...] = ()
-        """The adapters that requests can name, in alphabetical order."""
+        """Names of the adapters that requests may use, in alphabetical order."""
         self.serving = False
         self.serving_changed = asyncio.Event()
 
     # ---- for servicers
 
     async def model(self) -> ServedModel:
-        """The served model. Raises UNAVAILABLE if no worker describes it in time, or it cannot be loaded."""
+        """Wait for the served model.
+
+        Raises UNAVAILABLE if no worker describes the model in time, or if the model cannot be loaded.
+        """
         if (model := self.loading.model) is not None:
             return model
         timeout = min(self.welcome.result().no_worker_timeout, patience.get())
@@ -70,14 +73,14 @@ class EngineLink:
         return request_limits(self.loading.model)
 
     def admit(self, call: int, admit: pb.Admit) -> asyncio.Future[pb.Answer]:
-        """Ask the engine for a call's place. Raises RESOURCE_EXHAUSTED if too many bytes of calls await an answer."""
+        """Ask the engine to admit a call. Raises RESOURCE_EXHAUSTED if unanswered admissions have too many bytes."""
         self.admissions.check_room(admit.num_bytes, self.requests.unread.most, self.loading.model)
         answer = self.connection.question(call, admit=admit)
         self.admissions.count(admit, answer)
         return answer
 
     async def abort(self, key: str) -> bool:
-        """End a request of any front end. Returns whether it exists."""
+        """End a request of any front end. Returns whether the request exists."""
         number = self.connection.new_number()
         answer = await self.connection.ask(number, abort=pb.AbortRequestByKey(key=key))
         return answer.found
@@ -85,9 +88,9 @@ class EngineLink:
     # ---- the engine's messages
 
     async def run(self) -> bool:
-        """Process the engine's messages until it says goodbye or is gone; then fail all remaining requests.
+        """Process the engine's messages until the engine says goodbye or is gone. Then fail all remaining requests.
 
-        Returns whether it said goodbye.
+        Returns whether the engine said goodbye.
         """
         try:
             async with contextlib.aclosing(self.connection.messages()) as messages:

@@ -6,13 +6,15 @@ from scheduler_service.frontend.model import ServedModel
 MIN_REQUEST_BYTES = 1 << 20
 MAX_SOUND_BYTES = 16 << 20
 BYTES_PER_TOKEN = 12
-"""Bytes of a message for each token of the largest prompt. A token id takes at most 3 bytes, a token of text 4 or 5,
-and of code up to 10. A MiB takes 3 to 7 ms to parse.
+"""Allowed bytes of a message for each token of the longest prompt. A token id takes at most 3 bytes. A token takes 4 or
+5 bytes in prose, and up to 10 bytes in program code. Parsing takes 3 to 7 ms a MiB.
 """
 
 
 def request_limits(model: ServedModel | None) -> RequestLimits:
-    """Limits of a request's message: room for the model's longest prompts and no more, as parsing blocks the loop."""
+    """Limits on the size of a request's message. The model's longest prompt fits into a message. Larger messages are
+    refused, because parsing blocks the event loop.
+    """
     if model is None:
         return RequestLimits(MIN_REQUEST_BYTES, will_grow="until the served model is known; try again later")
     longest = (model.context_length + model.max_encoder_len) * BYTES_PER_TOKEN
@@ -20,5 +22,5 @@ def request_limits(model: ServedModel | None) -> RequestLimits:
 
 
 def max_sound_bytes(model: ServedModel | None) -> int:
-    """Further bytes of a message, for a sound, which is not parsed."""
+    """Maximum bytes of an audio input, in addition to all other bytes of a message. Audio is not parsed."""
     return MAX_SOUND_BYTES if model is not None and model.feature_bytes else 0

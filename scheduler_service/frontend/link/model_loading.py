@@ -10,11 +10,11 @@ from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.text.tokenization import without_panic
 
 MAX_REASON = 300
-"""Characters of the reason why the model cannot be loaded, at most."""
+"""Maximum characters of the reason why the model cannot be loaded."""
 
 
 class ModelLoading:
-    """Loads the model on a thread, once its files have arrived. Create it inside the event loop."""
+    """Loads the model in a thread after its files have arrived. Create the object inside the event loop."""
 
     def __init__(self, connection: EngineConnection) -> None:
         self._connection = connection
@@ -24,7 +24,7 @@ class ModelLoading:
 
     @property
     def model(self) -> ServedModel | None:
-        """The model; None until it is loaded, or if loading failed."""
+        """The loaded model. None before the model is loaded, and after a failed load."""
         return self._model.result() if self._model.done() and self._model.exception() is None else None
 
     async def wait(self) -> ServedModel:
@@ -32,11 +32,11 @@ class ModelLoading:
         return await asyncio.shield(self._model)
 
     def add(self, part: pb.ModelFile) -> None:
-        """A part of a file has arrived."""
+        """Append a received part to its file."""
         self._files.setdefault(part.name, bytearray()).extend(part.data)
 
     def begin(self, limits: pb.ModelLimits) -> None:
-        """All files have arrived."""
+        """Start to load the model, because all its files have arrived."""
         self._loading = asyncio.create_task(self._load(limits))
 
     def cancel(self) -> None:
@@ -59,7 +59,7 @@ class ModelLoading:
 
 
 def _reason(error: Exception) -> str:
-    """A loading error's reason, on one line, without the files' folder."""
+    """The text of a loading error as one line, without the path of the temporary folder."""
     text = re.sub(r"[^\s'\"]*/pagewire-[^/\s'\"]*/?", "", str(error))
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split()) or type(error).__name__
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}…"

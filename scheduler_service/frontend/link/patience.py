@@ -1,6 +1,7 @@
-"""How long the current call's client lets it wait while no worker takes requests.
+"""The seconds that a client lets its call wait while no worker takes requests.
 
-The Python client first lets a request wait for two seconds, learns why it waits, and tells its user.
+The Python client first lets a request wait for two seconds. The request then fails with the reason of the wait, and the
+client tells its user the reason.
 """
 
 import math
@@ -12,11 +13,12 @@ from pagewire_common.calls.errors import RequestError
 
 HEADER = "pagewire-no-worker-timeout"
 patience: ContextVar[float] = ContextVar("patience", default=math.inf)
-"""Seconds; at most the server's own --no-worker-timeout."""
+"""Seconds that the current call may wait. If the server's --no-worker-timeout is shorter, the server's limit applies.
+"""
 
 
 def note_patience(details: grpc.HandlerCallDetails) -> None:
-    """Read the patience from the call's metadata, if present. Raises INVALID_ARGUMENT."""
+    """Set `patience` from the call's metadata, if present. Raises INVALID_ARGUMENT for a malformed value."""
     for name, value in details.invocation_metadata or ():
         if name != HEADER:
             continue

@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 class RequestRegistry:
-    """The submitted requests whose calls are not over. Create it inside the event loop."""
+    """The submitted requests of open calls. Create the registry inside the event loop."""
 
     def __init__(self, connection: EngineConnection) -> None:
         self.by_call: dict[int, RequestState] = {}
@@ -30,7 +30,7 @@ class RequestRegistry:
         self._output_numbers = 1
 
     def register(self, call: int, state: RequestState) -> None:
-        """Deliver this call's events to its request from now on, and number the request's outputs."""
+        """Number the request's outputs, and deliver the call's events to the request from now on."""
         state.call, state.first_output = call, self._output_numbers
         self._output_numbers += state.request.sampling.n
         self.by_call[call] = state
@@ -44,11 +44,11 @@ class RequestRegistry:
                 del self._by_output[state.first_output + index]
 
     def gain_tokens(self, outputs: Sequence[int], token_ids: Sequence[int], now: float) -> None:
-        """Outputs that gained a token each, and continue."""
+        """Append one token to each output in `outputs`. The outputs have not ended."""
         by_output = self._by_output
         for output, token_id in zip(outputs, token_ids, strict=True):
             state = by_output.get(output)
-            if state is None:  # it is closed, and the engine will hear of it
+            if state is None:  # the call is closed, and the engine has yet to process its close
                 continue
             index = output - state.first_output
             try:
@@ -58,12 +58,12 @@ class RequestRegistry:
                 self._fail(state, error)
 
     def take(self, event: pb.EngineEvent, now: float) -> None:
-        """Process an event of one request; an error ends only this request's stream."""
+        """Process an event of one request. If an error occurs, only this request's stream ends."""
         if (state := self.by_call.get(event.call)) is None:
             return
         try:
             self._take(event, state, now)
-        except Exception as error:  # an error in one request's text must not affect the others
+        except Exception as error:  # an error in one request's text must not affect other requests
             self._fail(state, error)
 
     def _take(self, event: pb.EngineEvent, state: RequestState, now: float) -> None:
@@ -85,7 +85,7 @@ class RequestRegistry:
                     state.stream.fail(error)
 
     def _stop_output(self, state: RequestState, index: int) -> None:
-        """A stop string ended an output, which the engine cannot see."""
+        """Tell the engine that a stop string ended an output. The engine sees no text."""
         self._connection.say(state.call, stop_output=pb.StopOutput(index=index))
 
     def _fail(self, state: RequestState, error: Exception) -> None:
@@ -94,12 +94,12 @@ class RequestRegistry:
         self.forget(state.call)
 
     def fail_all(self, error: RequestError) -> None:
-        """The engine is gone, or shuts down."""
+        """End all streams with an error, because the engine is gone or shuts down."""
         for state in self.by_call.values():
             state.stream.fail(error)
 
     def cut_largest(self) -> None:
-        """End the requests with the most unread output, until the rest is within the limit."""
+        """End the requests with the most unread output, until the remaining unread output is within the limit."""
         if not self.unread.is_too_much:
             return
         for state in sorted(self.by_call.values(), key=lambda state: -state.stream.num_unread):

@@ -1,8 +1,8 @@
 """The LoRA adapters of one worker, in host memory and in slots on the device.
 
-The rows of a step refer to an adapter by its slot. A step may need an adapter that is in no slot. The needed adapter
-then replaces the least recently used adapter. The replacement costs one copy before the forward pass. No step waits for
-a file or the network.
+The rows of a step refer to an adapter by its slot. If a step needs an adapter that is in no slot, the needed adapter
+replaces the least recently used adapter. The replacement costs one copy before the forward pass. No step waits for a
+file or the network.
 """
 
 import itertools
@@ -47,15 +47,15 @@ class Adapters:
         self.room = room
         self.cuts = cuts
         self.fingerprints: list[str] = []
-        """Adapters that a newly queued step may name. The list changes when an `add` or `remove` is queued for the
-        device thread.
+        """Fingerprints of the adapters that a step may use if it is queued now. The list changes when an `add` or
+        `remove` is queued for the device thread.
         """
         self._places: Mapping[str, AdapterPlace] = (
             model.allocate_adapters(room.num_slots, room.max_rank) if room.num_slots else {}
         )
         # Each adapter in host memory, with a number that is new at each load.
         self._loaded: dict[str, tuple[int, Adapter]] = {}
-        # The slot of each adapter, with the number of its load; least recently used first.
+        # Slot and load number of each adapter in a slot. The least recently used adapter is first.
         self._slots = OrderedDict[str, tuple[int, int]]()
         self._numbers = itertools.count()
         self._free = list(range(room.num_slots))
@@ -98,7 +98,7 @@ class Adapters:
             for name, place in self._places.items()
         }
         seconds = 0.0
-        for _ in range(2):  # the first copy also allocates
+        for _ in range(2):  # the first copy also allocates memory
             began = time.perf_counter()
             self._fill(0, Adapter(halves))
             if device.type == "cuda":
@@ -153,7 +153,7 @@ class Adapters:
         return slot
 
     def _fill(self, slot: int, adapter: Adapter) -> None:
-        # The rank of each product, by the product's id.
+        # The LoRA rank of each product, by the product's id.
         ranks: dict[int, int] = {}
         for name, (a, _) in adapter.halves.items():
             weights = self._places[name].weights

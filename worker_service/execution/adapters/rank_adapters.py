@@ -26,7 +26,7 @@ with other programs.
 
 
 def hand_over(ranks: Ranks, piece: Adapter) -> None:
-    """Broadcast a piece to the other ranks. The piece is a part of the whole adapter."""
+    """Broadcast a piece to the other ranks. A piece has some projections of the adapter, for all ranks."""
     with ranks.together():
         _send(ranks, piece=[(name, len(a)) for name, (a, _) in piece.halves.items()])
         ranks.broadcast(torch.cat([half.flatten() for half in chain(*piece.halves.values())]))
@@ -81,7 +81,7 @@ class AdapterFollower:
                     self._coming = {}
 
     def _receive(self, projections: Sequence[tuple[str, int]]) -> Adapter:
-        """This rank's part of a piece.
+        """Receive a piece, and return this rank's part of the piece.
 
         projections: for each projection its name and its LoRA rank (number of inner units).
         """

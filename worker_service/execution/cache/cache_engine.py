@@ -1,7 +1,7 @@
 """The worker's KV memory: a block pool on the device, a block pool on the host, and copies between and within them.
 
-In this file blocks are only numbers; the scheduler knows their contents. The pools are not initialised, because a CPU
-then commits memory only when a block is first written.
+In this file blocks are only numbers; the scheduler knows their contents. The pools are not initialised. A CPU therefore
+commits the memory of a block only when the block is first written.
 """
 
 import time

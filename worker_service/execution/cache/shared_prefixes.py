@@ -2,7 +2,7 @@
 
 Rows with a shared prefix belong to requests with a long common prompt, to several outputs of one request, or to drafts
 of one sequence. A shared prefix is split into parts of `PART_KEYS` keys. An item is one part together with the rows
-that a kernel computes at once. Rows that share a part also share the part before it.
+that a kernel computes at once. Rows that share a part also share all earlier parts.
 """
 
 from array import array
@@ -18,8 +18,8 @@ from kernels.attention.metadata import PART_KEYS, SharedParts
 from kernels.upload import upload
 
 _ITEMS_A_ROW = 2
-"""Items to allocate for each row of a step. For 256 rows with one prompt, every 16 rows and 512 tokens need an item. 2
-items a row therefore suffice for 16,384 tokens. Tokens after the first 16,384 are not shared.
+"""Items to allocate for each row of a step. Example: 256 rows share a prompt, and an item covers 16 rows and 512
+tokens. With 2 items a row, the rows can share 16,384 tokens. Further tokens of the prompt are not shared.
 """
 
 
@@ -145,5 +145,7 @@ class SharedInputs:
         return SharedParts(items, self._rows, self._num_parts[:size], self.most_parts(size))
 
     def most_parts(self, size: int) -> int:
-        """The maximum number of parts of a row in a step of `size` rows. The number of items is one of the limits."""
+        """The maximum number of parts of a row in a step of `size` rows. The number of allocated items limits the
+        number of parts.
+        """
         return min(self._longest, self._room // size, _ITEMS_A_ROW * self._most_rows)

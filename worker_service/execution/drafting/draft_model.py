@@ -1,8 +1,8 @@
-"""Drafts by a smaller model with the same vocabulary, which samples with the target's random numbers.
+"""A proposer that drafts with a smaller model of the target's vocabulary and with the target's random numbers.
 
 The draft model has its own pools of keys and values, with the target's block numbers. Swaps, copies and reuse of a
-block apply to both caches, without any change in the scheduler. While drafts are not worth their time, the draft model
-skips tokens. The skipped tokens are computed when drafts are worth their time again.
+block apply to both caches, without any change in the scheduler. While drafting costs more time than it saves, the draft
+model computes no tokens. The missing tokens are computed before the next draft.
 
 The target's token maximises logit plus noise, where noise is a function of seed, output, position and token
 (`kernels.sampling.noise`). The draft model adds the same noise to its own logits. The drafts therefore equal the
@@ -129,7 +129,8 @@ class DraftModel:
         _move(self._filled, self._filled_on_host, output.blocks_to_swap_out)
         _move(self._filled_on_host, self._filled, output.blocks_to_swap_in)
         _move(self._filled, self._filled, output.blocks_to_copy)
-        # A copied block continues with another token, so its last slot is no longer valid.
+        # The last slot of a block depends on the token after the block. A copied block continues with another token, so
+        # the last slot of the copy is not valid.
         if self._reads_next:
             copied = [*output.blocks_to_copy.sources, *output.blocks_to_copy.destinations]
             self._filled[copied] = np.maximum(self._filled[copied] - 1, 0)
@@ -144,7 +145,8 @@ class DraftModel:
     def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
         """Compute one pass over tokens not computed yet, and one pass for each further draft.
 
-        A pass has at most the tokens of a step. A sequence that does not fit receives no drafts in this step.
+        A pass has at most as many tokens as a step may have. A sequence that does not fit into the pass receives no
+        drafts.
         """
         drafts: list[list[int]] = [[] for _ in beginnings]
         numbers = [self._room(one) for one in beginnings]
@@ -158,7 +160,8 @@ class DraftModel:
             num_slots = one.num_tokens - self._reads_next
             start = self._num_filled(one.sequence, num_slots)
             if self._reads_next and start and start % self._block_size == 0:
-                # Another sequence that shares the block may have computed its last slot, with a different next token.
+                # Another sequence may share this block, and may have computed the block's last slot for a different
+                # next token.
                 start -= 1
             if numbers[row]:
                 start = min(start, num_slots - 1)
@@ -191,7 +194,7 @@ class DraftModel:
         return drafts
 
     def _pass(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int], set[int]]:
-        """The sampled tokens of the chunks that sample, and the ids of sequences without a token."""
+        """Compute one pass. Returns the sampled tokens, and the ids of sequences for which sampling failed."""
         began = time.perf_counter()
         answer = self._runner.execute(_NOTHING_TO_MOVE, chunks)
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
@@ -230,9 +233,9 @@ class DraftModel:
 
 
 def _of_draft(one: Beginning) -> SequenceState:
-    """A copy of the sequence's first tokens, to which drafts are appended, and of its sampling parameters.
+    """A copy of the sequence that ends after the beginning's tokens. Drafts will be appended to the copy.
 
-    Drafts ignore adapters and forms. The base model drafts without masks.
+    The copy has no adapter and no form, because drafts ignore both.
     """
     sampling = one.sequence.sampling
     if sampling.form or sampling.logprobs is not None or sampling.prompt_logprobs is not None:

@@ -31,11 +31,13 @@ from worker_service.speculative_config import SpeculativeConfig
 from worker_service.wording import reason
 
 _LAYER_NAMES = ("midlayer", "layers.0")
-"""Names of an EAGLE-3 head's layer in a checkpoint: first the authors' name, then the name that speculators writes."""
+"""Names of an EAGLE-3 head's layer in a checkpoint: the name in the authors' files, and the name in files of the
+library speculators.
+"""
 
 
 class HeadFiles(Protocol):
-    """The files of a head. Memory is first allocated by `load`."""
+    """The files of a head. Only `load` allocates memory for the weights."""
 
     @property
     def shape(self) -> CacheShape:
@@ -163,8 +165,9 @@ class EagleFiles:
 
     @property
     def _layer_name(self) -> str:
-        """The layer's name in the format of config.json. If the checkpoint has only the other format's name, the other
-        name is returned.
+        """The layer's name in the checkpoint: one of `_LAYER_NAMES`.
+
+        If the checkpoint contains both names or none, the format of config.json decides.
         """
         first, other = reversed(_LAYER_NAMES) if "transformer_layer_config" in self.checkpoint.config else _LAYER_NAMES
         names = [] if self.weights is None else [*self.weights.dtypes]
@@ -172,7 +175,7 @@ class EagleFiles:
         return other if has_other and not has_first else first
 
     def _token_ids(self) -> Tensor | None:
-        """The token id of each logit, or None if every token has a logit, in order. `d2t` stores token id minus logit
+        """The token id of each logit, or None if logit i belongs to token i. `d2t` stores token id minus logit
         index.
         """
         number, size, path = self.config.draft_vocabulary_size, self.config.layer.vocabulary_size, self.checkpoint.path

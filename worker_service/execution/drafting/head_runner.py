@@ -1,9 +1,9 @@
 """Computes the passes of a head, which drafts in place of a draft model.
 
-A head's slot for a token holds keys and values of the *next* token and the token's own state. A head therefore has one
-slot fewer than there are tokens. A block's last slot depends on the next block's first token. Two sequences may share a
-block and then have different tokens. One of the two sequences may then draft from a slot that was computed for other
-tokens. At worst its draft is wrong.
+The head computes a token's keys and values from the token's state and from the *next* token. The last token of a
+sequence therefore has no slot in the head's cache yet. A block's last slot depends on the first token of the next
+block. If two sequences share a block, the next block may begin with different tokens. The shared slot then matches only
+one of the sequences. The drafts of the other sequence may be wrong, and the target rejects wrong drafts.
 """
 
 from array import array

@@ -1,6 +1,7 @@
 """Loads the proposer of draft tokens that the settings name: n-grams, a draft model, a head, or no proposer.
 
-Draft models and heads are loaded together with the target. Each proposer has a cache with the target's block numbers.
+Draft models and heads are loaded together with the target. The caches of draft models and heads use the target's block
+numbers.
 """
 
 from pagewire_common.start_error import StartError
@@ -22,7 +23,7 @@ from worker_service.speculation.ngram import Ngrams
 
 
 class ProposerLoader:
-    """Loads a proposer. Memory is first allocated by `load`.
+    """Loads a proposer of draft tokens. Only `load` allocates memory for weights.
 
     This base class serves n-grams and workers without a proposer, which need no weights.
     """

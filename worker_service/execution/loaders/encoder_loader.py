@@ -32,7 +32,7 @@ class EncoderLoader(Loader):
         self._runner: EncoderRunner
 
     def check(self) -> list[int]:
-        """Check the network, see `Loader`."""
+        """Check the network that `load` will load, see `Loader`."""
         return self.target.check()
 
     def load(self) -> None:

@@ -1,4 +1,4 @@
-"""The steps from an opened model to a runner, common to every kind of model."""
+"""The steps that load a model: every kind of model has a loader with these steps."""
 
 from abc import ABC, abstractmethod
 
@@ -29,7 +29,7 @@ class Loader(ABC):
 
     @abstractmethod
     def check(self) -> list[int]:
-        """Check everything that `load` will load. See `Network.check`."""
+        """Check everything that `load` will load. Returns upper limits of the weights' bytes, see `Network.check`."""
 
     @abstractmethod
     def load(self) -> None:

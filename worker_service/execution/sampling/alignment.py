@@ -106,7 +106,7 @@ def _matches(weights: Tensor, filter_width: int) -> Tensor:
 
 
 def first_columns(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """The first column of each row on the cheapest path from corner to corner. The path never goes back.
+    """The first column of each row of `costs` on the cheapest path from corner to corner. The path never goes back.
 
     costs: shape [rows, columns]. A step goes to the next row, the next column or both. If costs are equal, the step
     goes to the next column, as in transformers. Sums are float32, computed one diagonal at a time, because a cell needs
@@ -114,7 +114,7 @@ def first_columns(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """
     num_rows, num_columns = costs.shape
     steps = np.full((num_rows + num_columns + 1, num_rows + 1), -1, dtype=np.int8)
-    # Least cost of each row, on a diagonal whose row + column is constant.
+    # Least cost of each cell of a diagonal. On a diagonal, row + column is constant.
     before_last = np.full(num_rows + 1, np.inf, dtype=np.float32)
     last = before_last.copy()
     before_last[0] = 0.0

@@ -18,7 +18,7 @@ class FoundMasks(NamedTuple):
 
 
 class FormMasks:
-    """Masks of a step's sequences that have a form and sample: one after the last token, and one after each draft."""
+    """The masks of a step. Each sampling sequence with a form has a mask after its last token and after each draft."""
 
     def __init__(self, rows: dict[tuple[int, int], int], found: "Future[FoundMasks]") -> None:
         self._rows = rows  # by sequence id and number of tokens

@@ -10,14 +10,15 @@ process has no threads, because a fork would lose threads. When the worker ends,
 
 An output that is new to the child process may have thousands of tokens to read. The child reads the tokens in slices,
 one slice in each step of the output. Masks of other outputs therefore wait for at most one slice. Until all tokens are
-read, the output's answers are late: they have no mask, and the output gains no token.
+read, the output's answers are late. A late answer contains no mask, and the output gains no token.
 
 A form is compiled in a slice, too. If compiling takes longer than a slice, the next compilation is delayed by the same
-time, so that other outputs can run. Several new forms are therefore compiled over several steps, and their outputs are
-late until then. When one step compiled all forms, 60 forms of 0.2 s each stopped the streams of a worker for 24 s.
+time, so that other outputs can run. Several new forms are therefore compiled over several steps. Until a form is
+compiled, its outputs are late. When one step compiled all forms, 60 forms of 0.2 s each stopped the streams of a worker
+for 24 s.
 
-The masks of a step take at most `MAX_SECONDS` in total. Further masks are late. When one step computed all masks, 200
-outputs of `s: "=" | s s`, with 0.1 s a mask, stopped the streams of a worker for 20 s.
+The masks of a step take at most `MAX_SECONDS` in total. All masks beyond this limit are late. When one step computed
+all masks, 200 outputs of `s: "=" | s s`, with 0.1 s a mask, stopped the streams of a worker for 20 s.
 """
 
 import ctypes
@@ -46,13 +47,13 @@ MAX_KEPT = 32
 MAX_MEMORY = 4 << 30
 """Maximum bytes of address space of a child process that computes masks."""
 SLICE_SECONDS = 0.01
-"""Seconds of CPU in one step to read tokens that outputs already have, for all outputs together. A forward pass takes
-about 0.01 s, too. A slice reads 6,000 tokens of JSON. A token of a right-recursive list takes up to 0.25 ms before the
-list reaches the library's limit.
+"""Maximum CPU seconds of a step for reading earlier tokens of new outputs, summed over all outputs. A forward pass
+takes about 0.01 s, too. A slice reads 6,000 tokens of JSON. A token of a right-recursive list takes up to 0.25 ms
+before the list reaches the library's limit.
 """
 FEW_TOKENS = 16
-"""Largest number of unread tokens of an output that is not new, for example after accepted drafts. An output with so
-few unread tokens has its own slice.
+"""Maximum unread tokens of an output that is not new, for example after accepted drafts. Outputs with few unread tokens
+are read in separate slices.
 """
 HEAD = struct.Struct("<dqI?")
 """The header of each mask, with four fields. The first field is the CPU seconds since the previous answer, without
@@ -64,11 +65,11 @@ MAX_REASON = 1000
 
 
 class Work(NamedTuple):
-    """The work for an output: read its new tokens. If the output `samples`, compute a mask after the tokens and a mask
-    after each draft.
+    """A step's work for an output: read the output's new tokens. If the output `samples`, compute a mask after the
+    tokens and a mask after each draft.
 
     An output's first work names its `form` and contains all of its tokens. If the work is `alone`, its form is compiled
-    separately. Work after a late answer does not repeat the tokens.
+    separately. After a late answer, the next work does not repeat the tokens.
     """
 
     key: int
@@ -115,8 +116,8 @@ class Follower:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # least recently used first
         self._outputs: dict[int, _Output] = {}
         self._memory = _Memory()
-        self._slice = 0.0  # seconds left of the current slice
-        self._compiles_at = 0.0  # earliest time of the next compilation, by a monotonic clock
+        self._slice = 0.0  # Seconds left of the current slice.
+        self._compiles_at = 0.0  # Earliest monotonic time of the next compilation.
 
     def forget(self, key: int) -> None:
         self._outputs.pop(key, None)
@@ -152,9 +153,9 @@ class Follower:
                 began, num_read = process_time(), 0
 
     def _read(self, matcher: LLMatcher, unread: deque[int], until: float) -> int:
-        """Read an output's tokens until its slice is over. Returns the number of tokens read.
+        """Read an output's tokens until the time of its slice is used up. Returns the number of tokens read.
 
-        Tokens are read one at a time, because the library cannot be interrupted, but limits the time of one token.
+        Tokens are read one at a time. The library cannot be interrupted, but it limits the time of one token.
         """
         num_unread = len(unread)
         is_new, began = num_unread > FEW_TOKENS, process_time()
@@ -173,7 +174,7 @@ class Follower:
     def _masks(self, matcher: LLMatcher, work: Work) -> Iterator[bytearray]:
         mask = self._mask(matcher)
         yield mask
-        # The drafts are read by a copy, because a matcher that has failed cannot be rolled back.
+        # A copy of the matcher reads the drafts, because a matcher that has failed cannot be rolled back.
         ahead = matcher.deep_copy() if work.drafts and mask else matcher
         for draft in work.drafts:
             may_come = bool(mask) and mask[draft // 8] >> draft % 8 & 1 and not ahead.is_stopped()
@@ -196,14 +197,14 @@ class Follower:
         """A matcher that has read no tokens.
 
         A matcher that is not `alone` shares the library's cache for the form with other matchers. All matchers of the
-        form also share the cache's limits. If a limit stops one of them, the limit stops all of them.
+        form also share the cache's limits. If a limit stops one matcher, the limit stops all matchers of the form.
         """
         compiled = self._compiled.pop(form, None)
         if alone or compiled is None or compiled.is_error():
             # The library's log is off, because the log would contain tokens of outputs.
             compiled = LLMatcher(self._tokenizer, form, log_level=0, limits=parser_limits())
             # The mask of an empty output is computed first. Without this first mask, a mask after other tokens may take
-            # very long. Behind the z of yyyyy|z(a|aa|aaa){1,1000}… the mask took 69 s instead of 6 ms.
+            # very long. In the form yyyyy|z(a|aa|aaa){1,1000}…, the mask after z took 69 s instead of 6 ms.
             self._mask(compiled)
         if alone:
             return compiled
@@ -213,8 +214,9 @@ class Follower:
         return compiled.deep_copy()
 
     def serve(self, connection: Connection) -> None:
-        """Answer messages (keys to forget, work). Each answer is sent separately, so that the worker sees the slow
-        answers.
+        """Answer the worker's messages. Each message is a pair: the keys of outputs to forget, and the list of `Work`.
+
+        Each answer is sent separately, so that the worker notices slow answers.
         """
         while True:
             try:

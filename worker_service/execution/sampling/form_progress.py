@@ -1,4 +1,4 @@
-"""How many tokens of an output its form has read, and how much CPU time the form may still use."""
+"""The progress of an output in its form (grammar): the tokens read, and the CPU time that the form may still use."""
 
 from array import array
 from collections import deque
@@ -9,12 +9,13 @@ from typing import NamedTuple
 MAX_LEFT = 3.0
 """Seconds of CPU that an output's form may use before its first token. Each token adds `TOKEN_SECONDS`."""
 TOKEN_SECONDS = 0.01
-"""Seconds of CPU that each token adds. The value is three times the slowest of 420 forms, see `MAX_SECONDS`."""
+"""Seconds of CPU that each token adds to the limit. The value is three times the slowest of 420 forms, see
+`MAX_SECONDS`."""
 
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """How much of an output a process has read. When this object is freed, its key joins the keys to forget."""
+    """A process's progress in reading an output. After this object is freed, the process forgets the output."""
 
     key: int
     gone: deque[int]
@@ -32,8 +33,10 @@ class Progress:
     is_over: bool = False
     """Whether the output has ended because of its form."""
     is_alone: bool = False
-    """Whether the output's form is compiled separately and has no drafts. Outputs of one form share limits of the
-    library with each other and with drafts. The shared limits have stopped some matchers.
+    """Whether the output has a separately compiled form and no drafts.
+
+    Set after the output's matcher has failed or its process has died. The cause may be the library's limits, which the
+    outputs of a form and their drafts share by default.
     """
 
     @property
@@ -44,7 +47,7 @@ class Progress:
         return self.is_alone and not self.num_masks
 
     def begin(self, reader: Connection) -> None:
-        """Begin to read the output from the start, with a new matcher of this process."""
+        """Restart the record for a new process, whose matcher has read no token of the output."""
         self.reader, self.num_tokens, self.num_masks, self.left, self.memory = reader, 0, 0, MAX_LEFT, 0
 
     def charge(self, seconds: float, num_tokens: int) -> None:
@@ -57,7 +60,7 @@ class Progress:
 
 
 class FormedOutput(NamedTuple):
-    """A sequence of the step with a form, in the shape that the thread for masks needs."""
+    """A step's sequence with a form, as input of the thread that requests masks."""
 
     sequence_id: int
     form: str

@@ -1,35 +1,35 @@
 """Restricts outputs to their forms (grammars). The masks of allowed next tokens are computed during the forward pass.
 
 The library llguidance reads the grammar: an Earley parser above a lexer, which walks a trie of all tokens. A matcher
-has read an output's tokens so far, and computes the mask of the next token. A matcher depends only on the output's
-tokens. Matchers can therefore be rebuilt after a preemption, on another worker, or in a resumed stream. Matchers run in
-a separate process, form_process.py. A thread of this file communicates with the process, and the device thread waits
-for the masks before sampling. The scheduler has already checked the form.
+reads the tokens of one output, and computes the mask of the output's next token. The state of a matcher depends only on
+the output's tokens. Matchers can therefore be rebuilt after a preemption, on another worker, or in a resumed stream.
+Matchers run in a separate process, form_process.py. A thread of this file communicates with the process, and the device
+thread waits for the masks before sampling. The scheduler has already checked the form.
 
-The time of a form is charged to its own output, and can end only this output:
+The CPU time of a form is charged to the form's output. A slow form can end only its own output:
 
-- One token or mask may take `MAX_SECONDS`. After this time the process is killed, and a new process continues the
-  other outputs. For `BAN_SECONDS`, new outputs of the same form and owner end at once. Earlier tokens have no part in
-  this limit, so only the form can be the cause. Outputs that have begun continue until the form exceeds the limit
-  again.
+- One token or mask may take `MAX_SECONDS`. After `MAX_SECONDS` the process is killed, and a new process continues the
+  other outputs. For `BAN_SECONDS`, new outputs of the same form and owner end at once. The limit applies to a single
+  token or mask, so earlier tokens of the output cannot be the cause. Outputs that have begun continue until the form
+  exceeds the limit again.
 - All tokens together may take `MAX_LEFT`, plus `TOKEN_SECONDS` for each token.
 - If an output is new to the process, the process reads the output's tokens again, in slices between the masks of other
-  outputs. Until all tokens are read, the output is late and gains no token. Reading again is charged at half its time.
-  Reading again takes at most the time of the first reading, so it cannot end an output.
+  outputs. Until all tokens are read, the output is late and gains no token. The second reading takes at
+  most as long as the first reading, and is charged at half its time. A second reading therefore cannot end an output.
 
-In one step, a form therefore delays other outputs by at most three times `MAX_SECONDS`. The three delays are for its
-mask, for the masks after drafts, and for a second try without drafts. The average delay is `TOKEN_SECONDS`. In one
-step, at most `MAX_ENDED` processes are killed because of slow forms. A step compiles one or a few new forms, in at most
-half of its time; the other new forms are late.
+In one step, a form therefore delays other outputs by at most three times `MAX_SECONDS`. The three delays are for the
+mask of the next token, for the masks after drafts, and for a second try without drafts. The average delay is
+`TOKEN_SECONDS`. In one step, at most `MAX_ENDED` processes are killed because of slow forms. A step compiles one or a
+few new forms, in at most half of its time. All other new forms are late.
 
-Compiling, reading and masks are late if the step has no time left. Outputs therefore take turns: one output of each
-owner, then a second output of each owner. The owner with the least used time comes first. Without turns a tenant's new
-output would wait for all earlier outputs of other tenants. After the process was killed, all outputs of the tenant
-would wait.
+If a step has no time left, the remaining compilations, readings and masks are late. Outputs therefore take turns: one
+output of each owner, then a second output of each owner. The owner whose outputs have used the least time comes first.
+Without turns, a tenant's new output would wait for all earlier outputs of other tenants. After the process was killed,
+the tenant's earlier outputs would wait as well.
 
 Memory is limited for all outputs together. If the outputs exceed `MAX_TOGETHER`, the owner with the most memory loses
-its largest output. If instead the process died, all outputs would be read again and would reach the same limit again,
-forever.
+its largest output. Without this limit, the process would run out of memory and die. The next process would read all
+outputs again and die for the same reason.
 """
 
 import contextlib
@@ -68,8 +68,8 @@ START_SECONDS = 60.0
 BAN_SECONDS = 60.0
 MAX_BANS = 1024
 MAX_ENDED = 3
-"""Number of processes that may be killed in a step. If `MAX_ENDED` processes were killed, the remaining outputs are
-late. If an output has caused the death of two processes, the worker ends the output.
+"""Maximum number of processes that may be killed in a step. If `MAX_ENDED` processes were killed, the remaining outputs
+are late. If an output has caused the death of two processes, the worker ends the output.
 """
 
 
@@ -113,7 +113,7 @@ class Forms:
         return True
 
     def close(self) -> None:
-        """End the process. Without this call the process ends with the worker."""
+        """End the process. If `close` is not called, the process ends with the worker."""
         self._thread.shutdown()
         self._end()
         self._control.close()
@@ -122,7 +122,8 @@ class Forms:
     def begin(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
         """Start computing masks for the chunks that have a form. Returns None if no chunk has a form.
 
-        If a chunk does not sample yet, the process only reads its tokens. All tokens must be known.
+        If a chunk does not sample yet, the process only reads the chunk's tokens. The host must know all tokens of the
+        chunks.
         """
         formed = [chunk for chunk in chunks if chunk.sequence.sampling.form]
         if not formed:
@@ -155,7 +156,7 @@ class Forms:
         ends = itertools.accumulate(item.num_masks for item in items)
         every = [(item, masks[end - item.num_masks : end]) for item, end in zip(items, ends, strict=True)]
         left, num_ended = deque(form_turns.in_turns(every)), 0
-        # Keys of outputs whose answer the thread was waiting for when a process died.
+        # Keys of the outputs that a process was computing when the process died.
         died: set[int] = set()
         while left := deque(self._followed(left)):
             if num_ended == MAX_ENDED:  # many forms may each be slow once
@@ -222,7 +223,7 @@ class Forms:
         return FoundMasks(masks, late)
 
     def _followed(self, items: Iterable[WithRows]) -> Iterator[WithRows]:
-        """The outputs that have not ended. Drafts are removed from outputs that may not have masks after drafts."""
+        """The outputs that have not ended. If masks after drafts are not allowed, the output's drafts are removed."""
         for item, rows in items:
             if not item.progress.is_over and self._is_banned(item.form, item.owner, times=2):
                 self._end_output(item, "other outputs of the form have taken too long twice in a minute")
@@ -264,7 +265,7 @@ class Forms:
         log.warning("an output has ended: its form cannot be followed", reason=why)
 
     def _ban(self, item: FormedOutput, is_draft: bool, why: str) -> None:
-        """Ban new outputs of this form and owner for a while. A second ban also ends the outputs that have begun.
+        """Ban new outputs of this form and owner for a while. A second ban also ends the running outputs of the form.
 
         is_draft: whether a draft token took too long, so that only drafts are banned.
         """
@@ -287,7 +288,7 @@ class Forms:
         """The connection to the process that computes masks. If the process has died, a new process is forked. Raises
         OSError.
         """
-        # Data without a request means that the process has ended.
+        # If the connection has data before a request is sent, the process has ended.
         if self._reader is not None and self._reader.poll(0):
             self._end()
         return self._reader or self._fork()

@@ -79,7 +79,7 @@ def sample_logprobs(
 
 
 def concatenate(parts: Sequence[SampleLogprobs]) -> SampleLogprobs:
-    """Join at least one report on consecutive positions of one sequence."""
+    """Join reports on consecutive positions of one sequence. At least one report is required."""
     return SampleLogprobs(
         sequence_id=parts[0].sequence_id,
         width=parts[0].width,

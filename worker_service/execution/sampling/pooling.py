@@ -1,7 +1,7 @@
 """Pools the hidden states of prompts into vectors, a chunk at a time.
 
-Partial sums over chunks are stored in the sequence's state. A swap therefore loses nothing, and a recomputed sequence
-starts again. Sums are float64, so that the chunks change at most the last two bits of a mean.
+Partial sums over chunks are stored in the sequence's state. A swapped sequence therefore keeps its sums. A recomputed
+sequence starts with new sums. Sums are float64, so that the chunks change at most the last two bits of a mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,7 +65,7 @@ def pool(chunk: ScheduledChunk, hidden: Tensor, classify: Classify | None = None
             assert classify is not None  # the limits guarantee a classifier
             vectors = classify(hidden)[None]
         case PoolingType.ALIGNMENT:
-            raise AssertionError("an Aligner takes these")  # the session has refused this type
+            raise AssertionError("an Aligner takes these")  # `Aligner` handles this type
     if not chunk.samples and pooling.type is not PoolingType.ALL:
         return None
     return finished(vectors, pooling)

@@ -3,7 +3,7 @@
 A row's token depends only on its own logits, parameters, seed and tokens. A sequence therefore samples the same tokens
 alone and in a batch. With temperature 0 the token has the largest logit, and the lowest id among equal logits. With a
 higher temperature the token is `argmax(logit / temperature + gumbel)` among the tokens that pass the filters. This file
-turns sequences into tensors, and `kernels.sampling.eager` computes. Nothing in this file waits for a GPU.
+turns sequences into tensors, and `kernels.sampling.eager` chooses the tokens. No function in this file waits for a GPU.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ BARRED = -2
 def sample(
     logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None, *, may_edit: bool = False
 ) -> Tensor:
-    """The new token of each row, [rows] int64 on the device of the logits. FAILED or BARRED for a row without a token.
+    """The new token of each row, [rows] int64 on the device of the logits. A row without a token has FAILED or BARRED.
 
     logits: shape [rows, vocabulary_size], any float type. If `may_edit`, the logits are overwritten, which saves a
     copy. sequences: one sequence for each row. masks: the masks of sequences that have a form.
@@ -49,7 +49,10 @@ def sample(
 
 
 def _choose(logits: Tensor, sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Every row's token, and whether the row allows any token. Tokens of `rows` with a temperature are drawn."""
+    """Return each row's token, and whether the row has a finite logit.
+
+    If a row of `rows` has a temperature, its token is sampled. All other rows choose the largest logit.
+    """
     ops = sampling_ops_for(logits.device)
     token_ids, largest = ops.greedy(logits)
     drawing = [row for row in rows if sequences[row].sampling.temperature]

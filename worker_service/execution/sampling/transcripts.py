@@ -2,7 +2,7 @@
 
 A time token stands before and after each part of the text. A part's closing time is followed by the next part's opening
 time, or by the end of the transcript. A part's opening time may equal the previous part's closing time. No part has
-length zero. The rules are those of Whisper's own decoding (Radford et al., 2023).
+length zero. The rules equal the rules of Whisper's own decoding (Radford et al., 2023).
 """
 
 from collections.abc import Sequence

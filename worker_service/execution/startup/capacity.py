@@ -34,9 +34,9 @@ def check_room_for_weights(
     """
     num_bytes = sum(sizes)
     if device.type == "cpu":
-        # While a weight is packed, its plain and its packed form are both in memory. An embedding that is also the head
-        # keeps both forms if rows cannot be read from the packed form. The embedding is one of the largest weights and
-        # may be in float32.
+        # While a weight is packed, its plain and its packed form are both in memory. An embedding that is also the
+        # output layer keeps both forms if rows cannot be read from the packed form. The embedding is one of the largest
+        # weights and may be in float32.
         num_bytes += max(sizes) * ops_for(device).wide_itemsize(dtype) // dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
     if device.type == "cpu":
@@ -113,7 +113,7 @@ def _free_cuda_bytes(device: torch.device, utilization: float) -> int:
 
 
 def _free_host_bytes() -> int:
-    """The machine's available bytes, or the bytes left of the control group's limit if fewer."""
+    """The smaller of the machine's available bytes and the remaining bytes of the control group's limit."""
     available = int(psutil.virtual_memory().available)
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
@@ -124,8 +124,8 @@ def _free_host_bytes() -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Bytes of inactive file pages, for example of loaded weight files. The control group counts these bytes as
-    used.
+    """Bytes of inactive file pages, for example of loaded weight files. The control group counts inactive
+    file pages as used memory.
     """
     try:
         lines = (_CGROUP / "memory.stat").read_text().splitlines()

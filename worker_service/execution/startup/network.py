@@ -50,7 +50,7 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 @dataclass(frozen=True)
 class Network:
-    """The files and properties of a model. Memory for weights is first allocated by `load`."""
+    """The files and properties of a model. Only `load` allocates memory for weights."""
 
     model_id: str
     checkpoint: Checkpoint
@@ -65,7 +65,7 @@ class Network:
     quantization: Quantization
     sentences: SentenceSettings
     batch_invariant: bool = False
-    """Whether kernels are batch-invariant, as for `ops_for`."""
+    """Whether kernels are batch-invariant: a row's bits do not depend on the other rows of the batch."""
 
     @classmethod
     def open(cls, name: str, settings: WorkerSettings, device: torch.device, ranks: Ranks) -> "Network":
@@ -108,8 +108,8 @@ class Network:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest text that the model's files allow. A sentence-transformer's file may allow fewer than
-        config.json.
+        """Tokens of the longest text that the model's files allow. A sentence-transformer's file may allow fewer
+        tokens than config.json.
         """
         return min(self.config.max_model_len, self.sentences.max_length or self.config.max_model_len)
 
@@ -196,7 +196,7 @@ class Network:
         return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
 
     def load(self, room: AdapterRoom = NO_ADAPTERS) -> tuple[Any, Adapters]:
-        """The network, whose class depends on `config`, and its adapters.
+        """Load the network and its adapters. The class of the network depends on `config`.
 
         Raises StartError. Raises torch's errors if memory runs out.
         """
@@ -204,7 +204,7 @@ class Network:
         with byte_progress("loading weights") as progress:
 
             def fill(places: Mapping[str, torch.Tensor]) -> None:
-                give_freed_memory_back()  # returns the memory of the layer before
+                give_freed_memory_back()  # the freed memory of the previous layer
                 self.checkpoint.load_into(places, self.cuts)
                 progress.update(sum(place.nbytes for place in places.values()))
 
@@ -240,7 +240,7 @@ class Network:
         return ops_for(self.device).GROUPED_PRODUCTS and any(layer.mixture for layer in self.config.layers)
 
     def _has_whole_stacks(self, packed: PackedWeights) -> bool:
-        """Whether in every layer either all experts are stored quantised, or no expert."""
+        """Whether each layer stores either all its experts quantised or no expert quantised."""
         assert isinstance(self.config, DecoderConfig)
         counts = Counter(found[0] for name in packed if ".experts." in name and (found := _LAYER.match(name)))
         mixtures = {f"model.layers.{n}.": layer.mixture for n, layer in enumerate(self.config.layers) if layer.mixture}
@@ -333,7 +333,9 @@ class Network:
 
 
 _TRANSPOSED = ("gpt2", "openai-gpt")
-"""Model families whose layers are stored as [inputs, outputs], with quantisation groups along the other dimension."""
+"""Model families whose layers are stored transposed, as [inputs, outputs]. Their quantised layers are not supported:
+the quantisation groups lie along the wrong dimension.
+"""
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], quantized: Quantized) -> dict[str, torch.Tensor]:

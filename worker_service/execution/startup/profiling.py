@@ -34,8 +34,8 @@ def measure_prefill(
     """Measure the tokens a second of a step with `max_num_batched_tokens` tokens, which samples `max_num_seqs`
     sequences.
 
-    On a GPU, torch's peak of allocated memory then includes the largest step. Raises torch's OutOfMemoryError if the
-    step does not fit.
+    On a GPU, torch's peak of allocated memory includes the largest step after the measurement. Raises torch's
+    OutOfMemoryError if the step does not fit.
     """
     num_tokens = max_num_batched_tokens if device.type == "cuda" else min(max_num_batched_tokens, _CPU_TOKENS)
     num_seqs = min(max_num_seqs, num_tokens) if device.type == "cuda" else 1

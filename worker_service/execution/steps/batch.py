@@ -1,4 +1,4 @@
-"""Turns a step's chunks into the flat tensors of a forward pass: one row a token, sequence after sequence."""
+"""Turns a step's chunks into the flat tensors of a forward pass. Each token has a row, in the order of the chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Batch:
     """[num_tokens] int64. Each token's slot in the cache."""
     attention: AttentionMetadata
     query_start: tuple[int, ...]
-    """The first row of each chunk, then the number of rows."""
+    """The first row of each chunk, followed by the total number of rows."""
 
 
 def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> Batch:

@@ -1,10 +1,10 @@
 """Steps as CUDA graphs: a forward pass of hundreds of kernels is one launch.
 
 On an H200 a decode step of an 8-billion-parameter Llama takes 4.5 ms as a graph. If Python launches each kernel, the
-step takes 12.2 ms. A graph is captured for each of a few numbers of rows. Every token has a row. The same graphs
+step takes 12.2 ms. A graph is captured for each of a few batch sizes, in rows. Every token has a row. The same graphs
 therefore also compute steps that verify drafts and steps with short prompts or the end of a prompt. The largest graph
-is captured first, so that the other graphs reuse its memory. Logits and sampling stay outside, because their rows
-change from step to step.
+is captured first, so that the other graphs reuse its memory. Logits and sampling are not part of the graphs, because
+their rows change from step to step.
 
 Adapters add two kernels to each product, which are 256 kernels in a pass of 32 layers. If a worker has slots for
 adapters, each size therefore has a graph with adapter kernels and a graph without them. A step of the base model
@@ -12,10 +12,11 @@ launches no adapter kernels. The two graphs share inputs and memory. The second 
 the driver's memory for its launches. Launches do not depend on the adapters, because kernels read slots and ranks on
 the device.
 
-If kernels support shared prefixes (`worker_service.execution.cache.shared_prefixes`), sizes of 8 rows and more have two
-graphs. The first graph has one more launch a layer, and computes steps whose rows share enough blocks. The second graph
-computes all other steps. The rows of a question after a long prompt also share the prompt's blocks. Steps without a
-graph do not share blocks: a step without a graph loses more time than sharing could save.
+If kernels support shared prefixes (`worker_service.execution.cache.shared_prefixes`), graph sizes of 8 rows and more
+have two graphs. The first graph has one more launch a layer, and computes steps whose rows share enough blocks. The
+second graph computes all other steps. If a cached long prompt is followed by a short question, the question's rows
+share the prompt's blocks too. Steps without a graph do not share blocks, because launches without a graph cost more
+time than sharing could save.
 """
 
 from array import array
@@ -38,8 +39,9 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.settings import WorkerSettings
 
 _PROMPT_ROWS = 256
-"""Rows of the largest graph if `max_num_seqs` is smaller, at most the tokens of a step. Estimate for an H200 and an
-8-billion-parameter Llama, not measured: 512 rows compute for as long as Python needs to launch the kernels.
+"""Minimum rows of the largest graph, if a step may have so many tokens. With a larger `max_num_seqs`, the largest graph
+has `max_num_seqs` rows. Estimate for an H200 and an 8-billion-parameter Llama, not measured: 512 rows compute for as
+long as Python needs to launch the kernels.
 """
 _MAX_READ_AGAIN = 1 << 28
 """Bytes of a layer's keys and values that the rows of a step may read repeatedly. At 4 KiB a token (Llama of 8 billion
@@ -47,15 +49,15 @@ parameters) a prompt of 360 tokens reaches this limit.
 
 In a graph each row of a sequence reads the whole context. An eager pass reads the context once for several rows. On an
 H200 the kernels of a layer take 0.24 ms longer without a graph. In 0.24 ms the memory of an H200 reads 1 GB. The limit
-is a quarter of 1 GB, because other GPUs have less bandwidth. The limit is an estimate, not measured. Caches avoid some
-of the reads.
+is a quarter of 1 GB, because other GPUs have less bandwidth. The limit is an estimate, not measured. Hardware caches
+avoid some of the reads.
 """
 
 _FEWEST_SHARING = 8
 """Smallest number of rows of a step with shared parts. Not measured."""
 _MAX_SHARED_BYTES = 1 << 27
 """Maximum bytes of the float32 results of shared parts over all rows of a step. The limit allows 32 parts of 512 tokens
-for 256 rows of 32 heads of 128. After the shared parts each row attends separately.
+for 256 rows of 32 heads of 128. Each row attends separately to the tokens after its shared parts.
 """
 _MIN_SAVED = 200 << 20
 """Smallest number of bytes of a layer's keys and values that sharing must save. On an H100 sharing takes 35 µs or more,
@@ -70,7 +72,7 @@ tensor is the result. Each repetition overwrites the result.
 
 
 class DecodeGraphs:
-    """The graphs of one model over one cache, whose address must not change."""
+    """The graphs of one model for one cache. The address of the cache must not change."""
 
     @torch.inference_mode()
     def __init__(
@@ -90,8 +92,8 @@ class DecodeGraphs:
         replaces the capture of CUDA graphs.
         """
         self._inputs = DecodeInputs(max_num_rows, max_model_len, cache.shape[3], cache.device)
-        # The heads of all ranks are counted, because all ranks must decide the same. An all-reduce needs equal numbers
-        # of rows in all ranks, padding included.
+        # The heads of all ranks are counted, because all ranks must make the same decision. An all-reduce needs equal
+        # numbers of rows in all ranks, padding included.
         token_bytes = 2 * model.config.num_kv_heads * model.config.head_dim * cache.itemsize
         self._most_read_again = _MAX_READ_AGAIN // token_bytes
         self._shared = _shared_inputs(model, cache, max_num_rows, max_model_len)
@@ -110,7 +112,7 @@ class DecodeGraphs:
                 progress.update()
 
     def fit(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether a graph can compute a step faster than launching its kernels one by one.
+        """Whether computing a step with a graph is faster than launching each of the step's kernels.
 
         A graph fits every step with one token for each sequence.
         """
@@ -130,8 +132,8 @@ class DecodeGraphs:
     def forward(
         self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None, adapter_slots: Tensor | None
     ) -> Tensor:
-        """The hidden states of the tokens of chunks that `fit`, [tokens, hidden_size]. The next call overwrites the
-        hidden states.
+        """Return the hidden states of the chunks' tokens, [tokens, hidden_size]. The chunks must `fit`. The next call
+        overwrites the hidden states.
 
         unseen, adapter_slots: see `DecodeInputs.fill`.
         """
@@ -163,17 +165,17 @@ def _contexts(chunks: Sequence[ScheduledChunk]) -> "tuple[list[array[int]], list
 def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_model_len: int) -> SharedInputs | None:
     """The buffers for shared parts, or None if kernels do not support shared parts."""
     config = model.config
-    if not isinstance(config, DecoderConfig) or is_narrow(cache.dtype):  # the kernel for shared parts reads no scales
+    if not isinstance(config, DecoderConfig) or is_narrow(cache.dtype):  # no kernel shares parts of 8-bit caches
         return None
-    # If ranks hold copies of a key head, each rank has fewer query heads for the key head. A kernel could then compute
-    # more rows together.
+    # Ranks may store copies of the same key head. Each of these ranks has fewer query heads for the key head, and a
+    # kernel could then compute more rows together.
     groups = config.num_heads // config.num_kv_heads
     most_rows = ops_for(cache.device).shared_tokens(groups, config.head_dim, cache.dtype)
     row_bytes = config.num_heads * config.head_dim * torch.float32.itemsize
     most_parts, room = (max_model_len - 1) // PART_KEYS, _MAX_SHARED_BYTES // row_bytes
     if not most_rows or not most_parts:
         return None
-    # The heads of all ranks are counted, because all ranks must decide the same.
+    # The heads of all ranks are counted, because all ranks must make the same decision.
     token_bytes = 2 * config.num_kv_heads * config.head_dim * cache.itemsize
     least_saved = _MIN_SAVED // token_bytes
     return SharedInputs(max_num_rows, most_rows, most_parts, room, least_saved, cache.shape[3], cache.device)
@@ -187,7 +189,7 @@ class _CudaGraphs:
         self._last: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        # This first call compiles lazily, chooses kernels and allocates memory.
+        # The first call compiles and chooses kernels, and allocates memory, outside of the capture.
         compute()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()

@@ -36,7 +36,7 @@ class UnseenTokens:
 
 
 def bucket_sizes(max_num_rows: int) -> list[int]:
-    """The numbers of rows that batches are padded to. Below 40 rows padding adds at most 7 rows; from 40 rows on, at
+    """The numbers of rows to which batches are padded. Below 40 rows padding adds at most 7 rows; from 40 rows on, at
     most a fifth.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_rows, 32)]
@@ -69,9 +69,8 @@ class DecodeInputs:
     ) -> int:
         """Store the inputs of a step, which must not have more tokens than there are rows. Returns the bucket size.
 
-        unseen: tokens that are on the device only. The chunk of a sequence in `unseen` has only this token.
-        adapter_slots: shape [tokens] int32, see `CausalModel.forward`. The copies run after all earlier work of the
-        device.
+        unseen: tokens that are on the device only. A chunk with an unseen token has no further tokens. adapter_slots:
+        shape [tokens] int32, see `CausalModel.forward`. The buffers are written after all earlier work of the device.
         """
         block_size, device = self._block_size, self._rows.device
         places = [(chunk.sequence, position) for chunk in chunks for position in range(chunk.start, chunk.stop)]
@@ -135,5 +134,5 @@ class DecodeInputs:
         device = self._tables.device
         rows = upload(changed, torch.int64, device)
         self._tables[:, : entries.shape[1]].index_copy_(0, rows, upload(entries, torch.int32, device))
-        for row in changed:  # after the last call that can fail
+        for row in changed:  # recorded only after the last call that can fail
             self._known_tables[row] = array(TOKENS, rows_tables[row])

@@ -28,11 +28,14 @@ from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput
 
 _LOGPROB_ROWS = 256
-"""Prompt rows whose logits exist at one time. 2,048 rows of 49,152 float32 logits would be 400 MB."""
+"""Maximum prompt rows whose logits are in memory at one time. 2,048 rows of 49,152 float32 logits would need 400 MB."""
 
 
 def _choosers(chunk: ScheduledChunk) -> list[SequenceState]:
-    """The state of the sequence at each sampled token, if all its drafts are accepted."""
+    """The state of a sequence before each token to sample: without drafts, with the first draft, with the first two, …
+
+    Each state contains the tokens on which the sampling of its token depends.
+    """
     sequence, drafts = chunk.sequence, chunk.drafts
     drafted = [replace(sequence, token_ids=sequence.token_ids + drafts[: n + 1]) for n in range(len(drafts))]
     return [sequence, *drafted]
@@ -46,10 +49,10 @@ class Runner:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be launched before the previous step has finished. Its chunks must `follow`."""
+        """Whether a step may be launched before the previous step has finished, if `follow` allows the step."""
         return False
 
-    def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:  # noqa: ARG002 (others use it)
+    def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:  # noqa: ARG002 (other runners use it)
         """Whether a step of these chunks may run ahead, with tokens on the device that the host has not read yet."""
         return False
 
@@ -58,8 +61,8 @@ class Runner:
     ) -> RunningStep:
         """Launch a step.
 
-        chunks: the work of `output`, as the session returned it. before: the previous step, if it has not finished. A
-        step with `before` requires chunks that `follow`.
+        chunks: the work of `output`, as the session returned it. before: the previous step, if it has not finished. If
+        `before` is given, `follow` must be true for the chunks.
         """
         raise NotImplementedError
 
@@ -68,7 +71,7 @@ class Runner:
         return self.launch(output, chunks).finish()
 
     def recover(self) -> None:
-        """Free the memory that a failed step held. The step's tensors must have been dropped before.
+        """Free the memory that a failed step held. The caller must already have dropped the step's tensors.
 
         Raises DeviceLostError if this process has lost the device. After an illegal access or a failed assertion in a
         kernel, every further CUDA call fails.
@@ -162,7 +165,7 @@ class ModelRunner(Runner):
         return None
 
     def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
-        """The hidden states, and the query starts: the first row of each chunk, then the number of rows."""
+        """The hidden states, and the query starts: each chunk's first row, followed by the total number of rows."""
         adapter_slots = None if self.adapters is None else self.adapters.slots(chunks)
         if self._decode_graphs is not None and (before is not None or self._decode_graphs.fit(chunks)):
             unseen = None if before is None else before.unseen_tokens()
@@ -182,8 +185,8 @@ class ModelRunner(Runner):
         return pool_all(chunks, query_start, hidden)
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[SampleLogprobs]:
-        """Log-probabilities of the prompt tokens that the chunk's rows predict: from its second token to the token
-        after its last token.
+        """Log-probabilities of the prompt tokens that the chunk's rows predict: from the chunk's second token to the
+        token after the chunk.
 
         hidden: shape [chunk's tokens, hidden_size]. Returns one report, or an empty list if the request asks for no
         log-probabilities. Raises FloatingPointError if the logits are not finite.

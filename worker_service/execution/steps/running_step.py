@@ -17,7 +17,7 @@ from worker_service.session.step import ModelOutput, SampleLogprobs, SequenceVec
 
 
 class RunningStep:
-    """A launched step whose results have not been read yet."""
+    """A step that the device computes. `finish` reads its results."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class RunningStep:
 
 
 def _num_choices(chunk: ScheduledChunk) -> int:
-    """The chunk's number of rows of logits: one for the last token, and one for each draft token."""
+    """The number of rows of logits that a chunk has: one for the last token, and one for each draft token."""
     return 1 + len(chunk.drafts) if chunk.chooses else 0
 
 
