@@ -13,8 +13,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from pagewire_common.calls.around import kind_of
-from pagewire_common.calls.field_count import has_more_fields, num_opaque_bytes
-from pagewire_common.calls.unknown_fields import unknown_field
+from pagewire_common.calls.field_count import has_more_fields, num_opaque_bytes, unknown_field
 
 log = structlog.get_logger()
 

@@ -25,7 +25,7 @@ from scheduler_service.frontend.output.request import request_key
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.request_trace import CHAT, TEXT_COMPLETION
 from scheduler_service.frontend.output.streams import OutputDelta
-from scheduler_service.wire.columns import fill_column
+from scheduler_service.wire.fields import fill_column
 
 _FINISH_REASONS = {
     SequenceStatus.FINISHED_STOPPED: pb.FINISH_REASON_STOP,

@@ -13,7 +13,7 @@ from worker_in_process import worker_in_process
 
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
-from scheduler_service.engine.workers.drafts import Drafts
+from scheduler_service.engine.workers.worker import Drafts
 
 PROMPTS = ["abcabcabcabc", "one two three one two three one two", "hello", "x" * 40]
 KINDS: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ from pagewire_client.local import ServiceProcess
 from pagewire_common.start_error import StartError
 from pagewire_common.telemetry.metrics import MAX_CONNECTIONS, MAX_HEAD_BYTES, serve_metrics
 from scheduler_service.core import ModelOutput, PlacementReason
-from scheduler_service.engine.workers.drafts import proposer_of
+from scheduler_service.engine.workers.worker import proposer_of
 from scheduler_service.operations.metrics import SchedulerMetrics
 from scheduler_service.statistics.counts import MAX_TENANTS, CountsByTenant, Histogram
 from worker_service.serving.metrics import WorkerStatistics

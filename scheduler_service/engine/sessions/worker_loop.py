@@ -14,8 +14,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.engine.sessions.worker_fleet import WorkerFleet
 from scheduler_service.engine.sessions.worker_session import WorkerSession
 from scheduler_service.engine.worker_link.client import DrainedError, SupersededError, UnreachableError, WorkerError
-from scheduler_service.engine.workers.drafts import proposer_of
-from scheduler_service.engine.workers.worker import Worker
+from scheduler_service.engine.workers.worker import Worker, proposer_of
 from scheduler_service.wire.codec import WorkerInfo
 
 log = structlog.get_logger()
