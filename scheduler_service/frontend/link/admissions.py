@@ -1,11 +1,13 @@
 """Admissions that the engine has not answered yet: their memory, and the callers that must wait for the answer.
 
 A front end checks a request while the engine decides on its place, so that a request costs one message and one wait. A
-flood must not cost checks: the next calls of a refused API key wait for their answers first, until the engine admits
-one of them.
+flood must not cost checks: for some seconds after a refusal of any kind, the API key's calls wait for their answers
+first. A call that is admitted meanwhile changes nothing, because a flood can contain such calls.
 """
 
 import asyncio
+import math
+import time
 
 import grpc
 
@@ -21,7 +23,8 @@ in milliseconds.
 """
 NUM_SOUNDS = 12
 """Four sounds of the largest size: each is counted three times."""
-_REFUSED = (grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], grpc.StatusCode.UNAVAILABLE.value[0])
+WAIT_SECONDS = 10.0
+"""Seconds after a refusal in which the calls of the API key wait for their answers."""
 
 
 class Admissions:
@@ -30,11 +33,11 @@ class Admissions:
     def __init__(self) -> None:
         self.num_bytes = 0
         """Bytes of the calls whose admission is unanswered."""
-        self._refused: set[str] = set()  # ids of API keys
+        self._refused_at: dict[str, float] = {}  # by the id of the API key
 
     def must_wait(self, api_key_id: str) -> bool:
-        """Whether the engine refused the last answered call of this API key for lack of room."""
-        return api_key_id in self._refused
+        """Whether the engine has refused a call of this API key in the last seconds."""
+        return time.monotonic() - self._refused_at.get(api_key_id, -math.inf) < WAIT_SECONDS
 
     def check_room(self, num_bytes: int, max_unread: int, model: ServedModel | None) -> None:
         """Raises RESOURCE_EXHAUSTED if a call of this size has no room, but never if no other call waits.
@@ -46,16 +49,13 @@ class Admissions:
             reason = "too many requests wait to be admitted; try again later"
             raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
 
-    def count(self, admit: pb.Admit, answer: asyncio.Future[pb.Answer]) -> None:
-        """Count the call's bytes until the answer comes, or the call is over."""
-        self.num_bytes += admit.num_bytes
+    def count(self, api_key_id: str, num_bytes: int, answer: asyncio.Future[pb.Answer]) -> None:
+        """Count the call's bytes until the answer comes, even if the call is over: its events may still be queued."""
+        self.num_bytes += num_bytes
 
         def answered(found: asyncio.Future[pb.Answer]) -> None:
-            self.num_bytes -= admit.num_bytes
-            code = None if found.cancelled() else found.result().code
-            if code in _REFUSED:
-                self._refused.add(admit.api_key_id)
-            elif code == 0:
-                self._refused.discard(admit.api_key_id)
+            self.num_bytes -= num_bytes
+            if found.result().code:
+                self._refused_at[api_key_id] = time.monotonic()
 
         answer.add_done_callback(answered)

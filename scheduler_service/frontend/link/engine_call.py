@@ -45,8 +45,6 @@ class EngineCall:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._admission is not None:
-            self._admission.cancel()  # without effect if it was answered
         self._link.requests.forget(self.number)
         if self._state is not None:
             self._state.stream.leave()
@@ -62,25 +60,30 @@ class EngineCall:
         with contextlib.suppress(RequestError):  # the engine is gone, and the place with it
             await self._link.connection.ask(self.number, close=pb.CloseCall(finished=self.finished, is_answered=True))
 
-    async def admit(self, key: str, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> str:
+    async def admit(
+        self, key: str, num_bytes: int, *, later_bytes: int = 0, resumes: bool = False, adapter_name: str = ""
+    ) -> str:
         """Reserve a place, and wait for it, so that a flood is refused before any work is done.
 
-        Returns the fingerprint of the named adapter. Raises RequestError.
+        `later_bytes`: memory that the call takes after the answer. Returns the fingerprint of the named adapter.
+        Raises RequestError.
         """
-        self._ask_admission(key, num_bytes, resumes=resumes, adapter_name=adapter_name)
+        self._ask_admission(key, num_bytes, later_bytes, resumes=resumes, adapter_name=adapter_name)
         return await self.admitted()
 
-    async def admit_early(self, key: str, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> str:
+    async def admit_early(
+        self, key: str, num_bytes: int, *, later_bytes: int = 0, resumes: bool = False, adapter_name: str = ""
+    ) -> str:
         """Ask for a place, and wait for it only if
 
         - an adapter is named, whose fingerprint is in the answer,
-        - the engine refused the last call of the API key, or
+        - the engine has refused a call of the API key in the last seconds, or
         - no model is known, because the request would wait for the model.
 
-        Otherwise `submit` raises the refusal. Returns and raises as `admit`.
+        Otherwise `submit` raises the refusal. Parameters, result and errors are those of `admit`.
         """
         link = self._link
-        self._ask_admission(key, num_bytes, resumes=resumes, adapter_name=adapter_name)
+        self._ask_admission(key, num_bytes, later_bytes, resumes=resumes, adapter_name=adapter_name)
         if adapter_name or link.admissions.must_wait(_api_key_id()) or link.loading.model is None:
             return await self.admitted()
         return ""
@@ -90,11 +93,15 @@ class EngineCall:
         assert self._admission is not None
         return (await accepted(self._admission)).adapter_id
 
-    def _ask_admission(self, key: str, num_bytes: int, *, resumes: bool, adapter_name: str) -> None:
+    def _ask_admission(self, key: str, num_bytes: int, later_bytes: int, *, resumes: bool, adapter_name: str) -> None:
         admit = pb.Admit(
-            key=key, num_bytes=num_bytes, resumes=resumes, api_key_id=_api_key_id(), adapter_name=adapter_name
+            key=key,
+            num_bytes=num_bytes + later_bytes,
+            resumes=resumes,
+            api_key_id=_api_key_id(),
+            adapter_name=adapter_name,
         )
-        self._admission = self._link.admit(self.number, admit)
+        self._admission = self._link.admit(self.number, admit, num_bytes)
 
     async def hold(self, num_bytes: int) -> None:
         """Add memory for this call's texts. Raises RequestError."""
@@ -116,6 +123,8 @@ class EngineCall:
 
         `num_bytes` is further memory for it. A text that is `part_of` a call needs no place of its own.
         """
+        if self._admission is not None and self._admission.done():
+            await self.admitted()
         link, welcome = self._link, self._link.welcome.result()
         requests = link.requests
         counts = requests.counts.of(request.tenant)

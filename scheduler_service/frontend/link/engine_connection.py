@@ -75,8 +75,7 @@ class EngineConnection:
         future = questions.popleft()
         if not questions:
             del self._questions[call]
-        if not future.done():  # its call may be over
-            future.set_result(answer)
+        future.set_result(answer)
 
     async def messages(self) -> AsyncGenerator[pb.AttachResponse, None]:
         """The engine's messages, until it is gone or the reader leaves."""
