@@ -239,3 +239,21 @@ async def test_a_call_without_a_model_hears_of_its_refusal_before_there_is_one()
             await held.admit_early("held", 10)
             with pytest.raises(RequestError, match="1 requests are in flight"):
                 await call.admit_early("a", 10)
+
+
+async def test_a_call_of_which_the_engine_never_heard_is_not_closed_there(
+    reads: asyncio.Event, messages: list[list[str | None]], byte_tokenizer_directory: Path
+) -> None:
+    """While the engine reads nothing, refused calls must not fill the queue to it."""
+    async with serving(FakeWorkerService(byte_tokenizer_directory)) as worker, running(worker) as one:
+        await one.model()
+        reads.clear()
+        with EngineCall(one.link) as waiting:
+            await waiting.admit_early("a", 1 << 30)
+            await until(lambda: not one.link.connection._events)
+            for _ in range(3):
+                with EngineCall(one.link) as call, pytest.raises(RequestError, match="wait to be admitted"):
+                    await call.admit_early("b", 10)
+            assert not one.link.connection._events
+        reads.set()
+        await until(lambda: ["close"] in messages)

@@ -35,7 +35,7 @@ class EngineCall:
 
     def __init__(self, link: EngineLink) -> None:
         self.finished: FinishedRequest | None = None
-        self._is_closed = False
+        self._is_known = False  # to the engine, which must hear of the end
         self._state: RequestState | None = None
         self._admission: asyncio.Future[pb.Answer] | None = None
         self._link = link
@@ -48,7 +48,7 @@ class EngineCall:
         self._link.requests.forget(self.number)
         if self._state is not None:
             self._state.stream.leave()
-        if not self._is_closed:
+        if self._is_known:
             self._link.connection.say(self.number, close=pb.CloseCall(finished=self.finished))
 
     async def close(self) -> None:
@@ -56,7 +56,7 @@ class EngineCall:
 
         A call that ends in any other way is closed after the `with` block, without waiting.
         """
-        self._is_closed = True
+        self._is_known = False
         with contextlib.suppress(RequestError):  # the engine is gone, and the place with it
             await self._link.connection.ask(self.number, close=pb.CloseCall(finished=self.finished, is_answered=True))
 
@@ -102,6 +102,7 @@ class EngineCall:
             adapter_name=adapter_name,
         )
         self._admission = self._link.admit(self.number, admit, num_bytes)
+        self._is_known = True
 
     async def hold(self, num_bytes: int) -> None:
         """Add memory for this call's texts. Raises RequestError."""
@@ -158,6 +159,7 @@ class EngineCall:
             first = key_of_adapter(root_behind(root, request.encoder_input), request.adapter_id)
             submission.block_keys = await _block_keys(first, request, model.block_size)
         queued = link.connection.question(self.number, submit=submission)
+        self._is_known = True
         if part_of is None:
             await self.admitted()
         await accepted(queued)
