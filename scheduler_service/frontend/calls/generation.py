@@ -89,8 +89,10 @@ async def generate(
             api_key.check_adapter(request.lora_name)
         resumes = request.HasField("resume")
         has_sound = request.HasField("encoder_sound")
-        admitted_bytes += SOUND_BYTES if has_sound else 0
-        adapter_id = await call.admit_early(key, admitted_bytes, resumes=resumes, adapter_name=request.lora_name)
+        later_bytes = SOUND_BYTES if has_sound else 0
+        adapter_id = await call.admit_early(
+            key, admitted_bytes, later_bytes=later_bytes, resumes=resumes, adapter_name=request.lora_name
+        )
         model = await allowed_model(link)
         if has_sound or request.sampling.WhichOneof("constraint"):  # sounds and forms take long to check
             await call.admitted()

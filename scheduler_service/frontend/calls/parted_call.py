@@ -37,6 +37,8 @@ class PartedCall:
     """Event of the log line that is written when the call ends."""
     operation = ""
     """The call's name in traces."""
+    later_bytes = 0
+    """Bytes of memory that the call takes after its admission, without the parts."""
 
     def __init__(self, link: EngineLink, request: Request, context: Context, num_bytes: int) -> None:
         """`num_bytes`: bytes of memory of the call without the parts."""
@@ -65,7 +67,9 @@ class PartedCall:
                 api_key.check_adapter(request.lora_name)
             self._call = stack.enter_context(EngineCall(self._link))
             key = request_key(request.tenant, self._id)
-            self._adapter_id = await self._call.admit(key, self._num_bytes, adapter_name=request.lora_name)
+            self._adapter_id = await self._call.admit(
+                key, self._num_bytes, later_bytes=self.later_bytes, adapter_name=request.lora_name
+            )
             self.model = await allowed_model(self._link)
             check_place(request, self.model)
             if self._trace is not None:

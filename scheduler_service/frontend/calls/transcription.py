@@ -64,11 +64,10 @@ async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: C
 class _SpeechCall(PartedCall):
     """A call with one or more parts for each window of the sound."""
 
-    event, operation = "transcription closed", TRANSCRIPTION
+    event, operation, later_bytes = "transcription closed", TRANSCRIPTION, SOUND_BYTES
 
     def __init__(self, link: EngineLink, request: pb.TranscribeRequest, context: Context) -> None:
-        num_bytes = SOUND_BYTES + sound_bytes(request.sound, errors.request_size.get())
-        super().__init__(link, request, context, num_bytes)
+        super().__init__(link, request, context, sound_bytes(request.sound, errors.request_size.get()))
         self._speech = request
         self._seconds = 0.0
 

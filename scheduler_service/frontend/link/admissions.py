@@ -1,11 +1,14 @@
 """Counts the memory of unanswered admissions, and decides which calls wait for the engine's answer.
 
 A front end checks a request while the engine decides whether to admit it. So a request costs one message and one wait.
-In a flood of calls, checks of refused calls would be wasted work. After the engine has refused a call of an API key,
-the key's next calls wait for the answer before their check, until the engine admits a call of the key.
+In a flood of calls, checks of refused calls would be wasted work. For some seconds after a refusal, all calls of the
+API key therefore wait for the engine's answer before their check. An admitted call does not end these seconds, because
+a flood can contain admitted calls.
 """
 
 import asyncio
+import math
+import time
 
 import grpc
 
@@ -21,10 +24,11 @@ MIN_BYTES = 16 << 20
 The engine answers in milliseconds.
 """
 NUM_SOUNDS = 12
-"""Limit on unanswered admissions, in audio inputs (sounds) of the largest size. Each sound is counted three times, so
-four sounds fit.
+"""Limit on unanswered admissions, in audio inputs of the largest size. Each input is counted three times, so four
+inputs fit.
 """
-_REFUSED = (grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], grpc.StatusCode.UNAVAILABLE.value[0])
+WAIT_SECONDS = 10.0
+"""Seconds after a refusal in which the calls of the API key wait for their answers."""
 
 
 class Admissions:
@@ -33,11 +37,11 @@ class Admissions:
     def __init__(self) -> None:
         self.num_bytes = 0
         """Bytes of the calls whose admission is unanswered."""
-        self._refused: set[str] = set()  # ids of API keys whose last answered call was refused
+        self._refused_at: dict[str, float] = {}  # by the id of the API key
 
     def must_wait(self, api_key_id: str) -> bool:
-        """Whether the engine refused the last answered call of this API key for lack of room."""
-        return api_key_id in self._refused
+        """Whether the engine has refused a call of this API key in the last seconds."""
+        return time.monotonic() - self._refused_at.get(api_key_id, -math.inf) < WAIT_SECONDS
 
     def check_room(self, num_bytes: int, max_unread: int, model: ServedModel | None) -> None:
         """Raise RESOURCE_EXHAUSTED if the unanswered admissions and this call exceed the limit on bytes.
@@ -50,16 +54,13 @@ class Admissions:
             reason = "too many requests wait to be admitted; try again later"
             raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
 
-    def count(self, admit: pb.Admit, answer: asyncio.Future[pb.Answer]) -> None:
-        """Count the call's bytes until the engine answers or the call ends."""
-        self.num_bytes += admit.num_bytes
+    def count(self, api_key_id: str, num_bytes: int, answer: asyncio.Future[pb.Answer]) -> None:
+        """Count the call's bytes until the engine answers. Events of a call that has ended may still be queued."""
+        self.num_bytes += num_bytes
 
         def answered(found: asyncio.Future[pb.Answer]) -> None:
-            self.num_bytes -= admit.num_bytes
-            code = None if found.cancelled() else found.result().code
-            if code in _REFUSED:
-                self._refused.add(admit.api_key_id)
-            elif code == 0:
-                self._refused.discard(admit.api_key_id)
+            self.num_bytes -= num_bytes
+            if found.result().code:
+                self._refused_at[api_key_id] = time.monotonic()
 
         answer.add_done_callback(answered)

@@ -37,7 +37,7 @@ class EngineCall:
 
     def __init__(self, link: EngineLink) -> None:
         self.finished: FinishedRequest | None = None
-        self._is_closed = False
+        self._is_known = False  # to the engine, which must hear of the end
         self._state: RequestState | None = None
         self._admission: asyncio.Future[pb.Answer] | None = None
         self._link = link
@@ -47,12 +47,10 @@ class EngineCall:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._admission is not None:
-            self._admission.cancel()  # no effect if the engine has answered
         self._link.requests.forget(self.number)
         if self._state is not None:
             self._state.stream.leave()
-        if not self._is_closed:
+        if self._is_known:
             self._link.connection.say(self.number, close=pb.CloseCall(finished=self.finished))
 
     async def close(self) -> None:
@@ -61,29 +59,32 @@ class EngineCall:
         The client receives the final status afterwards, and may then reuse the request id at once. Without `close`, the
         call is closed after the `with` block, without waiting.
         """
-        self._is_closed = True
-        with contextlib.suppress(RequestError):  # an engine that is gone has no places to free
+        self._is_known = False
+        with contextlib.suppress(RequestError):  # the engine is gone, and the place with it
             await self._link.connection.ask(self.number, close=pb.CloseCall(finished=self.finished, is_answered=True))
 
-    async def admit(self, key: str, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> str:
+    async def admit(
+        self, key: str, num_bytes: int, *, later_bytes: int = 0, resumes: bool = False, adapter_name: str = ""
+    ) -> str:
         """Ask the engine to admit the call, and wait for its answer. A flood of calls is thus refused before any work.
 
-        Returns the fingerprint of the adapter, or "" without an adapter. Raises RequestError if the call is refused.
+        `later_bytes`: memory that the call takes after the answer. Returns the fingerprint of the adapter, or "" if the
+        call names no adapter. Raises RequestError if the call is refused.
         """
-        self._ask_admission(key, num_bytes, resumes=resumes, adapter_name=adapter_name)
+        self._ask_admission(key, num_bytes, later_bytes, resumes=resumes, adapter_name=adapter_name)
         return await self.admitted()
 
-    async def admit_early(self, key: str, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> str:
-        """Ask the engine to admit the call, and wait for its answer in three cases only.
+    async def admit_early(
+        self, key: str, num_bytes: int, *, later_bytes: int = 0, resumes: bool = False, adapter_name: str = ""
+    ) -> str:
+        """Ask the engine to admit the call, and continue without its answer if possible.
 
-        - The call names an adapter. The answer contains the adapter's fingerprint.
-        - The engine refused the last call of the API key.
-        - The model is not loaded yet. The request would wait for the model.
-
-        In all other cases, `submit` raises the error of a refused call. The return value is the same as in `admit`.
+        The call waits for the answer if it names an adapter, because the answer contains the adapter's fingerprint. It
+        also waits if the engine has refused a call of the API key in the last seconds, or if no model is known yet. In
+        all other cases `submit` raises the refusal. Parameters, result and errors are those of `admit`.
         """
         link = self._link
-        self._ask_admission(key, num_bytes, resumes=resumes, adapter_name=adapter_name)
+        self._ask_admission(key, num_bytes, later_bytes, resumes=resumes, adapter_name=adapter_name)
         if adapter_name or link.admissions.must_wait(_api_key_id()) or link.loading.model is None:
             return await self.admitted()
         return ""
@@ -93,11 +94,16 @@ class EngineCall:
         assert self._admission is not None
         return (await accepted(self._admission)).adapter_id
 
-    def _ask_admission(self, key: str, num_bytes: int, *, resumes: bool, adapter_name: str) -> None:
+    def _ask_admission(self, key: str, num_bytes: int, later_bytes: int, *, resumes: bool, adapter_name: str) -> None:
         admit = pb.Admit(
-            key=key, num_bytes=num_bytes, resumes=resumes, api_key_id=_api_key_id(), adapter_name=adapter_name
+            key=key,
+            num_bytes=num_bytes + later_bytes,
+            resumes=resumes,
+            api_key_id=_api_key_id(),
+            adapter_name=adapter_name,
         )
-        self._admission = self._link.admit(self.number, admit)
+        self._admission = self._link.admit(self.number, admit, num_bytes)
+        self._is_known = True
 
     async def hold(self, num_bytes: int) -> None:
         """Add memory for this call's texts. Raises RequestError if memory is lacking."""
@@ -120,6 +126,8 @@ class EngineCall:
         `num_bytes`: memory of the request in addition to its admission. `part_of`: the admitted call to which this text
         belongs. A text is not admitted separately.
         """
+        if self._admission is not None and self._admission.done():
+            await self.admitted()
         link, welcome = self._link, self._link.welcome.result()
         requests = link.requests
         counts = requests.counts.of(request.tenant)
@@ -153,6 +161,7 @@ class EngineCall:
             first = key_of_adapter(root_behind(root, request.encoder_input), request.adapter_id)
             submission.block_keys = await _block_keys(first, request, model.block_size)
         queued = link.connection.question(self.number, submit=submission)
+        self._is_known = True
         if part_of is None:
             await self.admitted()
         await accepted(queued)

@@ -78,8 +78,7 @@ class EngineConnection:
         future = questions.popleft()
         if not questions:
             del self._questions[call]
-        if not future.done():  # a finished call has cancelled its future
-            future.set_result(answer)
+        future.set_result(answer)
 
     async def messages(self) -> AsyncGenerator[pb.AttachResponse, None]:
         """Yield the engine's messages until the engine ends the stream or the reader closes the generator."""

@@ -72,11 +72,14 @@ class EngineLink:
         """Limits of a request's message."""
         return request_limits(self.loading.model)
 
-    def admit(self, call: int, admit: pb.Admit) -> asyncio.Future[pb.Answer]:
-        """Ask the engine to admit a call. Raises RESOURCE_EXHAUSTED if unanswered admissions have too many bytes."""
-        self.admissions.check_room(admit.num_bytes, self.requests.unread.most, self.loading.model)
+    def admit(self, call: int, admit: pb.Admit, num_bytes: int) -> asyncio.Future[pb.Answer]:
+        """Ask the engine for a call's place. The call takes `num_bytes` of memory already.
+
+        Raises RESOURCE_EXHAUSTED if too many bytes of calls await an answer.
+        """
+        self.admissions.check_room(num_bytes, self.requests.unread.most, self.loading.model)
         answer = self.connection.question(call, admit=admit)
-        self.admissions.count(admit, answer)
+        self.admissions.count(admit.api_key_id, num_bytes, answer)
         return answer
 
     async def abort(self, key: str) -> bool:

@@ -36,7 +36,7 @@ TEXT_BYTES = 4 << 10
 """Bytes of memory of each text of a call with many texts: the text's task and list entries."""
 SOUND_BYTES = 16 << 20
 """Bytes of 30 seconds of sound: 2 MB of samples, 10 MB during the computation of features, and three copies of the
-features (1 to 1.5 MB each). A call reserves the memory for a sound after its admission.
+features (1 to 1.5 MB each). A call takes this memory after its admission.
 """
 STRING_BYTES = 50
 """Bytes of a token's text that is stored as a separate string."""
