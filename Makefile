@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup serving proto demo demo-embed demo-transcribe test fuzz chaos soak test-gpu lint fmt up down bench bench-all bench-gpu
+.PHONY: setup serving proto demo demo-embed demo-transcribe test test-kernels fuzz chaos soak test-gpu lint fmt up down bench bench-all bench-gpu
 # Bytecode is compiled on first import, because most modules of transformers are never imported. PYTHONDONTWRITEBYTECODE
 # must be unset, or every process would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -61,6 +61,10 @@ demo-transcribe: serving
 # One process per core: on two cores, three processes took as long as two.
 test: setup
 	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n logical
+
+# The CPU kernels of every instruction set of this machine. `make test` has the best and the simplest alone.
+test-kernels: setup
+	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n logical tests/kernels --all-kernels
 
 # Runs the property tests repeatedly with new seeds, on all cores. Failing examples are kept in .hypothesis.
 MINUTES ?= 10

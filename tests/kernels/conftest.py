@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from cpu_libraries import load_cpu_library
+from cpu_libraries import load_cpu_library, tested_sets
 
 from kernels.cpu import library
 
@@ -21,9 +21,26 @@ def pytest_report_header() -> list[str]:
     return [f"left out, because hypothesis is not installed: {', '.join(_NEEDS_HYPOTHESIS)}"] * bool(_NEEDS_HYPOTHESIS)
 
 
-@pytest.fixture(params=library.INSTRUCTION_SETS)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-kernels", action="store_true", help="test the CPU kernels of every instruction set, not of two alone"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of the CPU kernels run for this machine's best and simplest instruction sets, or for all."""
+    if "cpu_library" in metafunc.fixturenames:
+        names = (
+            list(library.INSTRUCTION_SETS)
+            if metafunc.config.getoption("--all-kernels", default=False)
+            else tested_sets()
+        )
+        metafunc.parametrize("cpu_library", names, indirect=True)
+
+
+@pytest.fixture
 def cpu_library(request: pytest.FixtureRequest) -> ModuleType:
-    """Compiled for one instruction set, each in turn."""
+    """A library that was compiled for one instruction set."""
     return load_cpu_library(request.param)
 
 
