@@ -1,24 +1,26 @@
-// Paged attention that reads keys and values in their blocks, without a copy.
+// Paged attention on the CPU. Keys and values are read in place, in the blocks of the KV cache, without a copy.
 //
-// The work is split into items. An item contains a few consecutive query tokens of a sequence, and the keys that these
-// tokens see. The rows of an item are the tokens' query heads of one key head. An item processes 64 keys at a time. An
-// item holds three results for each row: the largest score, the sum of exponentials and the weighted sum of values
-// (online softmax, Milakov and Gimelshein, 2018; tiles as in FlashAttention, Dao et al., 2022). If a single query token
-// has a long context, its keys are split into parts, and the results are merged afterwards (flash-decoding; Dao et al.,
-// 2023). The keys of a few query tokens (verified drafts) are also split if the threads have little other work. On two
-// threads, splitting reduces the time of 1 sequence by 20%. Splitting would increase the time of 8 sequences by up to
-// an eighth.
+// The work of attention is split into items. An item contains a few consecutive query tokens of a sequence, and the
+// keys that these tokens attend to. A row of an item is one query token with one of the query heads that share a key
+// head. An item is computed in tiles of 64 keys. For each row, the running largest score, sum of exponentials and
+// weighted sum of values are kept (online softmax, Milakov and Gimelshein, 2018; tiles as in FlashAttention, Dao et
+// al., 2022). If a sequence with one query token has a long context, its keys are split into parts, and the parts'
+// results are merged afterwards (flash-decoding; Dao et al., 2023). If the threads have little other work, the keys of
+// several query tokens (drafts that are verified) are also split. For verified drafts on two threads, splitting makes
+// attention of 1 sequence 20% faster. Splitting would make attention of 8 sequences up to an eighth slower.
 //
-// Block tables of sequences with a common prompt begin with the same blocks. The parts of these blocks are computed
-// together. An item then contains one query token of each of several sequences, and reads and transposes every tile
-// once for all tokens (cascade attention, Ye et al., 2024, and Hydragen; Juravsky et al., 2024).
+// Block tables of sequences with a common prompt begin with the same blocks. The parts of the context in shared blocks
+// are computed for all these sequences together. An item for shared parts contains one query token of each sequence,
+// and reads and transposes every tile of keys once for all tokens (cascade attention, Ye et al., 2024, and Hydragen;
+// Juravsky et al., 2024).
 //
 // Attention is batch-invariant: the bits of a row depend only on its query and its keys, not on other tokens or the
-// number of threads. A token thus has the same bits in a prompt, in a decode and after a draft token. For this reason,
-// tiles and parts begin at multiples of their sizes, wherever items begin. The keys of every row are summed part by
-// part, even if one item computes all parts. A key that a row does not see adds zero.
+// number of threads. A token's result thus has the same bits in a prompt, in a decode and after a draft token. To be
+// batch-invariant, tiles and parts of keys begin at multiples of their sizes, wherever items begin. Sums over keys are
+// computed part by part, even if one item computes all parts. A masked key adds zero to a row's sums.
 //
-// attention_items.h splits the work into items. The engines in attention_tiles.h multiply the tiles.
+// attention_items.h splits the work into items. The tile engines that attention_tiles.h lists multiply tiles of
+// queries, keys and values.
 #pragma once
 
 #include <algorithm>
@@ -38,8 +40,9 @@ namespace pagewire {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Merges the results of a row's part with the results of the earlier parts: largest score, sum of exponentials,
-// weighted values. A part without keys changes nothing. The first part is copied.
+// Merges a row's results for a part of its keys into the results for the earlier parts. The results of a part are the
+// largest score, the sum of exponentials and the weighted values. If a part has no unmasked keys, merging the part
+// changes nothing. The results of the first part are copied.
 inline void merge_part(float* merged, float maximum, float total, const float* sums, int64_t head_dim) {
   if (maximum == -kInfinity) return;
   const float top = merged[0] > maximum ? merged[0] : maximum;  // NaN if the part's score is NaN
@@ -54,13 +57,14 @@ inline void merge_part(float* merged, float maximum, float total, const float* s
 template <typename T, typename Tiles>
 class Attender {
  public:
-  // Announces the item of the next `attend` call, so that the item's first tile is prefetched.
+  // Announces the item that the next call of `attend` computes, so that the item's first tile is prefetched.
   void expect(const Attention<T>& a, const Item& item) {
     if (item.keys_begin < item.keys_end) locate(a, item, first_tile(item), *coming_);
   }
 
-  // Computes an item, which must have been announced by `expect`. then: the next item, or null. partials: the results
-  // of parts, for each row: largest score, sum of exponentials, weighted values.
+  // Computes attention for an item, which must have been announced by `expect`. then: the item that this thread
+  // computes next, or null. partials: memory for the results of parts, which are the largest score, the sum of
+  // exponentials and the weighted values of each row.
   void attend(const Attention<T>& a, const Work& work, const Item& item, const Item* then, float* partials) {
     const int64_t group = a.num_heads / a.num_kv_heads, rows = item.tokens * group;
     tiles_.start(a, rows);
@@ -115,14 +119,14 @@ class Attender {
     for (int64_t row = 0; row < rows; ++row) merged_[row * (a.head_dim + 2)] = -kInfinity;
   }
 
-  // Merges a row's sums of this part with the sums of all earlier parts.
+  // Merges a row's sums over the current part of the keys with the row's sums over all earlier parts.
   void merge_row(const Attention<T>& a, int64_t row) {
     merge_part(
         &merged_[row * (a.head_dim + 2)], maxima_[row] * Tiles::kLogBase, sum(Vec::loadu(&totals_[row * kLanes])), &sums_[row * a.head_dim],
         a.head_dim);
   }
 
-  // Finds the addresses of a tile's keys and values, and prefetches the tile.
+  // Finds the addresses of a tile's keys and values in the cache, and prefetches the keys and values.
   void locate(const Attention<T>& a, const Item& item, int64_t first, Tile<T>& tile) {
     tile.count = std::min(kTileKeys, item.keys_end - first);
     const int64_t begin = std::max<int64_t>(0, item.keys_begin - first);
@@ -146,8 +150,8 @@ class Attender {
     }
   }
 
-  // Stores the addresses of a tile's keys and values. first: number of the tile's first key in the sequence. pool: the
-  // cache's memory, of type E.
+  // Stores the addresses of a tile's keys and values. first: position of the tile's first key in the sequence. pool:
+  // the KV cache's memory, whose elements have type E.
   template <typename E>
   static void find(
       const Attention<T>& a, const Item& item, int64_t first, const E* pool, const E** keys, const E** values,
@@ -188,10 +192,11 @@ class Attender {
   }
 
   // Scales the scores, and adds to each score the bias for the key's distance. Scores of keys after the row's token may
-  // have any value. distance: see `hide`. The biases of neighbouring keys are neighbours in the table, in reverse
-  // order, so one load fills a vector. At an end of the table, a vector requires one load for each key. `add_bias` is
-  // not inlined, because it would occupy registers of `attend`. A prompt in float32 without a bias would then take a
-  // tenth more time.
+  // have any value. distance: from the tile's first key to the first row's token. The biases of neighbouring keys are
+  // neighbours in the bias table, in reverse order, so one load fills a vector. At the first and last entries of the
+  // bias table, a vector requires one load for each key. `add_bias` is not inlined, because it would occupy registers
+  // of `attend`. If `add_bias` were inlined, attention of a prompt in float32 without a bias would take a tenth more
+  // time.
   [[gnu::noinline]] void add_bias(
       const Attention<T>& a, const Item& item, int64_t distance, int64_t rows, int64_t group) {
     const int64_t last = a.num_distances - 1;
@@ -214,7 +219,8 @@ class Attender {
     }
   }
 
-  // Masks the scores of keys that a row does not see. distance: from the tile's first key to the first row's token.
+  // Masks the scores of keys that a row must not attend to. distance: from the tile's first key to the first row's
+  // token.
   void hide(const Attention<T>& a, int64_t distance, int64_t rows, int64_t group) {
     const int64_t last_token = (rows - 1) / group;
     const bool all_behind = distance + 1 >= kTileKeys && current_->count == kTileKeys;
@@ -228,8 +234,8 @@ class Attender {
     }
   }
 
-  // Computes the softmax weights of a tile from unscaled scores. Each stage is a pass over all rows, because a row's
-  // next stage must wait for its previous stage.
+  // Computes a tile's softmax weights from unscaled scores. Each stage of the softmax is a pass over all rows, because
+  // a row's next stage must wait for the result of the row's previous stage.
   void weigh(int64_t rows, float scale) {
     for (int64_t row = 0; row < rows; ++row) {
       Vec best = Vec::loadu(&scores_[row * kTileKeys]);
@@ -237,7 +243,7 @@ class Attender {
         best = at::vec::maximum(best, Vec::loadu(&scores_[row * kTileKeys + i]));
       const float found = largest(best) * scale, before = maxima_[row];  // as logarithms to the base
       maxima_[row] = before > found ? before : found;  // NaN if `found` is NaN; corrections then stay NaN
-      // Before any key is seen, 0 replaces -inf, because the number that is subtracted from -inf must be finite.
+      // While a row has no unmasked key, the offset is 0 instead of -inf, because -inf minus -inf would be NaN.
       offsets_[row] = maxima_[row] == -kInfinity ? 0.0f : maxima_[row];
       corrections_[row] = before - offsets_[row];
     }
@@ -283,7 +289,8 @@ class Attender {
   Buffer<float> merged_;  // [rows]: the largest score, the sum of exponentials, the weighted values
 };
 
-// Merges `count` parts of one row. part: the first part; parts are `stride` floats apart.
+// Merges one row's results of `count` parts. part: the results of the first part; the results of parts are `stride`
+// floats apart.
 template <typename T>
 void merge_parts(const float* part, int64_t count, int64_t stride, int64_t head_dim, T* out) {
   std::vector<float> merged(head_dim + 2, 0.0f);
@@ -300,8 +307,8 @@ void paged_attention(const Attention<T>& a) {
   const std::vector<Item>& items = work.items;
   const int64_t group = a.num_heads / a.num_kv_heads, stride = group * (a.head_dim + 2);
   std::vector<float> partials(work.num_partials * stride);
-  // Items differ in length, so a thread takes the next item when it has finished an item. While many items are left,
-  // the thread reserves its next item early, so that the item's keys are prefetched.
+  // Items have different numbers of keys, so each thread takes the next item when it has finished an item. While many
+  // items are left, a thread reserves its next item early, so that the next item's keys are prefetched.
   const size_t plenty = 2 * static_cast<size_t>(at::get_num_threads());
   std::atomic<size_t> next{0};
   Team::run(at::get_num_threads(), [&](int64_t) {

@@ -1,4 +1,5 @@
-// Splits the work of attention into items; a thread computes one item at a time. attention.h gives the reasons.
+// Splits the work of attention into items; each thread computes one item at a time. attention.h explains why items are
+// split, merged and shared.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -23,12 +24,14 @@ struct Item {
   int64_t shared = -1;  // first token in `Work::shared` if the tokens belong to several sequences
 };
 
-// A query token of an item for several sequences: the token's row, and the place of its results for the part.
+// A query token of an item that serves several sequences: the token's row, and the place of the token's results for the
+// item's part of the keys.
 struct SharedToken {
   int64_t row, partial;
 };
 
-// Query tokens whose keys are split into parts. The results of a token's parts are `tokens` entries apart.
+// Query tokens whose keys are split into parts, and the place of the parts' results. The results of a token's
+// consecutive parts are `tokens` entries apart.
 struct Merge {
   int64_t kv_head, first_row, tokens, partial, count;
 };
@@ -47,15 +50,15 @@ struct Work {
   }
 };
 
-// A query token of a sequence with one query token and several parts of keys.
+// A decode: the only query token of a sequence whose keys are split into several parts.
 struct Decode {
   int64_t sequence, row, end;
   int64_t num_shared = 0;  // parts shared with other decodes
 };
 
-// Groups decodes by the first block of their contexts. `alike_in_part` then splits the groups part by part, because
-// decodes that share a part also share the earlier parts. If no blocks are shared, grouping costs one look-up for each
-// decode.
+// Groups decodes by the first block of their contexts. `alike_in_part` then splits these groups part by part, because
+// decodes that share a part of their contexts also share all earlier parts. If no blocks are shared, grouping costs one
+// look-up in a hash table for each decode.
 template <typename T>
 std::vector<std::vector<size_t>> alike(const Attention<T>& a, const std::vector<Decode>& decodes) {
   std::vector<std::vector<size_t>> groups;
@@ -68,8 +71,8 @@ std::vector<std::vector<size_t>> alike(const Attention<T>& a, const std::vector<
   return groups;
 }
 
-// Splits a group of decodes by the blocks of part number `part`. Decodes whose context has no keys after this part are
-// left out.
+// Splits a group of decodes into groups that have the same blocks in part number `part` of their contexts. A decode
+// whose context has no keys after this part is left out.
 template <typename T>
 std::vector<std::vector<size_t>> alike_in_part(
     const Attention<T>& a, const std::vector<Decode>& decodes, const std::vector<size_t>& group, int64_t part) {
@@ -95,7 +98,7 @@ Work cut_into_items(const Attention<T>& a) {
   const bool is_little = a.num_sequences * a.num_kv_heads < 2 * at::get_num_threads();
   const bool can_share = a.window == 0 && a.bias == nullptr;
   const auto add_parts = [&](Item item, int64_t begin, int64_t end, int64_t num_shared) {
-    // Shared parts come first.
+    // The results of the parts that are shared with other decodes come first.
     work.merges.push_back({item.kv_head, item.first_row, item.tokens, work.num_partials, num_shared});
     work.num_partials += num_shared * item.tokens;
     for (int64_t key = std::max(begin, num_shared * kPartKeys); key < end; key = item.keys_end) {
@@ -112,7 +115,8 @@ Work cut_into_items(const Attention<T>& a) {
     const int64_t computed = a.context_lens[sequence] - queries;
     for (int64_t token = 0; token < queries; token += tokens_an_item) {
       const int64_t tokens = std::min(tokens_an_item, queries - token);
-      // If not causal, positions begin at the last key, so all tokens see all keys.
+      // If attention is not causal, every token gets the position of the last key, so that every token attends to all
+      // keys.
       const int64_t position = a.causal ? computed + token : a.context_lens[sequence] - 1;
       const int64_t begin = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
       const int64_t end = a.causal ? position + tokens : a.context_lens[sequence];
@@ -157,7 +161,8 @@ Work cut_into_items(const Attention<T>& a) {
       for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
         const int64_t begin = part * kPartKeys, end = begin + kPartKeys;
         const auto tokens = std::min<int64_t>(tokens_an_item, group.size() - first);
-        // Shared keys come before all query tokens.
+        // The item's position is `end`, because shared keys come before all query tokens and are therefore never
+        // masked.
         work.items.push_back(
             {decodes[group[first]].sequence, kv_head, 0, tokens, end, begin, end, 0,
              static_cast<int64_t>(work.shared.size())});

@@ -1,8 +1,9 @@
-// Engines that multiply a tile of keys and values. `FloatTiles` in this file supports every type. `Bf16Tiles` is in
-// attention_tiles_bf16.h. `Int8Tiles` in attention_tiles_int8.h multiplies numbers that are stored in 8 bits; for other
-// engines, 8-bit numbers are widened first. All engines read keys as [dim][key] and values as [key][dim], so that no
-// sum crosses the lanes of a vector. A value that is not finite makes all rows of its item not finite, even rows of
-// earlier tokens. Other sequences are not affected.
+// Tile engines: classes that multiply queries by a tile of keys, and softmax weights by a tile of values. `FloatTiles`
+// in this file supports every type. `Bf16Tiles` is in attention_tiles_bf16.h. `Int8Tiles` in attention_tiles_int8.h
+// multiplies keys and values that are stored as int8; the other engines first convert int8 to their type. All engines
+// read keys as [dim][key] and values as [key][dim], so that no sum crosses the lanes of a vector. An infinite or NaN
+// element of a value makes all rows of its item not finite, even rows of earlier tokens. The results of other items are
+// not affected.
 #pragma once
 
 #include "kv_pool.h"
@@ -29,15 +30,15 @@ struct Attention {
   bool causal;
 };
 
-// Addresses of a tile's keys and values. Entries before the item's first key and after the last key point to zeros, so
-// that code need not check the number of keys.
+// Addresses of a tile's keys and values. Entries before the item's first key and after the item's last key point to
+// zeros, so that engines need not check the number of keys.
 template <typename T>
 struct Tile {
   int64_t count = 0;
   const T* keys[kTileKeys];
   const T* values[kTileKeys];
-  // Addresses of keys and values in an 8-bit pool. If the engine multiplies type T, only entries from `begin` to
-  // `count` are set, and `widen_tile` converts these keys and values to T.
+  // Addresses of keys and values in an 8-bit KV cache. If the tile engine multiplies type T, only entries from `begin`
+  // to `count` are set, and `widen_tile` converts these keys and values to T.
   int64_t begin = 0;
   const int8_t* narrow_keys[kTileKeys];
   const int8_t* narrow_values[kTileKeys];
@@ -48,7 +49,7 @@ inline void transpose(const float* source, int64_t source_stride, float* target,
     for (int64_t row = 0; row < rows; ++row) target[column * kTileKeys + row] = source[row * source_stride + column];
 }
 
-// Multiplies in float32, with any head_dim.
+// Tile engine that multiplies in float32 and supports any head_dim.
 template <typename T>
 class FloatTiles {
  public:
@@ -68,7 +69,7 @@ class FloatTiles {
     });
   }
 
-  // scores: [rows, 64]. Scores of missing keys may have any value.
+  // scores: [rows, 64]. Scores of entries without a key may have any value.
   void score(int64_t rows, const Tile<T>& tile, float* scores) {
     fill_tile(tile.keys);
     transpose(tile_.data(), head_dim_, turned_.data(), kTileKeys, head_dim_);
@@ -84,7 +85,7 @@ class FloatTiles {
     }
   }
 
-  // Weights are powers of e ** kLogBase.
+  // This engine computes softmax weights as powers of e ** kLogBase.
   static constexpr float kLogBase = 1.0f;
   static Vec power(const Vec& x) { return x.exp(); }
 

@@ -1,4 +1,4 @@
-// Attention tiles with the bf16 dot product of AVX-512.
+// Tile engine for attention in bf16, with the bf16 dot product of AVX-512.
 #pragma once
 
 #if defined(__AVX512BF16__)
@@ -10,7 +10,8 @@
 
 namespace pagewire {
 
-// Multiplies pairs of bf16 and sums in float32. head_dim is a multiple of 32.
+// Tile engine that multiplies pairs of bf16 numbers and adds the products in float32. head_dim must be a multiple of
+// 32.
 class Bf16Tiles {
  public:
   using T = at::BFloat16;
@@ -40,9 +41,9 @@ class Bf16Tiles {
     for_columns(tile.count, [&](auto vectors) { score_columns<vectors()>(rows, scores); });
   }
 
-  // 2 ** x with a relative error of at most 1 in 9,000. Rounding weights to bf16 has a larger error, 1 in 500. The
-  // result is 0 for -inf and NaN for NaN. The coefficients minimise the squared relative error at Chebyshev's points of
-  // [-1/2, 1/2], with the constant term 1.
+  // 2 ** x with a relative error of at most 1 in 9,000. Softmax weights are then rounded to bf16, which has a larger
+  // relative error, 1 in 500. The result is 0 for x = -inf and NaN for x = NaN. The polynomial's coefficients minimise
+  // the squared relative error at Chebyshev's points of [-1/2, 1/2], and its constant term is 1.
   static constexpr float kLogBase = 0.6931471806f;
   static Vec power(const Vec& x) {
     // If x is NaN, max returns its second argument, which is x.
@@ -77,7 +78,7 @@ class Bf16Tiles {
     return _mm512_dpbf16_ps(sum, (__m512bh)left, (__m512bh)right);
   }
 
-  // The values of two neighbouring keys in 16 columns, as pairs.
+  // Returns the values of two neighbouring keys in 16 columns, interleaved: a pair of bf16 numbers for each column.
   [[gnu::always_inline]] static __m512i interleaved(const Tile<T>& tile, int64_t pair, int64_t column) {
     const auto* even = reinterpret_cast<const __m256i*>(tile.values[2 * pair] + column);
     const auto* odd = reinterpret_cast<const __m256i*>(tile.values[2 * pair + 1] + column);

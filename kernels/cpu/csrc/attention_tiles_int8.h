@@ -1,4 +1,4 @@
-// Attention tiles with the byte dot product of AVX-512, for numbers stored in 8 bits.
+// Tile engine for attention over an int8 KV cache, with the byte dot product of AVX-512.
 #pragma once
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
@@ -12,17 +12,18 @@
 
 namespace pagewire {
 
-// Multiplies the numbers of an 8-bit pool without widening, and sums exactly. Queries are rounded to 16 bits, with a
-// step for each row. Products of weights and values' scales are also rounded to 16 bits, with a step for each row and
-// tile. If all tiles shared a step, a large weight with a small value would round smaller weights to 0. The two bytes
-// of a 16-bit number are multiplied as two rows. The number of products equals that of bf16, but no number is widened,
-// and half as many bytes are transposed. head_dim is a multiple of 64.
+// Tile engine that multiplies the int8 keys and values of the KV cache without converting them, and sums products
+// exactly. Queries are quantised to 16 bits, with a scale for each row. Each softmax weight is multiplied by its
+// value's scale, and the product is quantised to 16 bits, with a scale for each row and tile. If a row's tiles shared
+// one scale, a large weight of a small value would round smaller weights to 0. The upper and lower bytes of the 16-bit
+// numbers are multiplied as two rows. The number of multiplications is the same as in `Bf16Tiles`, but no number is
+// converted, and half as many bytes are transposed. head_dim must be a multiple of 64.
 class Int8Tiles {
  public:
   using T = at::BFloat16;
   static constexpr bool kMultipliesNarrow = true;
 
-  // With larger heads, a sum could overflow 32 bits.
+  // Whether this engine can compute `a`. With a head_dim above 512, a sum of products could overflow 32 bits.
   static bool can(const Attention<T>& a) {
     return a.cache.narrow != nullptr && a.head_dim % 64 == 0 && a.head_dim <= 512;
   }
@@ -40,7 +41,7 @@ class Int8Tiles {
     weight_steps_.resize(rows);
   }
 
-  // If a query is not finite, its step is NaN, and its numbers may have any value.
+  // If a query is not finite, its scale (`query_steps_`) is NaN, and its quantised numbers may have any value.
   void load_query(int64_t row, const T* query) {
     Vec magnitudes(0);
     for (int64_t i = 0; i < head_dim_; i += 16) magnitudes = at::vec::maximum(magnitudes, widen(query + i).abs());
@@ -52,7 +53,7 @@ class Int8Tiles {
     for (int64_t i = 0; i < head_dim_; i += 16) {
       const __m512i whole = _mm512_cvtps_epi32(widen(query + i) * factor);
       sums = _mm512_add_epi32(sums, whole);
-      // The lower byte is signed.
+      // Adding 128 rounds the upper byte, because the lower byte is signed.
       const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(upper));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(high + head_dim_ + i), _mm512_cvtepi32_epi8(whole));
@@ -105,14 +106,15 @@ class Int8Tiles {
   }
 
  private:
-  // GCC keeps sums in registers only if the sums have the type of its dot product builtin, which is not __m512i.
+  // GCC keeps sums in registers only if the sums have the type that GCC's dot product builtin returns, which is not
+  // __m512i.
   using Sums = int32_t __attribute__((vector_size(64)));
 
   static constexpr float kMostOfQuery = 127 * 256 + 127, kMostOfWeight = 65535;
   static constexpr float kLeast = 1e-33f;  // a smaller divisor would give infinity
 
-  // Rounds a row's weights to unsigned 16-bit numbers. The maximum is found by comparing bits as integers: non-negative
-  // floats have the order of their bits, and NaN is above all other floats.
+  // Quantises a row's weights to unsigned 16-bit numbers. The largest weight is found by comparing the floats' bits as
+  // integers, because non-negative floats sort like their bits, with NaN above all other floats.
   void round_weights(int64_t row) {
     const float* products = &products_[row * kTileKeys];
     __m512i most = _mm512_setzero_si512();
@@ -134,13 +136,14 @@ class Int8Tiles {
       _mm512_storeu_si512(&weights_[(2 * row + i) * 16], exchanged(halves[i]));
   }
 
-  // Word i of lane j becomes word j of lane i: pack and unpack instructions work lane by lane.
+  // Moves word i of 128-bit lane j to word j of lane i, because AVX-512's pack and unpack instructions work lane by
+  // lane.
   [[gnu::always_inline]] static __m512i exchanged(__m512i words) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, words);
   }
 
-  // The values of four neighbouring keys in 64 columns, as words.
+  // Interleaves the values of four neighbouring keys in 64 columns: each column becomes a 32-bit word of four bytes.
   [[gnu::always_inline]] static void interleave(
       const Tile<T>& tile, int64_t quad, int64_t column, __m512i (&words)[4]) {
     __m512i r[4];
@@ -153,7 +156,7 @@ class Int8Tiles {
     words[3] = _mm512_unpackhi_epi16(high, high2);
   }
 
-  // Combines the sums of a row's upper and lower bytes.
+  // Combines a row's sum over upper bytes and its sum over lower bytes.
   static __m512 joined(Sums upper, Sums lower) { return _mm512_cvtepi32_ps((__m512i)((upper << 8) + lower)); }
 
   template <int kVectors>

@@ -1,5 +1,5 @@
-// Products of 32-bit words in vectors of 16, for `Bf16Tiles` and `Int8Tiles`. A word contains a pair of bf16 or four
-// bytes.
+// Dot products of 32-bit words, in vectors of 16 words, for `Bf16Tiles` and `Int8Tiles`. A word contains two bf16
+// numbers or four bytes.
 #pragma once
 
 #if defined(__AVX512BF16__)
@@ -11,7 +11,7 @@
 
 namespace pagewire {
 
-// Transposes 16 vectors of 16 words. Afterwards, vector i contains word i of each original vector.
+// Transposes 16 vectors of 16 words, so that vector i contains word i of each original vector.
 [[gnu::always_inline]] inline void transpose_words(__m512i (&r)[16]) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2) {
@@ -38,9 +38,9 @@ namespace pagewire {
   }
 }
 
-// Adds dot products of words to sums, [rows, kVectors * 16]. left: rows of `words` words, `left_stride` words apart.
-// columns(word, right): loads word number `word` of all columns. multiply(sum, left, right): adds the products of two
-// words to a sum.
+// Adds dot products of words to sums. `sums` is [rows, kVectors * 16]. `left` contains rows of `words` words,
+// `left_stride` words apart. `columns(word, right)` loads word number `word` of all columns. `multiply(sum, left,
+// right)` adds the products of two words to a sum.
 template <int kVectors, int kRows, typename Sum, typename Columns, typename Multiply>
 [[gnu::always_inline]] inline void add_products(
     const uint32_t* left, int64_t left_stride, int64_t words, const Columns& columns, const Multiply& multiply,
@@ -55,18 +55,19 @@ template <int kVectors, int kRows, typename Sum, typename Columns, typename Mult
   }
 }
 
-// The argument `columns` of `add_products` for words in memory. Rows are `stride` words apart.
+// Returns the argument `columns` of `add_products` for words that are in memory, in rows that are `stride` words apart.
 inline auto columns_of(const uint32_t* words, int64_t stride) {
   return [=](int64_t word, auto& right) {
     for (auto& vector : right) vector = _mm512_loadu_si512(words + word * stride + (&vector - right) * 16);
   };
 }
 
-// 6 rows of 64 sums fit into registers. The number must be even, because `Int8Tiles` computes two rows for each query
-// row.
+// Number of rows whose sums stay in registers: AVX-512 has room for 6 rows of 64 sums. The number of rows must be even,
+// because `Int8Tiles` computes two rows for each query row.
 constexpr int64_t kSumRows = 6;
 
-// Calls apply(first_row, integral_constant<rows>) for stretches of at most kSumRows rows.
+// Splits `rows` rows into stretches of at most kSumRows rows, and calls apply(first_row, integral_constant<rows>) for
+// each stretch.
 template <typename F>
 inline void for_row_stretches(int64_t rows, const F& apply) {
   for (int64_t row = 0; row < rows; row += kSumRows) {
@@ -81,7 +82,7 @@ inline void for_row_stretches(int64_t rows, const F& apply) {
   }
 }
 
-// Calls apply(integral_constant<vectors>) with the number of 16-column vectors that hold this many keys.
+// Calls apply(integral_constant<vectors>), where `vectors` is the number of 16-column vectors that `keys` keys occupy.
 template <typename F>
 inline void for_columns(int64_t keys, const F& apply) {
   if (keys > 32) return apply(std::integral_constant<int, 4>());

@@ -1,15 +1,17 @@
-// x @ weightᵀ + bias for packed weights of few bits, with x rounded to 8 bits; sums are float32.
+// Computes x @ weightᵀ + bias for packed weights of 4, 5, 6 or 8 bits, with x quantised to 8 bits. Sums are float32.
 //
-// A weight is number * scale - minimum. The number has 4, 5, 6 or 8 bits. 32 or 16 neighbouring inputs of an output
-// share scale and minimum. All block types in GGUF files have this form. In the K types, scales and minimums are 8-bit
-// integers times a unit, which 256 neighbouring inputs share. x is rounded to number * scale, where 32 neighbouring
-// inputs share a scale, as in GGUF's Q8_0. A group of inputs thus adds scale * scale * (sum of products of integers) -
-// minimum * (sum of the inputs). The integers are multiplied four at a time (see integers.h). Symmetric weights have no
-// minimum: the middle number stands for zero. For symmetric weights, the middle number times the sum of the inputs'
-// numbers is subtracted before the integers are scaled.
+// A weight is number * scale - minimum, where the number is an integer of 4, 5, 6 or 8 bits. 32 or 16 neighbouring
+// inputs of an output share a scale and a minimum. Every supported block type of GGUF files can be stored in this form.
+// In GGUF's K types, scales and minimums are 8-bit integers times a unit, which 256 neighbouring inputs share. x is
+// quantised to number * scale, where 32 neighbouring inputs share a scale, as in GGUF's Q8_0. A group of inputs thus
+// adds weight_scale * x_scale * (sum of products of integers) - minimum * (sum of the inputs) to an output. The
+// integers are multiplied four at a time (see integers.h). Symmetric weights have no minimum: the middle number, such
+// as 8 for 4 bits, stands for the weight zero. For symmetric weights, the middle number times the sum of x's integers
+// is subtracted before the sum of products is scaled.
 //
 // Sums of integers are exact. The groups' sums are added in float32 in the order of the inputs, for any number of rows
-// and any instruction set. Products are therefore batch-invariant, and have the same bits on all machines.
+// and any instruction set. Products by packed weights are therefore batch-invariant, and have the same bits on all
+// machines.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,14 +30,15 @@
 
 namespace pagewire {
 
-// A block: the weights of a panel's outputs for neighbouring inputs, in groups of 32 inputs. `kInputs` inputs share a
-// scale and, if weights are not symmetric, a minimum. If scales and minimums are float16, a block has one group. If
-// scales and minimums are integers, a block has eight groups, which share units.
+// A block of packed weights: the weights of a panel's 32 outputs for one or eight groups of 32 neighbouring inputs.
+// `kInputs` inputs share a scale and, if weights are not symmetric, a minimum. If scales and minimums are float16, a
+// block has one group. If scales and minimums are integers, a block has eight groups, which share the units of scales
+// and minimums.
 //
-// Numbers of 5 and 6 bits are stored in two parts, so that no bit of memory is unused. The lower four bits are stored
-// like 4-bit numbers. The high bits of all numbers of an output that share a scale are in a 32-bit word. After every
-// four inputs, the word is rotated right by the number of high bits, so that each byte of the word has the next high
-// bits in place.
+// Numbers of 5 and 6 bits are stored in two parts, so that no bit of memory is unused. The lower four bits of a 5-bit
+// or 6-bit number are stored like a 4-bit number. A 32-bit word contains the high bits of all numbers of an output that
+// share a scale. After every four inputs, this word is rotated right by the number of high bits of a number, so that
+// each byte of the word has the next number's high bits in place.
 template <int kWeightBits, int kInputs, bool kIsSymmetric, typename Factor = at::Half>
 struct WeightBlock {
   static constexpr int kBits = kWeightBits, kLowBits = kBits == 8 ? 8 : 4, kHighBits = kBits - kLowBits;
@@ -50,14 +53,15 @@ struct WeightBlock {
     Factor scales[kScales][kPanel];
     Factor minimums[kSymmetric ? 0 : kScales][kPanel];
     uint32_t high[kHighBits == 0 ? 0 : kScales][kPanel];
-    // Each entry contains the numbers of four inputs. With 4 bits, outputs 0 to 15 are in the lower halves of bytes,
-    // and outputs 16 to 31 in the upper halves.
+    // Each entry of `low` contains the numbers of four inputs. With 4 bits, outputs 0 to 15 are in the lower halves of
+    // bytes, and outputs 16 to 31 are in the upper halves.
     uint8_t low[kGroup / 4][kPanel * kLowBits / 8][4];
   };
   at::Half units[kHasUnits ? kUnits : 0][kPanel];
   Group groups[kGroups];
 
-  // Writes a number to a place that contains 0. input: place in the block; output: place in the panel.
+  // Stores a weight's number, and requires that the stored number is still 0. input: index of the input in the block;
+  // output: index of the output in the panel.
   void put(int64_t input, int64_t output, uint8_t number) {
     Group& group = groups[input / kGroup];
     input %= kGroup;
@@ -65,7 +69,8 @@ struct WeightBlock {
     if constexpr (kHighBits > 0)
       group.high[input / kInputs][output] |= static_cast<uint32_t>(number >> 4 & kHighMask) << high_shift(input);
   }
-  // No product is rounded, because number, integer scale and unit together have 24 significant bits.
+  // Returns a weight as float32. The product of number, integer scale and unit is not rounded, because the three
+  // factors together have 24 significant bits.
   float weight(int64_t input, int64_t output) const {
     const Group& group = groups[input / kGroup];
     input %= kGroup;
@@ -81,7 +86,7 @@ struct WeightBlock {
     if constexpr (kSymmetric) return scaled;
     return scaled - factor(group.minimums[input / kInputs], 1);
   }
-  // The scales and minimums of a vector of outputs.
+  // Returns the scales or the minimums of a vector of outputs.
   PAGEWIRE_INLINE Vec factors(const Factor (&of_panel)[kPanel], int64_t unit, int64_t output) const {
     const Vec own = widen(of_panel + output);
     if constexpr (kHasUnits) return own * widen(units[unit] + output);
@@ -98,11 +103,11 @@ struct WeightBlock {
   }
 };
 
-// A list of block types, which must have different sizes.
+// A list of block types, whose sizes in bytes must differ, so that a block's size identifies its type.
 template <typename... Kinds>
 struct BlockKinds {
   static_assert(((sizeof(Kinds) % 64 == 0) && ...));
-  // The number of block types with the size of `Kind`.
+  // The number of block types in the list that have the size of `Kind`.
   template <typename Kind>
   static constexpr int kOfItsSize = ((sizeof(Kind) == sizeof(Kinds) ? 1 : 0) + ...);
   static_assert(((kOfItsSize<Kinds> == 1) && ...));
@@ -118,10 +123,10 @@ using WeightBlocks = BlockKinds<
     WeightBlock<8, 32, false>, WeightBlock<8, 32, true>, WeightBlock<8, 16, false>,
     WeightBlock<4, 32, false, uint8_t>, WeightBlock<5, 32, false, uint8_t>, WeightBlock<6, 16, true, int8_t>>;
 
-// x rounded to 8 bits. The last group is padded with 0.
+// The rows of x, quantised to 8 bits in groups of 32 inputs. The last group of a row is padded with 0.
 struct Int8Rows {
-  // scaled_sums: scale times the sum of all numbers, and of each half's numbers. corrections: minus `zero` times the
-  // sums.
+  // scaled_sums: the scale times the sum of the group's numbers, of its first half and of its second half. corrections:
+  // minus `zero` times these three sums.
   struct Group {
     float scale, scaled_sums[3];
     int32_t corrections[3];
@@ -130,8 +135,8 @@ struct Int8Rows {
   Buffer<int8_t> numbers;
   Buffer<Group> of_groups;
 
-  // If a number of a row is not finite, the row's scales and sums are not finite. zero: the stored number that stands
-  // for the weight 0.
+  // Quantises x. If a number in a group of x is not finite, the group's scale and sums are not finite. zero: the number
+  // that stands for the weight 0 in the packed weights.
   Int8Rows(const at::BFloat16* x, const Sizes& sizes, int32_t zero)
       : groups(groups_of(sizes.inputs)), numbers(sizes.rows * groups * kGroup), of_groups(sizes.rows * groups) {
     parallel_for(sizes.rows, rows_a_thread(sizes.inputs), [&](int64_t begin, int64_t end) {
@@ -170,20 +175,22 @@ struct Int8Rows {
 };
 
 constexpr int64_t kPanelVectors = kPanel / kLanes;
-// Number of rows of a tile. Sums of integers and of floats should stay in registers. AVX-512 has 32 registers. With 6
-// rows, GCC 12 would hold sums of floats in memory, and tiles would be 13% slower. AVX2 has 16 registers, and a row has
-// 4 sums of each kind. NEON has 32 registers, and a row has 8 sums of each kind. With NEON, only the sums of integers
-// stay in registers; the sums of floats are updated once per group.
+// Number of rows of a tile. A tile's integer sums and float sums should stay in registers. AVX-512 has 32 registers.
+// With 6 rows on AVX-512, GCC 12 would hold float sums in memory, and tiles would be 13% slower. AVX2 has 16 registers,
+// and a row occupies 4 registers of integer sums and 4 of float sums. NEON has 32 registers, and a row occupies 8
+// registers of integer sums and 8 of float sums. With NEON, only the integer sums stay in registers; the float sums in
+// memory are updated once per group.
 constexpr int kGroupedTileRows = kPanelVectors == 2 ? 4 : kPanelVectors == 8 ? 2 : 1;
 
-// If there are more tiles, numbers that are costly to unpack are unpacked once to bytes in memory. With AVX-512, tiles
-// of 5 and 6 bits are then a fifth faster. Tiles of 4 bits are not faster.
+// Maximum number of tiles for which every tile unpacks a panel's weights itself. With more tiles, weights that are
+// costly to unpack are unpacked once, to bytes in memory. With AVX-512, this makes tiles of 5-bit and 6-bit weights a
+// fifth faster, but not tiles of 4-bit weights.
 constexpr int64_t kMaxPackedTiles = 2;
 template <typename Block>
 constexpr bool kIsCostly = Block::kHighBits > 0 || (Block::kLowBits == 4 && kPanelVectors > 2);
 
-// Reads the numbers of a panel in order, four inputs at a time. The caller calls `enter` before the first inputs that
-// share a scale.
+// Reads the numbers of a panel of weights in order, four inputs at a time. The caller calls `enter` before the first
+// inputs of each group of inputs that share a scale.
 template <typename Block>
 struct PackedNumbers {
   const Block* blocks;
@@ -208,7 +215,7 @@ struct PackedNumbers {
   }
 };
 
-// A panel's numbers, unpacked to a byte each.
+// Reads the numbers of a panel of weights that have been unpacked to one byte each.
 struct WideNumbers {
   static constexpr int64_t kGroupBytes = kGroup * kPanel;
 
@@ -238,7 +245,7 @@ WideNumbers widen_numbers(PackedNumbers<Block> packed, int64_t groups) {
   return {wide.data()};
 }
 
-// Adds the bias to the sums of a panel's outputs, and stores the results.
+// Adds the bias to a tile's sums, and stores the results.
 template <int kRows>
 inline void put_tile(
     const Vec (&sums)[kRows][kPanelVectors], const Sizes& sizes, const at::BFloat16* bias, const Results& out,
@@ -299,7 +306,7 @@ inline void multiply_grouped_tile(
   put_tile<kRows>(sums, sizes, bias, out, row, panel);
 }
 
-// weights: [panels, blocks]; x: [rows, inputs], rows `x_stride` apart; bias: [outputs] or null.
+// weights is [panels, blocks]. x is [rows, inputs] with rows `x_stride` elements apart. bias is [outputs] or null.
 template <typename Block>
 void multiply_grouped(
     const Block* weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out) {

@@ -1,10 +1,10 @@
-// Vectors of 32-bit integers with as many lanes as a float32 vector. A lane may contain four bytes, which are
-// multiplied together.
+// Vectors of 32-bit integers with as many lanes as a float32 vector. A lane may also contain four bytes, for dot
+// products of four pairs of bytes.
 //
-// x86 multiplies unsigned bytes (weights) by signed bytes (inputs). NEON multiplies signed bytes. With NEON, 128 is
-// subtracted from 8-bit weights, and the caller adds 128 times the sum of the inputs, which is exact. Newer ARM
-// processors can also multiply unsigned by signed bytes (i8mm). i8mm would save one instruction for each four weights
-// in a tile.
+// The byte dot products of x86 multiply unsigned bytes (weights) by signed bytes (inputs). NEON multiplies signed bytes
+// by signed bytes. With NEON, 128 is therefore subtracted from 8-bit weights, and the caller adds 128 times the sum of
+// the inputs to the result. This correction is exact. Newer ARM processors can also multiply unsigned by signed bytes
+// (i8mm), which would save one instruction for each four weights in a tile.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace pagewire {
 using Ints = __m512i;
 inline Ints same_in_all(int32_t word) { return _mm512_set1_epi32(word); }
 inline Ints load_bytes(const void* bytes) { return _mm512_loadu_si512(bytes); }
-// Returns bytes | (others & mask), with the mask in each byte.
+// Returns bytes | (others & mask), where each byte of the vector has the same mask.
 inline Ints with_bits(Ints bytes, Ints others, int8_t mask) {
   return _mm512_ternarylogic_epi32(bytes, others, _mm512_set1_epi8(mask), 0xF8);
 }
@@ -29,7 +29,8 @@ inline Ints turned_right(Ints words) {
 inline Ints half_of(Ints bytes, bool upper) {
   return _mm512_and_si512(upper ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15));
 }
-// Weights have at most 7 bits, so that the sum of two products fits into 16 bits.
+// Adds dot products of four bytes to the sums. Weights must have at most 7 bits, so that the sum of two products fits
+// into 16 bits.
 inline Ints add_small_dots(Ints sums, Ints weights, Ints x, int16_t factor = 1) {
 #if defined(__AVX512VNNI__)
   if (factor == 1) return _mm512_dpbusd_epi32(sums, weights, x);
@@ -74,7 +75,8 @@ inline Ints half_of(Ints bytes, bool upper) {
   const uint8x16_t all = vreinterpretq_u8_s32(bytes);
   return vreinterpretq_s32_u8(upper ? vshrq_n_u8(all, 4) : vandq_u8(all, vdupq_n_u8(15)));
 }
-// Weights are signed. The sum of two products fits into 16 bits: its largest magnitude is 2 * 128 * 127.
+// Adds dot products of four bytes to the sums. Weights are signed bytes. The sum of two products fits into 16 bits,
+// because its largest magnitude is 2 * 128 * 127.
 inline Ints add_signed_dots(Ints sums, Ints weights, Ints x) {
   const int8x16_t own = vreinterpretq_s8_s32(weights), other = vreinterpretq_s8_s32(x);
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -133,7 +135,7 @@ inline Vec to_float(Ints sums) {
 }
 #endif
 
-// sums[i] += sum of 4 products (u8 weight - kTakenOff) * s8 input; weights have kBits bits.
+// Computes sums[i] += the sum of 4 products (u8 weight - kTakenOff) * s8 input, where weights have kBits bits.
 #if defined(__aarch64__)
 template <int kBits>
 constexpr int32_t kTakenOff = kBits == 8 ? 128 : 0;

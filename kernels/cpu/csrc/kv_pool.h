@@ -1,5 +1,6 @@
-// A pool of keys and values: [blocks, 2, block_size, num_kv_heads, head], with any stride between blocks and between
-// keys and values. In a narrow pool, a head is stored as numbers of 8 bits, followed by a scale.
+// A layer's pool of keys and values: [blocks, 2, block_size, num_kv_heads, head]. The strides between blocks, and
+// between keys and values, may have any value. In an 8-bit pool (`narrow`), a head is stored as int8 values, followed
+// by their scale.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,7 @@ struct KvPool {
   int8_t* narrow;
   int64_t block_stride, part_stride;  // in elements
 
-  // Offset of a slot's keys.
+  // The offset of a slot's keys from the start of the pool.
   int64_t place(int64_t slot, int64_t block_size, int64_t num_kv_heads, int64_t head_dim) const {
     return slot / block_size * block_stride + slot % block_size * num_kv_heads * head_size(head_dim);
   }

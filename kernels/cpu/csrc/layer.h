@@ -1,5 +1,5 @@
-// The small operations of a decoder layer. Each operation is one pass over its rows. kernels/reference.py defines the
-// operations.
+// A decoder layer's operations besides attention and products by weights. Each operation is one pass over its rows.
+// kernels/reference.py defines the operations.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 
 namespace pagewire {
 
-// squares: the sum of x's squares, lane by lane. out may be x.
+// Applies RMSNorm to a row x. squares: for each vector lane, the sum of the squares of x. out may be x.
 template <typename Out, typename X, typename W>
 inline void scale_to_rms(
     Out* out, const X* x, const W* weight, int64_t length, const Vec& squares, float eps, float offset) {
@@ -32,8 +32,8 @@ inline Vec sum_of_squares(const T* x, int64_t length) {
   return squares;
 }
 
-// x: [outer, inner, length] with the given strides; out: contiguous. If a residual is given, [outer * inner, length], x
-// is first added to the residual, and the sum is normalised.
+// Applies RMSNorm to rows. x is [outer, inner, length] with the given strides. out is contiguous. If a residual is
+// given, which is [outer * inner, length], x is first added to the residual, and the sum is normalised.
 template <typename Out, typename X, typename W>
 void rms_norm(
     Out* out, const X* x, float* residual, const W* weight, int64_t outer, int64_t inner, int64_t length,
@@ -58,7 +58,8 @@ void rms_norm(
   });
 }
 
-// Rotates the first 2 * pairs elements of a head. cos, sin: [pairs] of its token; out may be head.
+// Applies the rotary embedding to the first 2 * pairs elements of a head. cos and sin are [pairs], for the head's
+// token. out may be head.
 template <typename Out, typename X>
 void rotate(Out* out, const X* head, const float* cos, const float* sin, int64_t pairs) {
   for_each_vector(pairs, [&](int64_t i, int64_t n) {
@@ -69,7 +70,8 @@ void rotate(Out* out, const X* head, const float* cos, const float* sin, int64_t
   });
 }
 
-// x: [tokens, heads, head_dim], tokens `stride` apart; cos, sin: [tokens, pairs].
+// Applies the rotary embedding to all heads of all tokens. x is [tokens, heads, head_dim] with tokens `stride` elements
+// apart. cos and sin are [tokens, pairs].
 template <typename T>
 void rotary_embedding(
     T* x, int64_t stride, const float* cos, const float* sin, int64_t tokens, int64_t heads, int64_t head_dim,
@@ -107,9 +109,9 @@ void store_kv(
   });
 }
 
-// A fused projection, which `prepare` turns into attention's inputs. Query and key heads are normalised (with norms)
-// and rotated (with angles) in float32. Queries are then rounded and stored in a separate tensor. Keys and values are
-// rounded and stored in their slots.
+// The output of a fused QKV projection, from which `prepare` computes the inputs of attention. Query and key heads are
+// normalised if norms are given, and rotated if cos and sin are given, both in float32. Queries are then rounded and
+// stored in a separate tensor. Keys and values are rounded and stored in their slots of the KV cache.
 template <typename T>
 struct Projection {
   const T* qkv;  // [tokens, num_heads + 2 * num_kv_heads, head_dim]
@@ -176,7 +178,7 @@ inline Vec activate(const Vec& x) {
   return half * x * (one + (x * Vec(0.7071067812f)).erf());
 }
 
-// x: [rows, 2 * length], gate then up; out: [rows, length].
+// Computes activation(gate) * up. x is [rows, 2 * length]: the gate, then up. out is [rows, length].
 template <typename T, Activation kKind>
 void gated_activation(T* out, const T* x, int64_t rows, int64_t length) {
   parallel_for(rows, rows_a_thread(length), [&](int64_t begin, int64_t end) {
@@ -189,7 +191,7 @@ void gated_activation(T* out, const T* x, int64_t rows, int64_t length) {
   });
 }
 
-// The largest number of x; NaN if any number is NaN; -inf if x is empty.
+// Returns the largest number of x, NaN if any number is NaN, or -inf if x is empty.
 template <typename T>
 inline float row_max(const T* x, int64_t length) {
   const int64_t whole = length / kLanes * kLanes;
@@ -203,7 +205,8 @@ inline float row_max(const T* x, int64_t length) {
   return value;
 }
 
-// The largest number of each row and its first place; NaN if any number of the row is NaN. x: [rows, length].
+// Finds each row's largest number and the index of its first occurrence. The largest number is NaN if any number of the
+// row is NaN. x is [rows, length].
 template <typename T>
 void greedy(const T* x, T* values, int64_t* indices, int64_t rows, int64_t length) {
   constexpr int64_t kScanned = 1024;  // only the chunk with the largest is searched element by element

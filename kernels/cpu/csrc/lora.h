@@ -1,5 +1,5 @@
-// Adds the outputs of LoRA adapters to a product. Each row has its own adapter. kernels/reference.py defines the
-// operation.
+// Adds the outputs of LoRA adapters to the output of a linear layer. Each row may use a different adapter.
+// kernels/reference.py defines the operation.
 #pragma once
 
 #include "team.h"
@@ -18,8 +18,8 @@ struct Lora {
 
 constexpr int64_t kSums = 8;  // number of parallel sums, because each addition to a sum waits for the previous addition
 
-// The products of x with kCount neighbouring vectors, `length` apart. The number of parallel sums does not change the
-// bits of a sum.
+// Computes the dot products of x with kCount neighbouring vectors, `length` elements apart. kCount does not change the
+// bits of a dot product.
 template <int kCount, typename T>
 inline void dots(const T* x, const T* y, int64_t length, float* products) {
   Vec sums[kCount];
@@ -31,8 +31,8 @@ inline void dots(const T* x, const T* y, int64_t length, float* products) {
   for (int k = 0; k < kCount; ++k) products[k] = sum(sums[k]);
 }
 
-// Adds the rows of b times the factors to kCount neighbouring vectors of y. The number of vectors does not change the
-// bits of a sum.
+// Multiplies each row of b by its factor, and adds the products to kCount neighbouring vectors of y. kCount does not
+// change the bits of y.
 template <int kCount, typename Y, typename T>
 inline void add_rows(Y* y, const T* b, int64_t stride, const float* factors, int64_t count) {
   Vec sums[kCount];
@@ -45,7 +45,8 @@ inline void add_rows(Y* y, const T* b, int64_t stride, const float* factors, int
   for (int k = 0; k < kCount; ++k) store(y + k * kLanes, widen(y + k * kLanes, kLanes) + sums[k], kLanes);
 }
 
-// The function is batch-invariant: a row's sums are over the row's inputs and ranks, in order.
+// Adds the adapters' outputs to y. `add_lora` is batch-invariant, because each row's sums add the row's inputs and
+// ranks in order.
 template <typename Y, typename T>
 void add_lora(Y* y, const T* x, int64_t x_stride, const int32_t* slots, int64_t rows, const Lora<T>& lora) {
   parallel_for(rows, 1, [&](int64_t begin, int64_t end) {

@@ -1,9 +1,10 @@
-// A sampler's operations on a row of logits. kernels/sampling/eager.py defines the operations, and
-// kernels/sampling/noise.py defines the noise.
+// The sampler's operations on a row of logits. kernels/sampling/eager.py defines the operations, and
+// kernels/sampling/noise.py defines the Gumbel noise.
 //
-// Noise requires two logarithms per token, but few tokens have a chance to win. The noise is at most 16.64, and exceeds
-// g with a probability of about exp(-g). The part of the row with the largest logit is therefore computed first. If the
-// logit of a later token, or the hash of its noise, shows that the token cannot win, its logarithms are not computed.
+// Gumbel noise requires two logarithms per token, but few tokens can be the sampled token, which has the largest sum of
+// logit and noise. The noise of a token is at most 16.64, and exceeds g with a probability of about exp(-g). The part
+// of the row that contains the largest logit is therefore computed first. If a later token's logit or hash shows that
+// the token cannot have the largest sum, the token's logarithms are not computed.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +21,7 @@ namespace pagewire {
 constexpr int64_t kPart = 64;
 constexpr float kMostNoise = 16.64f;  // -log(-log(1 - 2^-24)) is 16.6355
 
-// Bans the tokens whose bit is 0.
+// Applies a mask to a row of logits: sets the logits of tokens whose bit is 0 to -inf.
 inline void keep(float* logits, const uint8_t* bits, int64_t length) {
   for (int64_t start = 0; start < length; start += 8) {
     const uint8_t kept = bits[start / 8];
@@ -30,7 +31,7 @@ inline void keep(float* logits, const uint8_t* bits, int64_t length) {
   }
 }
 
-// Uniform random numbers in (0, 1) for kPart tokens, beginning with token `first`.
+// Computes uniform random numbers in (0, 1) for kPart tokens, beginning with token `first`.
 inline void uniform_noise(uint64_t key, int64_t first, float* out) {
   const auto low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
   for (int64_t i = 0; i < kPart; ++i) {
@@ -59,13 +60,15 @@ inline void collect(const std::vector<float>& values, float least, std::vector<f
     if (value >= least) out.push_back(value);
 }
 
-// The smallest scaled logit that passes the filters, which kernels/sampling/filters.py defines. scratch.scaled: the
-// scaled row, with the maximum 0; scratch.tops: the maximum of each part.
+// Returns the smallest scaled logit that passes the filters top-k, top-p and min-p, which kernels/sampling/filters.py
+// defines. scratch.scaled contains the scaled row, whose maximum is 0. scratch.tops contains the maximum of each part
+// of the row.
 inline float threshold_of(const Draw& draw, Scratch& scratch) {
   const auto length = static_cast<int64_t>(scratch.scaled.size()), parts = static_cast<int64_t>(scratch.tops.size());
   auto& candidates = scratch.candidates;
   float floor = draw.log_min_p;
-  // Finds a value that at least `count` values of the row reach, and not many more. Reorders the tops.
+  // Returns a bound that at least `count` scaled logits of the row reach, and that not many more reach. Reorders
+  // scratch.tops.
   const auto reached_by = [&](int64_t count) {
     if (count > parts) return -std::numeric_limits<float>::infinity();
     const auto place = scratch.tops.begin() + count - 1;
@@ -104,9 +107,9 @@ inline float threshold_of(const Draw& draw, Scratch& scratch) {
   }
 }
 
-// The token with the largest (logit - largest) / temperature + noise, among tokens with a scaled logit of at least the
-// threshold. Among equally good tokens, the lowest id is returned. Returns 0 if draw.largest is not finite or not the
-// row's maximum.
+// Samples a token: returns the token with the largest (logit - largest) / temperature + noise, among tokens whose
+// scaled logit is at least the threshold. If several tokens have the largest sum, the lowest token id is returned. The
+// result is token 0 if draw.largest is not finite or is not the row's maximum.
 template <typename T>
 int64_t draw_one(const T* x, int64_t length, const Draw& draw, Scratch& scratch) {
   if (!std::isfinite(draw.largest)) return 0;

@@ -1,18 +1,19 @@
-// Threads that help with a loop. The loop does not wait for a thread that is not running.
+// A team of threads that compute a parallel loop. The loop does not wait for a thread that is not running.
 //
-// A barrier waits for every thread. If a thread loses its core to another process, such as the scheduler or a client,
-// all threads wait until the operating system runs the thread again. With barriers on two cores, a step of 6 ms took
-// 150 ms if a thread lost its core. In this file, the caller splits a loop into pieces and computes pieces itself.
-// Helpers that are running take pieces, too. The caller waits only for helpers that compute a piece or look for a
-// piece. If the wait takes long, the helper has lost its core. The caller then sleeps, so that the operating system can
-// give the caller's core to the helper. With 8 and 32 streams, and with client and scheduler on the same two cores,
-// sleeping was 1 to 6% faster than yielding.
+// A loop that ends with a barrier, as in OpenMP, waits for every thread. If a thread loses its core to another process,
+// such as the scheduler or a client, all threads wait until the operating system runs that thread again. With barriers
+// on two cores, a step of the model that usually takes 6 ms took 150 ms if a thread lost its core. `Team` has no
+// barriers: the calling thread splits a loop into pieces and computes pieces itself. Helper threads that are running
+// take pieces, too. The caller waits only for helpers that are computing a piece or looking for a piece. If this wait
+// takes long, the helper has lost its core, and the caller sleeps, so that the operating system can run the helper on
+// the caller's core. Sleeping was 1 to 6% faster than yielding, with 8 and 32 streams, and with client and scheduler on
+// the same two cores.
 //
-// Each thread takes the pieces of its own stretch of the loop in order, so that memory is read in order. When its
-// stretch is done, a thread takes pieces of other threads' stretches.
+// Each thread first takes the pieces of one stretch of the loop, in order, so that memory is read in order. A thread
+// that has finished its stretch takes pieces of other threads' stretches.
 //
-// Idle helpers spin for as long as the pause between two operations of a step, then yield, then sleep. Between steps,
-// other processes can use the helpers' cores.
+// An idle helper spins for as long as a typical pause between two operations of a step of the model, then yields, then
+// sleeps. Between two steps of the model, other processes can thus use the helpers' cores.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -28,7 +29,7 @@ namespace pagewire {
 
 class Team {
  public:
-  // Calls piece(i) for each i below `pieces`, on torch's number of threads. A piece must not call run().
+  // Calls piece(i) for each i below `pieces`, on as many threads as torch is set to use. piece(i) must not call run().
   template <typename F>
   static void run(int64_t pieces, const F& piece) {
     Team& team = only();
@@ -77,11 +78,11 @@ class Team {
     try {
       for (; num_helpers_ < helpers; ++num_helpers_) std::thread(&Team::help, this, num_helpers_ + 1).detach();
     } catch (const std::system_error&) {
-      // If the system allows no more threads, there are fewer helpers.
+      // If the operating system refuses to start a thread, the team has fewer helpers.
     }
   }
 
-  // If a piece throws, the process ends, because other threads may still use the caller's objects.
+  // If a piece throws an exception, the process ends, because other threads may still be using the caller's objects.
   void work(int number, int threads) noexcept {
     for (int i = 0; i < threads; ++i) {
       Stretch& stretch = stretches_[(number + i) % threads];
@@ -94,7 +95,8 @@ class Team {
     for (;;) {
       seen = wait_for_another(seen);
       if (seen % 2 == 0) continue;
-      // Either this helper sees that the round is closed, or the caller sees that the helper is inside, and waits.
+      // The order of these operations makes sure of one of two cases. Either this helper sees that the round is closed,
+      // or the caller sees that the helper has entered, and waits for the helper.
       ++inside_;
       if (const int threads = threads_.load(); round_.load() == seen && number < threads) work(number, threads);
       --inside_;
@@ -149,10 +151,11 @@ inline int64_t rows_a_thread(int64_t row_length) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, row_length));
 }
 
-// Calls piece(begin, end) for consecutive stretches of [0, count) that are at least `grain` long, except the last.
+// Splits [0, count) into consecutive stretches, and calls piece(begin, end) for each stretch. All stretches but the
+// last have at least `grain` elements.
 template <typename F>
 void parallel_for(int64_t count, int64_t grain, const F& piece) {
-  // There are several pieces per thread, so that other threads can take pieces of a thread that is slow or not running.
+  // Each thread gets several pieces, so that other threads can take pieces of a thread that is slow or not running.
   const int64_t length = std::max(grain, count / (16 * at::get_num_threads()));
   Team::run((count + length - 1) / length, [&](int64_t i) { piece(i * length, std::min(count, (i + 1) * length)); });
 }
