@@ -93,8 +93,8 @@ class RequestState:
         self.call = 0
         self.first_output = 0
         self.standing = Standing()
-        """Whether and on which worker the request runs, and its counts of preemptions and tokens, from the engine's
-        latest message.
+        """Whether and where the request runs, and its counts of preemptions and tokens, from the engine's latest
+        message.
         """
         self.trace: Trace | None = None
         self.counts = counts

@@ -99,8 +99,7 @@ class Container:
         return None
 
     def read(self, length: int) -> npt.NDArray[np.float32]:
-        """Read the next `length` samples, [num_samples, num_channels]; at the end of the file, the remaining samples.
-        """
+        """Read the next `length` samples, or all that remain in the file: [num_samples, num_channels]."""
         blocks, count = [], 0
         while self._rest is not None and count < length:
             blocks.append(self._rest[: length - count])

@@ -21,9 +21,7 @@ FRAME, HOP = 400, 160
 """Number of samples of a frame, and number of samples between the starts of consecutive frames."""
 NUM_FRAMES = WINDOW // HOP
 FRAMES_AT_ONCE = 500
-"""Number of frames whose spectra are computed together. For all 3,000 frames of a window together, numpy would take 23
-MB.
-"""
+"""Number of frames whose spectra are computed together. For all 3,000 frames at once, numpy would take 23 MB."""
 
 Matrix = npt.NDArray[np.float32]
 

@@ -73,8 +73,7 @@ class _Forwards(soundfile.SoundFile):  # type: ignore[misc]  # the library sound
         return None if super().frames >= _UNKNOWN_FRAMES else int(super().frames)
 
     def read(self, length: int) -> Samples:
-        """Read the next `length` samples, [num_samples, num_channels]; at the end of the file, the remaining samples.
-        """
+        """Read the next `length` samples, or all that remain in the file: [num_samples, num_channels]."""
         return super().read(length, dtype="float32", always_2d=True)  # type: ignore[no-any-return]
 
 

@@ -15,8 +15,7 @@ _END = "\ue001"
 
 
 class ChatMarks:
-    """The marks that replace special tokens in one chat. The chat's messages may contain at most `most` special tokens.
-    """
+    """The marks that replace special tokens in one chat. The messages may contain at most `most` special tokens."""
 
     def __init__(self, special: WordFinder, most: int) -> None:
         self._special, self._most = special, most
@@ -53,9 +52,7 @@ class ChatMarks:
         return text
 
     def pieces(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """Cut a rendered chat at its marks.
-
-        Returns pairs of a piece of text and the number of the mark behind the piece.
+        """Cut a rendered chat at its marks, into pairs of a piece of text and the number of the mark behind it.
 
         The number of the last pair is None. `pieces` is a generator, because creating and freeing 100,000 strings at
         once takes long. Raises TemplateError.

@@ -61,8 +61,7 @@ class ChatRenderer:
     async def render(
         self, messages: Sequence[Mapping[str, str]], marks: ChatMarks, most: int, longest: int, *, aside: bool = False
     ) -> str:
-        """The rendered chat up to the assistant's turn, with marks (chat_marks.py) in place of messages' special
-        tokens.
+        """Render a chat up to the assistant's turn, with marks (chat_marks.py) in place of special tokens.
 
         Raises TemplateError and RequestError, and TooManyTokensError if the text is longer than `most` tokens of
         `longest` characters each.

@@ -151,9 +151,7 @@ class Tokenizer:
         return await self._on_thread(lambda: self._encode_words(words))
 
     async def encode_alone(self, text: str) -> list[int]:
-        """Token ids of a text, without the special tokens (such as a beginning-of-sequence token) that the model
-        expects.
-        """
+        """Token ids of a text, without the special tokens that the model expects before and behind a text."""
         return await self._on_thread(lambda: _encode(self._plain, text, len(text.encode())))
 
     def token_id(self, token: str) -> int | None:
@@ -287,9 +285,7 @@ def _most_tokens(tokenizer: tokenizers.Tokenizer, parts: Sequence[str]) -> int:
 
 
 def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """The token that is put before decoded tokens to keep their leading space, in a list that is empty if no token
-    fits.
-    """
+    """A list with the token that, put before decoded tokens, keeps their leading space; empty if no token fits."""
     for letter in "aAeE0":
         token_id = tokenizer.token_to_id(letter)
         if token_id is not None and tokenizer.decode([token_id]) == letter:
@@ -337,8 +333,7 @@ class Detokenizer:
         return text or ""
 
     def _begin_again(self) -> str:
-        """Decode pending bytes that form no character as replacement characters: decoding them again and again is
-        expensive.
+        """Decode pending bytes that form no character as replacement characters, so that few bytes are pending.
 
         Up to three of the bytes at the end may begin a character, and stay pending.
         """
