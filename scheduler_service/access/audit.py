@@ -1,8 +1,8 @@
 """Writes a log line (method, key id of the caller, status) for each call whose method writes no log line itself.
 
-From the request, the log line contains only names that the method passes to `note`. It never contains a key. Successful
-health probes are not logged. A caller without a valid key could fill the log, so only a few calls without a valid key
-are logged, and further such calls are counted.
+From the request, the log line contains only names that the method passes to `note`. The log line never contains a key.
+Successful health probes are not logged. A caller without a valid key could fill the log, so only a few calls without a
+valid key are logged, and further such calls are counted.
 """
 
 import asyncio

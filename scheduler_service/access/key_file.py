@@ -4,7 +4,7 @@ A changed key file may be half written, so it is read only after two consecutive
 
 Many editors replace a file: they write a new file and rename it. Compose and a Kubernetes `subPath` can mount a key
 file without its folder. If a key file that is mounted without its folder is replaced, the process continues to see the
-old file, and a revoked key stays valid. So mount the folder of the key file.
+old file, and a revoked key stays valid. Mount the folder of the key file, not the key file itself.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ _MOUNT = "mount its folder, and name the file in it"
 class KeyFile:
     """The API keys of a key file, and the API key of an environment variable.
 
-    `keyring` has all keys. It is None if neither a key file nor an environment variable is given, so that calls need no
-    key. Raises StartError if the keys are unreadable or invalid.
+    `keyring` has all keys. `keyring` is None if neither a key file nor an environment variable is given, so that calls
+    need no key. Raises StartError if the keys are unreadable or invalid.
     """
 
     def __init__(self, file: Path | None, plain: str | None) -> None:

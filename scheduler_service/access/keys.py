@@ -122,7 +122,7 @@ class Keyring:
     def find(self, presented: str) -> ApiKey | None:
         """The `ApiKey` of the key that a caller presents; None if it is unknown.
 
-        The run time reveals nothing about existing keys.
+        The run time of `find` reveals nothing about existing keys.
 
         The first bytes of the presented key's digest select an `ApiKey`, whose whole digest is then compared in
         constant time. Callers learn nothing from the selection, because they cannot choose the digest of the key that

@@ -1,8 +1,9 @@
 """Limits the usage of each API key: requests and tokens a minute, and requests in flight.
 
-Each quota is a token bucket, which is refilled at a constant rate. A key may use the quota of a whole minute at once.
-The tokens of a prompt are subtracted when the request is queued, and the output tokens when the call ends. So a request
-may use more tokens than its key has left. While a bucket is empty or overdrawn, the key's requests are refused.
+Each quota is a token bucket, which is refilled at a constant rate. An API key may use the quota of a whole minute at
+once. The tokens of a prompt are subtracted from the bucket when the request is queued, and the output tokens when the
+call ends. A request may use more tokens than its key has left, because the number of output tokens is unknown at first.
+While a bucket is empty or overdrawn, the key's requests are refused.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ class Bucket:
         self._at = 0.0
 
     def used(self, per_minute: int, now: float) -> float:
-        """The used part of the quota at the time `now`. It falls by `per_minute` / 60 a second."""
+        """The used part of the quota at the time `now`. The used part falls by `per_minute` / 60 a second."""
         self._used = max(0.0, self._used - (now - self._at) * per_minute / 60)
         self._at = now
         return self._used

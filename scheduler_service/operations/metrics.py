@@ -282,7 +282,10 @@ class _Families:
         return family
 
     def histogram(self, name: str, text: str, histograms: Sequence[tuple[dict[str, str], Histogram]]) -> Metric:
-        """A metric family with a histogram for each set of additional labels. All sets have the same label names."""
+        """A metric family with a histogram for each set of additional labels.
+
+        All sets of labels have the same label names.
+        """
         labels = [self._labels | more for more, _ in histograms]
         family = HistogramMetricFamily(self._prefix + name, text, labels=list(labels[0]) if labels else ())
         for all_of, (_, histogram) in zip(labels, histograms, strict=True):
@@ -292,7 +295,10 @@ class _Families:
         return family
 
     def info(self, name: str, text: str, entries: Sequence[dict[str, str]]) -> Metric:
-        """A gauge of value 1 for each set of labels. All sets have the same label names."""
+        """A metric family with a gauge of value 1 for each set of labels.
+
+        All sets of labels have the same label names.
+        """
         labels = [self._labels | entry for entry in entries]
         family = GaugeMetricFamily(self._prefix + name, text, labels=list(labels[0]) if labels else ())
         for all_of in labels:

@@ -63,8 +63,8 @@ def recorded(
 ) -> Iterator[CallTrace | None]:
     """Write a log line `event` when the call in the `with` block ends or fails. With a tracer, also record a span.
 
-    At the end of the call, `figures` returns values for the log line and the span. These values must reveal no content
-    of the request or of the answer.
+    At the end of the call, `figures` returns values for the log line and the span. The values must reveal no content of
+    the request or of the answer.
     """
     leave_own_line()
     metadata = context.invocation_metadata() or ()

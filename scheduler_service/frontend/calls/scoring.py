@@ -1,5 +1,4 @@
-"""Serves Score calls: how well documents answer a query, according to a cross-encoder or to the vectors of the texts.
-"""
+"""Serves Score calls: how well documents answer a query, by a cross-encoder or by the vectors of query and document."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

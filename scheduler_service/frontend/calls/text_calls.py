@@ -1,8 +1,8 @@
 """Calls with many texts (Embed, Score). Each text of a call is a separate request in the engine.
 
-After admission, a call reserves memory for some of its texts, and its other texts wait. So no text is refused because
-other texts of the same call take memory. Results are sent in the order of the texts. Only texts in flight take memory,
-and a client that reads slowly delays only its own call.
+After admission, a call reserves memory for some of its texts, and its other texts wait, so that no text is refused
+because other texts of the same call take memory. Results are sent in the order of the texts. Only texts in flight take
+memory, and a client that reads slowly delays only its own call.
 """
 
 import asyncio
@@ -37,7 +37,8 @@ IN_FLIGHT_BYTES = 32 << 20
 """
 
 Take = Callable[[int, RequestState], Awaitable[None]]
-"""A function that handles the result of a text. Its arguments are the text's index in the call and the text's request.
+"""A function that handles the result of a text. The arguments are the text's index in the call and the state of the
+text's request.
 """
 
 

@@ -51,7 +51,7 @@ async def check_resumption(
         sampling=replace(
             request.sampling,
             seed=_seed(message, request, is_needed=bool(token_ids)),
-            prompt_logprobs=None if has_begun else request.sampling.prompt_logprobs,  # sent before the first token
+            prompt_logprobs=None if has_begun else request.sampling.prompt_logprobs,  # sent before any token
         ),
         resumes=True,
         resumption=Resumption(

@@ -1,7 +1,7 @@
 """The process that compiles output forms (`compile_form`). The front end starts the compiling process.
 
-A malicious form can take hours and all memory to compile, and llguidance cannot be interrupted. So limited_work.py
-limits the time and memory of the compiling process.
+A malicious form can take hours and all memory to compile, and llguidance cannot be interrupted. For this reason,
+limited_work.py limits the time and memory of the process that compiles forms.
 """
 
 import json

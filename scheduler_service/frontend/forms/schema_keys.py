@@ -1,12 +1,12 @@
 """Rewrites the keys of objects in a JSON schema where llguidance would allow invalid outputs.
 
 If a pattern (`patternProperties`) matches only keys that the schema also names in `properties`, llguidance would allow
-a comma after the named keys although no key can follow. So such a pattern is replaced by the keys that it matches:
-`{"patternProperties": {"^score$": …}}` becomes `{"properties": {"score": …}}`.
+a comma after the named keys although no key can follow. A pattern that matches only named keys is therefore replaced by
+these keys: `{"patternProperties": {"^score$": …}}` becomes `{"properties": {"score": …}}`.
 
 llguidance lets an output repeat a key that the schema does not name, so a schema can require at most one unnamed key.
-An output could also spell a named key as an unnamed key with a \\u escape: \\u0061 is the key "a". So if a schema
-allows unnamed keys, outputs may not contain \\u escapes.
+If a schema allows unnamed keys, outputs may not contain \\u escapes, because an output could use them to spell a named
+key as an unnamed key: \\u0061 is the key "a".
 """
 
 import json
@@ -87,7 +87,7 @@ class KeyPatterns:
         prefix = bytearray()
 
         def follow(matcher: LLMatcher, node: Trie) -> bool:
-            """Whether the pattern lets the prefix continue only as the names in `node` do.
+            """Whether each text that begins with `prefix` and matches the pattern continues as a name in `node`.
 
             Adds matching names to `keys`.
             """
@@ -124,8 +124,8 @@ def _check_counts(schema: Any) -> None:
 def json_escapes(schema: Any) -> str:
     """The characters after a backslash that outputs of this schema may contain.
 
-    If \\u escapes are forbidden, llguidance silently excludes texts that only \\u escapes can spell. So this function
-    raises SchemaError if a schema forbids \\u escapes but may have control characters.
+    If \\u escapes are forbidden, llguidance silently excludes texts that only \\u escapes can spell. `json_escapes`
+    raises SchemaError instead if a schema forbids \\u escapes but may have control characters.
     """
     parts = [part for part, _ in schemas_in(schema)]
     if not any(key in part for part in parts for key in _NAMING if part.get("additionalProperties") is not False):

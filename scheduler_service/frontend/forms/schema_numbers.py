@@ -1,9 +1,9 @@
 """Rewrites the numbers in a JSON schema so that every output that llguidance 1.9 allows is valid.
 
-The library llguidance handles numbers in schemas with three limits. It reads numbers as doubles. Its integers have at
-most 64 bits. If the bounds of a range are less than 1 apart, llguidance allows an excluded bound that is an integer:
-for a number above 0 and at most 0.01, llguidance also allows 0. So the bounds of a range are rounded inward to numbers
-that llguidance handles correctly.
+The library llguidance has three limits for numbers in schemas. llguidance reads numbers as doubles. Integers in
+llguidance have at most 64 bits. If the bounds of a range are less than 1 apart, llguidance allows an excluded bound
+that is an integer: for a number above 0 and at most 0.01, llguidance also allows 0. To avoid invalid outputs, the
+bounds of a range are rounded inward to numbers that llguidance handles correctly.
 
 Some numbers cannot be rounded and raise `NumberError`: values of `const` and `enum` that are not exactly a double, and
 bounds whose rounding would exclude too many integers of the range. For schemas that raise `NumberError`,
@@ -88,7 +88,7 @@ def _is_integer(types: Any) -> bool:
 
 
 def _bound(node: dict[str, Any], plain: str, excluding: str, sign: int, path: str) -> _Bound | None:
-    """The tighter of an object's inclusive and exclusive bounds. Upper bounds (sign -1) are negated."""
+    """The tighter of a schema's inclusive and exclusive bounds. An upper bound (`sign` -1) is returned negated."""
     value, excluded = node.get(plain), node.get(excluding)
     if isinstance(excluded, bool):  # in JSON Schema draft 4, this keyword is a boolean
         value, excluded = (None, value) if excluded else (value, None)

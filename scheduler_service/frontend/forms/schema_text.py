@@ -73,7 +73,7 @@ def target_of(schema: Any, reference: str) -> Any:
 
 
 def schemas_in(node: Any, path: str = "#", *, is_schema: bool = True) -> Iterator[tuple[dict[str, Any], str]]:
-    """All JSON objects inside a schema that are in the place of a schema, each with its path."""
+    """All objects in a JSON schema that stand where a schema is expected, each with its path."""
     if isinstance(node, list):
         for number, part in enumerate(node):
             yield from schemas_in(part, path_to(path, number))

@@ -70,7 +70,7 @@ def serve(connection: Connection, answer: Callable[[bytes], bytes], most_kept: i
         if outcome is not None:
             try:
                 connection.send_bytes(bytes([outcome]))
-            except OSError:  # the front end has ended
+            except OSError:  # the front end's process has ended
                 return
 
 

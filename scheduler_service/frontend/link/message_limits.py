@@ -26,6 +26,6 @@ def request_limits(model: ServedModel | None) -> RequestLimits:
 def max_sound_bytes(model: ServedModel | None) -> int:
     """Largest number of bytes of a sound.
 
-    It is added to the limit for the rest of the message, because sounds are not parsed.
+    The sound does not count towards the limit for the rest of its message, because sounds are not parsed.
     """
     return MAX_SOUND_BYTES if model is not None and model.feature_bytes else 0

@@ -1,14 +1,14 @@
 """Counts the scheduler's memory that requests take: input when a request arrives, and output while it grows.
 
-A limit on the number of requests does not limit memory, because one request may be 1,000 times as large as another. So
-admission also counts the bytes of requests. Before any work on a request, an upper bound of its bytes is computed from
-its fields of variable length. While a call is open, gRPC holds the received message and the parsed message. The front
-end also holds the message's token ids, packed.
+Admission limits the bytes of requests, not only their number, because one request may be 1,000 times as large as
+another. Before any work on a request, an upper bound of its bytes is computed from its fields of variable length. While
+a call is open, gRPC holds the received message and the parsed message. The front end also holds the message's token
+ids, packed.
 
 At admission, the length of an output is unknown. While its client reads, only a small part of an output is in memory.
-So the bytes of an output are counted only from their creation until the client has read them. The unread output of all
-requests together has a limit of its own. If unread output exceeds this limit, the request with the most unread output
-is ended.
+The bytes of an output are therefore counted only from their creation until the client has read them. The unread output
+of all requests together has a limit of its own. If unread output exceeds this limit, the request with the most unread
+output is ended.
 """
 
 from pagewire.v1 import inference_service_pb2 as pb

@@ -1,8 +1,8 @@
 """Output streams to clients. While a client reads slowly, the deltas of its stream are merged and need little memory.
 
 When a merged delta reaches a size limit, the next delta begins. Each delta is sent as one gRPC message. The size limits
-keep these messages below every client's default limit, and make encoding quick. A token and its text are always in the
-same delta, because a client may resume a broken stream after any message.
+of deltas keep messages below the default limit of every client, and make encoding quick. A token and its text are
+always in the same delta, because a client may resume a broken stream after any message.
 """
 
 import asyncio
@@ -82,9 +82,9 @@ class OutputStream:
 
     `RequestState` puts deltas on the stream; one reader iterates until every output has ended.
 
-    Streams with the same `turns` take turns. A turn lasts from one delta until the reader requests the next delta or
-    leaves. With `until_ended`, the reader receives the deltas of an output only after this output has ended. A reader
-    that stores a delta, instead of sending it, reports the delta with `keep`.
+    Streams with the same `turns` take turns. The turn of a stream's reader lasts from one delta until the reader
+    requests the next delta or leaves. With `until_ended`, the reader receives the deltas of an output only after this
+    output has ended. A reader that stores a delta, instead of sending it, reports the delta with `keep`.
     """
 
     def __init__(self, num_outputs: int, turns: Turns, unread: UnreadOutput, *, until_ended: bool = False) -> None:
@@ -141,7 +141,7 @@ class OutputStream:
     def put_whole(self, deltas: Iterator[OutputDelta | None]) -> None:
         """Add the deltas of a complete output.
 
-        Each delta is created, and its bytes are counted, when the reader takes it.
+        A delta of a complete output is created, and its bytes are counted, when the reader takes the delta.
         """
         self._whole.append(deltas)
         self._notify()
@@ -200,8 +200,8 @@ class OutputStream:
             if not self._has_some:
                 assert self._error is not None
                 # A new error is raised, because a raised error refers to this frame and, through the frame, to the
-                # stream. If the stream also referred to the raised error, this reference cycle would stay in memory
-                # until Python's collector runs.
+                # stream. If the stream also referred to the raised error, a reference cycle would stay in memory until
+                # Python's collector runs.
                 raise RequestError(self._error.code, str(self._error))
             if (delta := self._take()) is not None:
                 self.num_open -= delta.status is not None

@@ -3,20 +3,22 @@
 A step of 256 sequences brings tokens for 256 clients. If all streams wrote at once, workers' answers and new calls
 would wait behind 256 completed writes in gRPC's single queue of events. gRPC accepts new calls one after the other, so
 behind these writes it would accept only 100 calls a second. At 100 new calls a second, three workers ran with
-half-empty batches. So only a few streams write at a time, in the order in which they asked for a turn. Under high load,
-a stream waits longer for its turn and merges its output meanwhile, so it writes fewer and larger messages.
+half-empty batches. For this reason, only a few streams write at a time, in the order in which they asked for a turn.
+Under high load, a stream waits longer for its turn and merges its output meanwhile, so it writes fewer and larger
+messages.
 
 A client that does not read, or reads slowly, does not delay other clients. If a client does not finish its turn within
-a timeout, the turn no longer counts towards the limit of turns. The next turns of this client do not count either,
-until one of them is quick again. When all turns time out (many frozen clients), the timeout is halved, down to 1 ms.
+a timeout, the turn no longer counts towards the limit of turns. The next turns of a client whose turn timed out do not
+count either, until one of them is quick again. When all turns time out (many frozen clients), the timeout is halved,
+down to 1 ms.
 """
 
 import asyncio
 from collections import deque
 
 AT_ONCE = 8
-"""Largest number of turns at the same time. Eight turns take about 0.5 ms, which is enough to keep gRPC busy with
-writes.
+"""Largest number of streams that have a turn at the same time. Eight turns take about 0.5 ms, which is enough to keep
+gRPC busy with writes.
 """
 LONGEST_SECONDS = 0.02
 SHORTEST_SECONDS = 0.001

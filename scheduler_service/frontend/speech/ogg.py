@@ -27,8 +27,8 @@ def flaw(data: bytes) -> str | None:
     """Why libsndfile would skip a part of an Ogg file, as the end of an error sentence; None for an intact file.
 
     Bytes outside pages, such as a title after the last page, are skipped, as in libsndfile. The last page may lack the
-    flag that marks the end of a stream, because recorders of voice messages and of live streams omit this flag. So a
-    file that was cut off between two pages counts as intact.
+    flag that marks the end of a stream, because recorders of voice messages and of live streams omit this flag. Without
+    this flag, a file that was cut off between two pages cannot be told from an intact file, and counts as intact.
     """
     expected: tuple[int, int] | None = None
     end = 0

@@ -2,9 +2,9 @@
 
 The library libsndfile reads most formats. FFmpeg reads MP4 and WebM files (container.py).
 
-A file of a few kilobytes may claim or contain hours of sound, to exhaust the server. So a file's header is checked
-before any sample is decoded, and only the samples of the current window are decoded. Properties of the sound that the
-header lacks are checked during decoding.
+A file of a few kilobytes may claim or contain hours of sound, to exhaust the server. Against such files, the header is
+checked before any sample is decoded, and only the samples of the current window are decoded. Properties of the sound
+that the header lacks are checked during decoding.
 """
 
 import io
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SAMPLE_RATE = 16_000
 FORMATS = {"WAV": "WAV", "WAVEX": "WAV", "RF64": "WAV", "FLAC": "FLAC", "MPEG": "MP3", "MP3": "MP3", "OGG": "OGG"}
-"""Supported formats, by libsndfile's names."""
+"""Supported formats of sound files, by libsndfile's names."""
 MAX_CHANNELS = 8
 SAMPLE_RATES = (4_000, 192_000)
 _UNKNOWN_LENGTH = 0x7FFF_0000

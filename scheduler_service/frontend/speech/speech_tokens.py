@@ -37,7 +37,7 @@ class SpeechTokens:
 
         Raises StartError for invalid values.
 
-        `start`, `end`: the first and the last token of outputs.
+        `start`, `end`: the tokens with which outputs of the decoder start and end.
         """
         keys, most = generation.keys, generation.vocabulary_size
         silent = keys.get("no_timestamps_token_id")

@@ -59,7 +59,10 @@ class Transcript:
 
     @property
     def rest(self) -> Segment | None:
-        """The segment without an end time, if it is the window's only segment. Its end is the window's end."""
+        """The segment without an end time, if it is the window's only segment.
+
+        The end of the window is taken as the end of this segment.
+        """
         if self._end or not self._token_ids:
             return None
         return self._segment(self._seconds)

@@ -1,8 +1,8 @@
 """Computes the words of a segment with their times, from the times of the segment's tokens.
 
-A word of a transcript begins at a space. In languages without spaces, each character is a word. An opening quotation
-mark or bracket belongs to the next word, and other punctuation belongs to the previous word. So punctuation marks get
-no times of their own, as in Whisper's own code.
+A word of a transcript begins at a space. In languages without spaces, each character is a word. As in Whisper's own
+code, punctuation marks get no times of their own: an opening quotation mark or bracket belongs to the next word, and
+other punctuation belongs to the previous word.
 """
 
 from collections.abc import Iterator, Sequence

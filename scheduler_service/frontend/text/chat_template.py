@@ -67,7 +67,7 @@ class ChatTemplate:
 class _Generation(Extension):
     """The tag `{% generation %}` … `{% endgeneration %}`, which marks the assistant's text for training.
 
-    Rendering keeps the text inside the tag.
+    Rendering keeps the text inside the tag `generation`.
     """
 
     tags = {"generation"}  # noqa: RUF012  # the base class declares `tags` in this way

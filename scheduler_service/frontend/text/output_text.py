@@ -1,8 +1,8 @@
 """The text of one output: its decoded tokens, in whole characters, up to the first stop string.
 
-The text that the client receives depends only on the tokens. So a scheduler can continue the output of another
-scheduler from its tokens. Decoding these tokens again also restores an incomplete character, or an incomplete stop
-string, at the end of the text.
+The text that the client receives depends only on the tokens, so a scheduler can continue the output of another
+scheduler from its tokens. Decoding the tokens of an output again also restores an incomplete character, or an
+incomplete stop string, at the end of the text.
 """
 
 from bisect import bisect_left
@@ -46,10 +46,10 @@ class StopChecker:
     def _length_to_hold(self, text: str) -> int:
         """Length of the longest suffix of the text that is a prefix of a stop string.
 
-        In the sorted list of stop strings, all strings with a given prefix directly follow the place of the prefix. So
-        each suffix of the text needs only one binary search. For 128 characters and 16 long stop strings, this takes 27
-        µs; a search without the sorted list takes 220 µs. The search must be fast, because a step may bring tokens for
-        128 outputs of one request.
+        Each suffix of the text needs only one binary search in the sorted list of stop strings, because all strings
+        with a given prefix directly follow the place of the prefix. For 128 characters and 16 long stop strings, the
+        binary searches take 27 µs; a search without the sorted list takes 220 µs. The search must be fast, because a
+        step may bring tokens for 128 outputs of one request.
         """
         for length in range(min(len(text), self._longest - 1), 0, -1):
             end = text[-length:]

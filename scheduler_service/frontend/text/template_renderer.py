@@ -3,7 +3,8 @@
 The front end starts this process and first sends the chat template (chat_renderer.py).
 
 A malicious template can take hours and all memory even while Jinja compiles it, because the compiler computes constant
-expressions. So a rendering process compiles the template together with its first chat, within the limits of this chat.
+expressions. For this reason, a rendering process compiles the template together with its first chat, within the limits
+of this chat.
 """
 
 import marshal

@@ -256,7 +256,8 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_specia
     """Token ids of a text. Raises TooManyTokensError if the text clearly has more than `most` tokens.
 
     The library releases the GIL while it encodes, but reading and freeing the resulting ids holds the GIL for 35 ns a
-    token. So a text that may have many more than `most` tokens is first encoded in parts, to count its tokens.
+    token. To avoid a large result, a text that may have many more than `most` tokens is first encoded in parts, to
+    count its tokens.
     """
     if _excess(tokenizer, text, most) is not None:
         raise TooManyTokensError

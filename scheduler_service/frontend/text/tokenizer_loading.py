@@ -1,8 +1,8 @@
 """Loads the tokenizer from a model's files.
 
 Token ids, normalizer, pre-tokenizer and decoder come from tokenizer.json. The tokenizer class that other files name has
-no effect, unlike in transformers 5, which rebuilds these four parts according to the class. The file
-tokenizer_config.json adds tokens and lists special tokens.
+no effect, unlike in transformers 5, which rebuilds token ids, normalizer, pre-tokenizer and decoder according to the
+class. The file tokenizer_config.json adds tokens and lists special tokens.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Finds many words in a text without holding the GIL for long.
 
-One regular expression contains all words, merged by common prefixes. So even in a text that consists of prefixes of the
-words, the search takes no longer for a thousand words than for one word. Python's `re` holds the GIL for a whole call,
-so each call searches only a part of the text.
+One regular expression contains all words, merged by common prefixes. With it, the search takes no longer for a thousand
+words than for one word, even in a text that consists of prefixes of the words. Python's `re` holds the GIL for a whole
+call, so each call searches only a part of the text.
 """
 
 import re
