@@ -1,4 +1,4 @@
-"""API keys: identify the caller of each call, and limit the usage of each key.
+"""API keys identify the caller of each call, and limit the usage of each caller.
 
-The engine reads the keys and counts usage. Front ends receive the keys' digests and identify callers.
+The engine reads the API keys and counts their usage. Front ends receive the digests of the keys and identify callers.
 """

@@ -1,8 +1,8 @@
-"""Writes a log line for each call whose method writes no line: the method, the caller's key id, and the call's status.
+"""Writes a log line (method, key id of the caller, status) for each call whose method writes no log line itself.
 
-A log line contains only names that the method notes with `note`, and never a key. Successful probes are not logged.
-A caller without a valid key could fill the log, so only a few calls without a valid key are logged. Further
-calls are counted.
+From the request, the log line contains only names that the method passes to `note`. The log line never contains a key.
+Successful health probes are not logged. A caller without a valid key could fill the log, so only a few calls without a
+valid key are logged, and further such calls are counted.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 MAX_NOTED = 256
 """Largest number of characters of a name in a log line."""
 MAX_REFUSED = 20
-"""Largest number of calls without a valid key that are logged in each period."""
+"""Largest number of calls without a valid key that are logged in each period of `PERIOD_SECONDS`."""
 PERIOD_SECONDS = 10.0
 _HEALTH = "/grpc.health.v1.Health/"
 _PROBES = frozenset(("/vllm.grpc.engine.VllmEngine/HealthCheck",))
@@ -40,15 +40,18 @@ def note(**names: str) -> None:
 
 
 def leave_own_line() -> None:
-    """Write no audit line for the current call, because the method writes a more detailed line."""
+    """Write no audit line for the current call, because its method writes a more detailed log line."""
     _has_line.set(True)
 
 
 class Audit(grpc.aio.ServerInterceptor):
-    """The outermost interceptor of a server. Create the interceptor inside the event loop."""
+    """The outermost interceptor of a gRPC server, which writes audit lines.
+
+    Create the interceptor inside the event loop.
+    """
 
     def __init__(self) -> None:
-        self._num_refused = 0  # calls without a valid key in this period
+        self._num_refused = 0  # calls without a valid key in the current period
 
     async def intercept_service(
         self,
@@ -62,7 +65,7 @@ class Audit(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _watched(self, method: str, context: Context) -> AsyncIterator[None]:
-        # The peer is read before the call ends: gRPC crashes if `peer` is called after a call has ended.
+        # `peer` is called before the call ends, because gRPC crashes if `peer` is called after the end of a call.
         began, status, peer = time.monotonic(), grpc.StatusCode.OK, context.peer()
         try:
             yield
@@ -74,7 +77,7 @@ class Audit(grpc.aio.ServerInterceptor):
             raise
         finally:
             if not _has_line.get():
-                status = context.code() or status  # the code is None if unset, despite its type
+                status = context.code() or status  # a code that is not set is None, despite its type
                 self._log(method, status, peer, time.monotonic() - began)
 
     def _log(self, method: str, status: grpc.StatusCode, peer: str, seconds: float) -> None:

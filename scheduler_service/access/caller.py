@@ -14,7 +14,7 @@ caller: ContextVar[ApiKey | None] = ContextVar("caller", default=None)
 
 
 def key_check(keyring: Callable[[], Keyring | None], *, admin: bool = False) -> Check:
-    """A check that each call has a valid API key. With `admin`, the key must be an administrator's key.
+    """Create a check that each call has a valid API key. With `admin`, the key must be an administrator's key.
 
     If `keyring` returns None, calls need no key.
     """
@@ -31,7 +31,7 @@ def key_check(keyring: Callable[[], Keyring | None], *, admin: bool = False) -> 
 
 
 def tenant_of(asked: str) -> str:
-    """The tenant of the current call: the API key's tenant. If calls need no key, the requested tenant counts.
+    """The tenant of the current call: the API key's tenant or, if calls need no key, the tenant in the request.
 
     Raises PERMISSION_DENIED if the requested tenant differs from the key's tenant.
     """

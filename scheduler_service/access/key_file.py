@@ -1,10 +1,10 @@
-"""Reads API keys from a file, which is read again after a change, and from an environment variable.
+"""Reads API keys from a key file, which is read again after a change, and from an environment variable.
 
-A changed file may be half written. So the file is read only after two consecutive looks find the same state.
+A changed key file may be half written, so it is read only after two consecutive checks find the same state of the file.
 
-Many editors write a new file and rename the new file. Compose and a Kubernetes `subPath` can mount the file without its
-folder. After a rename, a process with a mounted file continues to see the old file, and a revoked key stays valid. So
-mount the folder.
+Many editors replace a file: they write a new file and rename it. Compose and a Kubernetes `subPath` can mount a key
+file without its folder. If a key file that is mounted without its folder is replaced, the process continues to see the
+old file, and a revoked key stays valid. Mount the folder of the key file, not the key file itself.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from scheduler_service.access.keys import Keyring, read_keys
 log = structlog.get_logger()
 
 LOOK_SECONDS = 1.0
-"""Seconds between two checks whether the file has changed."""
+"""Seconds between two checks whether the key file has changed."""
 _MOUNT = "mount its folder, and name the file in it"
 
 
 class KeyFile:
-    """A file of API keys, and a key from the environment.
+    """The API keys of a key file, and the API key of an environment variable.
 
-    `keyring` has all keys; None means that neither a file nor a key is given, so calls need no key. Raises StartError
-    if the keys are unreadable or invalid.
+    `keyring` has all keys. `keyring` is None if neither a key file nor an environment variable is given, so that calls
+    need no key. Raises StartError if the keys are unreadable or invalid.
     """
 
     def __init__(self, file: Path | None, plain: str | None) -> None:
         self._file = file
         self._plain = plain
-        self._stamp = self._look()  # taken before the file is read, to notice a change during reading
+        self._stamp = self._look()  # before the file is read, to notice a change during reading
         self.keyring: Keyring | None = None
         if file is not None and os.path.ismount(file):
             log.warning("the file of API keys is mounted by itself: it may change unseen", file=str(file), do=_MOUNT)
@@ -45,7 +45,7 @@ class KeyFile:
                 raise StartError(f"cannot use the API keys of {file or 'the environment'}: {error}") from None
 
     def _look(self) -> tuple[int, ...] | None:
-        """A value that changes whenever the file or its permissions change."""
+        """A value that changes whenever the key file or its permissions change."""
         try:
             status = self._file.stat() if self._file is not None else None
         except OSError:
@@ -53,9 +53,9 @@ class KeyFile:
         return None if status is None else (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
 
     async def watch(self, tell: Callable[[Keyring], None]) -> None:
-        """Call `tell` with the new keys after each change of the file, until cancelled.
+        """Call `tell` with the new keys after each change of the key file, until cancelled.
 
-        If the file becomes invalid or unreadable, the old keys stay in use.
+        If the key file becomes invalid or unreadable, the old keys stay in use.
         """
         seen = self._stamp
         while self._file is not None:
@@ -90,7 +90,7 @@ class KeyFile:
 
     @staticmethod
     def _is_replaced(file: Path) -> bool:
-        """Whether another file has replaced the mounted file, which is no longer in any folder."""
+        """Whether another file has replaced the mounted key file, which is then no longer in any folder."""
         try:
             return file.stat().st_nlink == 0
         except OSError:

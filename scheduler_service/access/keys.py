@@ -1,4 +1,6 @@
-"""Parses a file of API keys. The file contains only digests of keys, so a leaked file permits no calls.
+"""Parses a key file, with the API keys of callers.
+
+The file contains only digests of keys, so a leaked file permits no calls.
 
     [[key]]
     id = "alice-laptop"             # shown in logs
@@ -13,7 +15,7 @@
     admin = false                   # whether the key may call AdminService
     metrics = false                 # whether the key may read metrics
 
-One round of SHA-256 is enough, because a key of 32 random bytes cannot be guessed.
+One round of SHA-256 is enough for the digest, because a key of 32 random bytes cannot be guessed.
 """
 
 import hashlib
@@ -32,7 +34,9 @@ from pagewire_common.calls.errors import RequestError
 
 MAX_NAME = 64
 MAX_BYTES = 4 << 20
-"""Bytes of the largest key file. The engine sends all keys to a front end in one message."""
+"""Largest number of bytes of a key file. The limit is low because the engine sends all keys to a front end in one
+message.
+"""
 _SCHEME = "bearer "
 _START = 8
 
@@ -64,7 +68,7 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """The permissions and limits of one API key. None means no limit."""
+    """The permissions and limits of one API key. A limit of None means that there is no limit."""
 
     id: str
     digest: bytes
@@ -84,7 +88,7 @@ class ApiKey:
             raise RequestError(grpc.StatusCode.PERMISSION_DENIED, f"this API key may not use the model {name!r}")
 
     def check_adapter(self, name: str) -> None:
-        """Raises PERMISSION_DENIED if the key may not name the adapter. The adapter need not exist."""
+        """Raises PERMISSION_DENIED if the key may not name the adapter, whether or not the adapter exists."""
         if name and not self.may_name(name):
             raise RequestError(grpc.StatusCode.PERMISSION_DENIED, f"this API key may not use the adapter {name!r}")
 
@@ -97,7 +101,10 @@ def digest_of(key: str) -> bytes:
 
 
 class Keyring:
-    """All API keys. Raises ValueError if two keys have the same id, or if a tenant's keys have different weights."""
+    """All API keys.
+
+    Raises ValueError if two keys have the same id, or if keys of the same tenant have different weights.
+    """
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self.by_id: dict[str, ApiKey] = {}
@@ -113,17 +120,20 @@ class Keyring:
             self.by_id[key.id] = self._by_start[key.digest[:_START]] = key
 
     def find(self, presented: str) -> ApiKey | None:
-        """The entry of a presented key; None if the key is unknown. The run time reveals nothing about existing keys.
+        """The `ApiKey` of the key that a caller presents; None if it is unknown.
 
-        The first bytes of the presented key's digest select an entry, whose digest is compared in constant time. A
-        caller cannot choose the digest of a key.
+        The run time of `find` reveals nothing about existing keys.
+
+        The first bytes of the presented key's digest select an `ApiKey`, whose whole digest is then compared in
+        constant time. Callers learn nothing from the selection, because they cannot choose the digest of the key that
+        they present.
         """
         digest = digest_of(presented)
         key = self._by_start.get(digest[:_START])
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 
     def opens_metrics(self, authorization: str) -> bool:
-        """Whether this Authorization header permits reading metrics."""
+        """Whether an HTTP request with this Authorization header may read metrics."""
         try:
             key = self.authenticate([("authorization", authorization)])
         except RequestError:
@@ -131,7 +141,7 @@ class Keyring:
         return key.metrics or key.admin
 
     def authenticate(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> ApiKey:
-        """The API key in the header `authorization` of a call. Raises UNAUTHENTICATED."""
+        """Find the API key in the header `authorization` of a call. Raises UNAUTHENTICATED."""
         values = [value for name, value in metadata or () if name == "authorization"]
         if not values:
             raise _unauthenticated(_NO_KEY)
@@ -142,7 +152,7 @@ class Keyring:
         return key
 
     def encode(self) -> pb.Keys:
-        """The message to front ends with all keys: digests, tenants, models and adapters."""
+        """Encode all keys as the message to front ends: ids, digests, tenants, models and adapters."""
         return pb.Keys(
             keys=[
                 pb.Key(
@@ -181,11 +191,14 @@ def _unauthenticated(reason: str) -> RequestError:
 
 
 ENVIRONMENT_KEY = "environment"
-"""The id of the key that the environment variable contains."""
+"""The id of the API key that comes from the environment variable."""
 
 
 def read_keys(file: Path | None, plain: str | None) -> Keyring:
-    """Read the keys of a file, and a `plain` key with all permissions. Raises ValueError with the error's place."""
+    """Read the keys of a key file, and add the key `plain` with all permissions.
+
+    Raises ValueError for an invalid file or key.
+    """
     if file is not None and (size := file.stat().st_size) > MAX_BYTES:
         raise ValueError(f"the file has {size} bytes; at most {MAX_BYTES} are read")
     keys = [] if file is None else parse_keys(file.read_text())
@@ -197,10 +210,10 @@ def read_keys(file: Path | None, plain: str | None) -> Keyring:
 
 
 def parse_keys(text: str) -> list[ApiKey]:
-    """Parse a key file. Raises ValueError with the error's place in the file."""
+    """Parse a key file. Raises ValueError, whose message names the place of the error in the file."""
     try:
         entries = _File.model_validate(tomllib.loads(text)).key
-        if entries is None:  # for example, the file is still being written
+        if entries is None:  # for example because the file is still being written
             raise ValueError("it has no [[key]]; if no key is to open anything, write key = []")
     except ValidationError as error:
         first = error.errors()[0]

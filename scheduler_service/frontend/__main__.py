@@ -1,4 +1,4 @@
-"""A front end process, started by a running engine: `python -m scheduler_service.frontend --engine … --listen …`."""
+"""A front end process. The engine starts it with `python -m scheduler_service.frontend --engine … --listen …`."""
 
 import argparse
 import os

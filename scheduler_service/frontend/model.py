@@ -1,4 +1,4 @@
-"""The served model: limits that the engine sends, and settings from the model's files."""
+"""The served model: its limits, which the engine sends, and the settings in its files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,29 +19,30 @@ from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
 from scheduler_service.frontend.text.tokenization import Tokenizer
 
 MAX_SCORED = 2
-"""Largest number of classes of a classifier that can score texts."""
+"""Score calls need a classifier with at most this number of classes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Name, limits, defaults and tokenizer of the served model, and the model's `files` by name.
+    """Name, limits, defaults and tokenizer of the served model, and its files by name.
 
-    `generates`: tokens can be sampled.
+    `generates`: whether the model can generate tokens.
     `embedding_size`: length of embedding vectors; 0 means that the model cannot embed.
     `pooling_type`, `normalizes`: the pooling with which the model was trained.
     `num_labels`: number of a classifier's classes; 0 means that the model is no classifier.
-    `scores_plainly`: a classifier's raw output is the score.
+    `scores_plainly`: whether a Score call returns the raw output of a classifier.
     `similarity`: the function that compares vectors, by sentence-transformers' name.
-    `context_length`: largest number of tokens of a sequence, without lookahead.
-    `pool_tokens`: tokens of a worker's KV cache for all outputs of one request. Each output also requires
-      `num_lookahead_slots` tokens of cache.
-    `max_encoder_len`: longest text that the encoder reads, in tokens.
-    `feature_bytes`: bytes of a sound's features.
-    `speech_tokens`: control tokens of a model that transcribes.
-    `decoder_start_token_ids`: the default start of outputs; a request may override it.
-    `undeclared_keys`: outputs in JSON may have keys that the schema does not name, unless the request is strict.
+    `context_length`: largest number of tokens of a sequence, without lookahead slots for drafts.
+    `pool_tokens`: largest number of tokens in a worker's KV cache for all outputs of one request. Each output also
+      occupies `num_lookahead_slots` tokens of the KV cache.
+    `max_encoder_len`: largest number of tokens of the encoder's input; 0 for a model without an encoder.
+    `feature_bytes`: bytes of the features of one window of sound; 0 for a model whose encoder reads no sound.
+    `speech_tokens`: control tokens of a model that can transcribe.
+    `decoder_start_token_ids`: the default prompt of a decoder behind an encoder; a request may override it.
+    `undeclared_keys`: whether JSON outputs may have keys that the schema does not name, unless the request sets
+      `strict`.
 
-    A model of random weights may have no tokenizer. Without a tokenizer, prompts are token ids, and outputs have no
+    A model with random weights may have no tokenizer. Without a tokenizer, prompts are token ids, and outputs have no
     text.
     """
 
@@ -88,7 +89,7 @@ class ServedModel:
 
     @classmethod
     def load(cls, limits: ModelLimits, directory: Path) -> "ServedModel":
-        """Read the model's files that a worker sent. Reading takes about a second, so call `load` on a thread."""
+        """Read the model's files in `directory`. Reading takes about a second, so call `load` on a thread."""
         config = _read_json(directory / "config.json") or {}
         generation = GenerationConfig.read(config, _read_json(directory / FILE), limits.vocabulary_size)
         tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").exists() else None
@@ -116,10 +117,10 @@ class ServedModel:
 
 
 def _decoder_start(config: Mapping[str, Any], generation: GenerationConfig) -> tuple[int, ...]:
-    """The default prompt of a decoder: its start token, and the forced first token of some models.
+    """The default prompt of a decoder: its start token and, for some models, a forced first token.
 
-    Empty if the model's files name no start token. As in transformers, the beginning-of-sequence token may replace a
-    missing start token.
+    As in transformers, the beginning-of-sequence token replaces a missing start token. The prompt is empty if the
+    model's files name neither token.
     """
 
     def token(name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""A front-end process: a gRPC server on a port shared with other front ends, and the link to the engine."""
+"""A front-end process: a gRPC server on a port that all front ends share, and the link to the engine."""
 
 import asyncio
 import gc
@@ -31,13 +31,15 @@ SERVICES = [
 ]
 LOOK_SECONDS = 1.0
 UNLOADED_SECONDS = 5.0
-"""Seconds before a front end that cannot load the model restarts. Until the restart, calls fail with the reason."""
+"""Seconds before a front end that cannot load the model restarts. Until then, its calls fail with the reason of the
+failed load.
+"""
 MAX_SILENT_SECONDS = 30.0
 """Seconds of silence after which the engine counts as hanging. A working engine sends a message every five seconds, and
 planning a step takes only milliseconds.
 """
 LONGEST_MESSAGE = 16 << 20
-"""Bytes of the longest request: enough for a prompt of more than a million tokens."""
+"""Largest number of bytes of a gRPC message from a client: enough for a prompt of more than a million tokens."""
 
 
 def front_end_server(
@@ -72,7 +74,7 @@ async def serve(
     max_connections: int = MAX_CONNECTIONS,
     traces_endpoint: str | None = None,
 ) -> int:
-    """Serve until the engine says goodbye or is lost; returns the exit status.
+    """Serve clients until the engine says goodbye or is lost. Returns the exit status of the process.
 
     The front end does not wait for a lost engine to return: the queue and all computed tokens are lost with the engine.
     Clients can resume their requests at any scheduler.
@@ -108,7 +110,7 @@ async def _serve(link: EngineLink, listen: str, security: Security, max_connecti
 
 
 async def show_health(link: EngineLink, server: GrpcServer) -> None:
-    """After the model is loaded, report the engine's health to clients. Raises the error of a failed load."""
+    """Report the engine's health to clients, after the model is loaded. Raises the error of a failed load."""
     await link.loading.wait()
     _spare_the_collector()
     while True:
@@ -120,7 +122,7 @@ async def show_health(link: EngineLink, server: GrpcServer) -> None:
 
 
 async def watch_engine(link: EngineLink, server: GrpcServer) -> None:
-    """Report NOT_SERVING while the engine is silent, to liveness probes too: without the engine no call can end."""
+    """Report NOT_SERVING while the engine is silent, also to liveness probes: no call can end without the engine."""
     is_alive = True
     while True:
         await asyncio.sleep(LOOK_SECONDS)
@@ -135,16 +137,16 @@ async def watch_engine(link: EngineLink, server: GrpcServer) -> None:
 
 
 async def _nothing(_: float) -> None:
-    """A drain that does nothing: every stream has already ended or cannot continue."""
+    """An empty drain for `GrpcServer.stop`: every stream has already ended or cannot continue."""
 
 
 def _spare_the_collector() -> None:
-    """Exclude the objects that exist at the start from Python's cycle collector.
+    """Exclude the objects that exist after the model is loaded from Python's cycle collector.
 
-    The tokenizer library alone creates half a million objects that live as long as the process. Under load, the
-    collector's scans of the tokenizer's objects took a third of the process's time, in pauses of 0.1 s. Requests need
-    no collector: a request's objects are freed when the call ends. Only small reference cycles remain, such as in
-    gRPC's exceptions. The oldest generation is collected about once in 100,000 new objects.
+    The tokenizers library alone creates half a million objects that live as long as the process. Under load, the
+    collector's scans of these objects took a third of the process's time, in pauses of 0.1 s. The objects of a request
+    are freed without the collector when the call ends. The collector is needed only for small reference cycles, such as
+    in gRPC's exceptions, so it scans the oldest generation only once in about 100,000 new objects.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""InferenceService: converts protobuf to checked requests, and deltas of outputs to protobuf."""
+"""The service InferenceService: converts protobuf messages to checked requests, and deltas of outputs to messages."""
 
 import time
 
@@ -37,7 +37,7 @@ _FINISH_REASONS = {
 
 
 class InferenceServicer(InferenceServiceServicer):
-    """The public service; the .proto file has the contract."""
+    """The public service InferenceService, whose contract is in inference_service.proto."""
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
@@ -58,7 +58,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         with EngineCall(self._link) as call:
-            await call.admit_side_call()  # the call may wait for the first worker
+            await call.admit_side_call()  # admitted first, because the call may wait for a worker
             model = await allowed_model(self._link)
         key = caller.get()
         return pb.GetModelResponse(
@@ -105,7 +105,10 @@ def _num_bytes(request: pb.TokenizeRequest | pb.DetokenizeRequest) -> int:
 
 
 class _Messages:
-    """One message for each delta. The first message of an output also has the data with which a client can resume."""
+    """Converts each delta to a message.
+
+    The first message of an output also has the data with which a client can resume.
+    """
 
     def __init__(self, state: RequestState, model: ServedModel) -> None:
         self._state = state
@@ -122,7 +125,7 @@ class _Messages:
 
 
 def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse:
-    """One message of a stream. The last message of an output has the output's finish reason and usage."""
+    """Convert a delta to a message. The last message of an output has the output's finish reason and usage."""
     message = pb.GenerateResponse(
         request_id=state.request.request_id,
         index=delta.index,

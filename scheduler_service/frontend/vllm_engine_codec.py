@@ -1,7 +1,7 @@
-"""Converts between our protocol and vLLM's engine protocol, which OpenAI gateways use.
+"""Converts between pagewire's protocol and vLLM's engine protocol, which gateways for OpenAI's HTTP API use.
 
-The gateway tokenizes prompts and detokenizes outputs, so requests and answers have token ids. A gateway sets all fields
-that are not `optional`. If 0 is not a valid value of a field, 0 means vLLM's default.
+The gateway tokenizes prompts and detokenizes outputs, so requests and answers contain token ids. A gateway sets all
+fields that are not `optional`. If 0 is not a valid value of such a field, 0 means vLLM's default.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,8 @@ from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.streams import OutputDelta
 
 MAX_BYTES = 4 << 20
-"""Bytes of an output that is sent as one message: the largest message that gRPC libraries read by default."""
+"""Largest number of bytes of an output that is sent as one message. gRPC libraries refuse larger messages by default.
+"""
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 9
 POSITION_BYTES = 16
@@ -30,13 +31,13 @@ _NUMBERS: Mapping[str, float] = {"n": 1} | {
     for name, number in NUMBERS.items()
     if (known := vllm.SamplingParams.DESCRIPTOR.fields_by_name.get(name)) and not known.has_presence
 }
-"""Numeric fields and vLLM's defaults. A 0 in the field means the default if 0 is not a valid value."""
+"""Numeric fields with vLLM's defaults. A 0 in a field means vLLM's default if 0 is not a valid value of the field."""
 _NOT_SERVED = ("kv_transfer_params", "mm_inputs", "kv_transfer_params_json", "media_refs")
 _FORMS = ("json_schema", "regex", "grammar")
 
 
 def decode_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
-    """Convert a request to our protocol. Raises RequestError for fields that our protocol cannot express."""
+    """Convert a request to pagewire's protocol. Raises RequestError for fields that this protocol cannot express."""
     for name in _NOT_SERVED:
         if message.HasField(name):
             invalid(f"{name} is not supported by this server")
@@ -61,7 +62,7 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
     if any(token_id < 0 for token_id in params.logit_bias):
         invalid(f"sampling_params.logit_bias has the token {min(params.logit_bias)}")
     sampling = pb.SamplingParams(
-        # An absent field means vLLM's default.
+        # An absent temperature means vLLM's default.
         temperature=params.temperature if params.HasField("temperature") else 1.0,
         seed=params.seed & (1 << 64) - 1 if params.HasField("seed") else None,
         stop=params.stop,
@@ -75,7 +76,7 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
             setattr(sampling, name, getattr(params, name))
     for name, default in _NUMBERS.items():
         setattr(sampling, name, getattr(params, name) or default)
-    if params.min_tokens:  # gateways send 0 for an absent field, which leaves the model's default
+    if params.min_tokens:  # gateways send 0 for an absent field, so 0 means the model's default
         sampling.min_tokens = params.min_tokens
     constraint = params.WhichOneof("constraint")
     if constraint in _FORMS:
@@ -90,10 +91,10 @@ def _decode_sampling_params(params: vllm.SamplingParams) -> pb.SamplingParams:
 
 
 class StreamedAnswers:
-    """One chunk for each new token of an output, and an empty completion at the output's end.
+    """Converts deltas to a chunk for each new token, and to an empty completion message at the end of each output.
 
-    Chunks have one token because of the gateway smg 1.13. If a chunk contains the token that ends thinking, smg loses
-    the text after the token.
+    A chunk has only one token because of the gateway smg 1.13: smg loses the text behind the token that ends thinking
+    if both are in the same chunk.
     """
 
     def __init__(self, state: RequestState) -> None:
@@ -117,10 +118,10 @@ class StreamedAnswers:
 
 
 class WholeAnswers:
-    """One message for each output, sent after all earlier outputs have ended: gateways number outputs in order of
-    arrival.
+    """Converts deltas to one message for each output.
 
-    Each delta extends the message a little, so that no delta takes long.
+    The message of an output is sent after all earlier outputs have ended, because gateways number outputs in order of
+    arrival. Each delta extends the output's message a little, so that no delta blocks the event loop for long.
     """
 
     def __init__(self, state: RequestState) -> None:
@@ -130,7 +131,10 @@ class WholeAnswers:
         self._num_written = 0
 
     def encode(self, delta: OutputDelta) -> Iterator[vllm.GenerateResponse]:
-        """Messages of the outputs that have ended. Raises INVALID_ARGUMENT if an output exceeds the message limit."""
+        """Add a delta, and return the messages of outputs that can be sent.
+
+        Raises INVALID_ARGUMENT if an output is too large.
+        """
         self._state.stream.keep(delta)
         self._num_bytes[delta.index] += TOKEN_BYTES * len(delta.token_ids) + _logprob_bytes(delta.logprobs)
         if self._num_bytes[delta.index] > MAX_BYTES:
@@ -163,7 +167,7 @@ def _add_logprobs(message: vllm.OutputLogProbs, entries: list[TokenLogprobs]) ->
 def _end(
     message: vllm.GenerateComplete, state: RequestState, delta: OutputDelta, status: SequenceStatus
 ) -> vllm.GenerateComplete:
-    """The message with the output's finish reason."""
+    """Fill in the finish reason and the counts of tokens of an ended output."""
     message.finish_reason = REASONS[status]
     message.prompt_tokens = state.request.num_prompt_tokens
     message.completion_tokens = delta.num_output_tokens

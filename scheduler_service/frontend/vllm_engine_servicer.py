@@ -29,19 +29,22 @@ from scheduler_service.frontend.vllm_engine_codec import StreamedAnswers, WholeA
 from scheduler_service.wire.submission import floats
 
 PARSED_ID_BYTES = 8
-"""Bytes of a token id in a parsed request. gRPC keeps the parsed request while the call is open."""
+"""Bytes of memory of a token id in a parsed message. gRPC keeps the parsed message while the call is open."""
 CHUNK_BYTES = 1 << 20
 MAX_ABORTS = 128
 """Largest number of requests that one Abort call may end."""
 
 
 class VllmEngine(VllmEngineServicer):
-    """Generate, Embed, Abort, and the calls with which a gateway starts. Other methods are UNIMPLEMENTED."""
+    """Implements Generate, Embed, Abort, and the methods that a gateway calls when it starts.
+
+    Other methods return UNIMPLEMENTED.
+    """
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link
         self._started_at = time.monotonic()
-        self._archive: tuple[bytes, str] | None = None  # the zipped files of the model, and their digest
+        self._archive: tuple[bytes, str] | None = None  # the zip archive of the model's files, and its SHA-256
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
         ours = decode_request(request)
@@ -78,7 +81,7 @@ class VllmEngine(VllmEngineServicer):
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
         with EngineCall(self._link) as call:
-            await call.admit_side_call()  # the call may wait for the first worker
+            await call.admit_side_call()  # admitted first, because the call may wait for a worker
             model = await allowed_model(self._link)
         config = json.loads(model.files.get("config.json", b"{}"))
         return vllm.GetModelInfoResponse(
@@ -111,9 +114,9 @@ class VllmEngine(VllmEngineServicer):
     async def GetTokenizer(  # a PatientWriter limits the time of a write
         self, request: common.GetTokenizerRequest, context: Context
     ) -> None:
-        """The model's files without weights, as a zip archive. The last message has the archive's SHA-256."""
+        """Send the model's files without weights, as a zip archive. The last message has the archive's SHA-256."""
         with EngineCall(self._link) as call:
-            await call.admit_side_call(2 * CHUNK_BYTES)  # the data on its way to a client, at most
+            await call.admit_side_call(2 * CHUNK_BYTES)  # an upper bound of the bytes on their way to the client
             model = await allowed_model(self._link)
             if self._archive is None:
                 self._archive = await asyncio.to_thread(_zipped, model.files)

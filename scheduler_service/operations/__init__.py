@@ -1,1 +1,1 @@
-"""Services for operators: AdminService, the state of the cluster, metrics. The package `statistics` counts."""
+"""Serves AdminService, the state of the cluster, and metrics to operators. The package `statistics` counts."""

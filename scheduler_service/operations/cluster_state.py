@@ -1,4 +1,4 @@
-"""Encodes the scheduler's state at one moment as a message for operators."""
+"""Encodes the state of the scheduler and its workers at one moment, as a message for operators."""
 
 from pagewire.v1 import admin_service_pb2 as pb
 from scheduler_service.core import Balancer
@@ -8,7 +8,7 @@ from scheduler_service.engine.workers.worker import Worker
 
 
 def cluster_state(front_ends: FrontEnds) -> pb.ClusterState:
-    """The cluster's state at one moment. The function awaits nothing, so the state cannot change while it is read."""
+    """The cluster's state at one moment. This function awaits nothing, so the state cannot change while it is read."""
     engine = front_ends.engine
     statistics, departed = engine.requests.statistics, engine.workers.departed
     workers = [_encode_worker(worker) for worker in engine.workers.all]

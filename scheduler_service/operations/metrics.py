@@ -1,7 +1,8 @@
 """Exports the scheduler's state and statistics as Prometheus metrics.
 
-If vLLM has the same metric, our metric has vLLM's meaning and name, with the prefix `pagewire_` in place of `vllm:`.
-With `vllm_names`, shared metrics are also exported under vLLM's names, for dashboards and gateways that read them.
+A metric that vLLM also has keeps vLLM's meaning and name, with the prefix `pagewire_` in place of `vllm:`. With
+`vllm_names`, these metrics are also exported under vLLM's own names, for dashboards and gateways that read vLLM's
+metrics.
 """
 
 import time
@@ -26,7 +27,10 @@ REASONS = ("stop", "length", "abort", "error")
 
 
 class SchedulerMetrics:
-    """Creates the metric families of a scrape on the engine's event loop. Counts are sums over all front ends."""
+    """Creates the metric families for a Prometheus scrape, on the engine's event loop.
+
+    Counts are sums over all front ends.
+    """
 
     def __init__(self, front_ends: FrontEnds, model_name: Callable[[], str], *, vllm_names: bool) -> None:
         self._front_ends = front_ends
@@ -76,7 +80,7 @@ class SchedulerMetrics:
             ("generation_tokens", "Tokens generated.", state.num_output_tokens),
         ):
             yield family.counter(name, text, count)
-        # Counters of drafts have a label for the worker, so workers that have left are not included.
+        # The counters of drafts have a label for the worker, so they do not include workers that have left the cluster.
         for name, text, field in (
             ("spec_decode_num_draft_tokens", "Guesses at next tokens that were verified.", "num_guessed_tokens"),
             ("spec_decode_num_accepted_tokens", "Guesses at next tokens that were right.", "num_accepted_tokens"),
@@ -120,7 +124,8 @@ class SchedulerMetrics:
         ):
             yield family.histogram(name, text, [(more, getattr(of, histogram)) for more, of in histograms])
         workers = self._front_ends.engine.workers.all
-        # The suffix `_total` of vLLM's name is for counters, so the name under `pagewire_` omits the suffix.
+        # In Prometheus the suffix `_total` is for counters, so vLLM's name for this histogram loses it under
+        # `pagewire_`.
         yield family.histogram(
             "iteration_tokens_total" if prefix == VLLM else "iteration_tokens",
             "Tokens that a step computes.",
@@ -214,7 +219,10 @@ class SchedulerMetrics:
 
 
 def _adapters_in_use(prefix: str, engine: Engine) -> Metric:
-    """A metric for Kubernetes' gateways. The labels contain the data; the value is the time of the data."""
+    """The metric about adapters that Kubernetes' gateways read.
+
+    Its labels contain the data, and its value is the time of the data.
+    """
     waiting: Counter[str] = Counter()
     running: Counter[str] = Counter()
     for call in engine.requests.in_flight.values():
@@ -241,7 +249,7 @@ def _status(worker: pb.WorkerState) -> str:
 
 
 class _Families:
-    """Creates metric families with a common prefix and common labels."""
+    """Creates metric families that share a prefix and labels."""
 
     def __init__(self, prefix: str, labels: dict[str, str]) -> None:
         self._prefix = prefix
@@ -267,14 +275,17 @@ class _Families:
         return self.table(name, text, (label,), {(key,): value for key, value in values.items()})
 
     def table(self, name: str, text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> Metric:
-        """A family of counters. Each key of `values` has the values of several labels."""
+        """A family of counters. Each key of `values` has the values of all `labels`."""
         family = CounterMetricFamily(self._prefix + name, text, labels=[*self._labels, *labels])
         for keys, value in values.items():
             family.add_metric([*self._labels.values(), *keys], value)
         return family
 
     def histogram(self, name: str, text: str, histograms: Sequence[tuple[dict[str, str], Histogram]]) -> Metric:
-        """A family with a histogram for each set of additional labels. All sets have the same label names."""
+        """A metric family with a histogram for each set of additional labels.
+
+        All sets of labels have the same label names.
+        """
         labels = [self._labels | more for more, _ in histograms]
         family = HistogramMetricFamily(self._prefix + name, text, labels=list(labels[0]) if labels else ())
         for all_of, (_, histogram) in zip(labels, histograms, strict=True):
@@ -284,7 +295,10 @@ class _Families:
         return family
 
     def info(self, name: str, text: str, entries: Sequence[dict[str, str]]) -> Metric:
-        """A gauge of value 1 for each set of labels. All sets have the same label names."""
+        """A metric family with a gauge of value 1 for each set of labels.
+
+        All sets of labels have the same label names.
+        """
         labels = [self._labels | entry for entry in entries]
         family = GaugeMetricFamily(self._prefix + name, text, labels=list(labels[0]) if labels else ())
         for all_of in labels:

@@ -1,1 +1,1 @@
-"""The calls of clients, with one file for each kind of call."""
+"""Serves the calls of clients, with one file for each kind of call."""

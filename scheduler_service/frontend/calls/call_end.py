@@ -1,4 +1,4 @@
-"""Records how a call ended, in the call's log line and trace span."""
+"""Records how a call ended, in the call's log line and in its trace span."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ Request = pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest | pb.Transcribe
 
 @dataclass
 class CallEnd:
-    """The end of a call. `status`: name of the gRPC status. `sentence`: error message to the client."""
+    """How a call ended. `status`: name of the gRPC status. `sentence`: error message to the client."""
 
     status: str = "OK"
     sentence: str = ""
@@ -38,7 +38,7 @@ class CallEnd:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Record how the `with` block ends."""
+        """Record how the `with` block, which contains the call, ends."""
         try:
             yield
         except RequestError as error:
@@ -61,9 +61,9 @@ def recorded(
     tracer: Tracer | None,
     figures: Callable[[], Mapping[str, Any]],
 ) -> Iterator[CallTrace | None]:
-    """Write one log line when a call ends or fails, with the given `event`. With a tracer, also record a span.
+    """Write a log line `event` when the call in the `with` block ends or fails. With a tracer, also record a span.
 
-    At the end, `figures` returns numbers for the log line and the span. The numbers of `figures` reveal no content of
+    At the end of the call, `figures` returns values for the log line and the span. The values must reveal no content of
     the request or of the answer.
     """
     leave_own_line()

@@ -21,8 +21,8 @@ from scheduler_service.frontend.output.streams import MAX_VECTOR_BYTES, OutputDe
 from scheduler_service.wire.fields import decode_enum
 
 MAX_STEP_BYTES = 16 << 20
-"""Largest number of bytes of one step's vectors, if all sequences of the step have the same pooling. Parsing, decoding
-and checking 16 MiB takes 5 ms.
+"""Largest number of bytes of the vectors of one step, if all sequences of the step have the same pooling parameters.
+Parsing, decoding and checking 16 MiB of vectors takes 5 ms.
 """
 
 
@@ -48,7 +48,10 @@ async def embed(link: EngineLink, request: pb.EmbedRequest, context: Context) ->
 
 
 async def embed_one(link: EngineLink, request: pb.EmbedRequest, context: Context) -> tuple[bytes, int]:
-    """The vector of a call with one text, and the text's number of tokens. Raises RequestError."""
+    """Serve an Embed call with one text.
+
+    Returns the vector of the text and its number of tokens. Raises RequestError.
+    """
     parts: list[bytes] = []
 
     async def take(_: int, state: RequestState) -> None:
@@ -61,7 +64,7 @@ async def embed_one(link: EngineLink, request: pb.EmbedRequest, context: Context
 
 
 def read_pooling(request: pb.EmbedRequest, model: ServedModel) -> PoolingParams:
-    """The pooling parameters of a call. Raises RequestError."""
+    """Read and check the pooling parameters of an Embed call. Raises RequestError."""
     if not model.embedding_size:
         raise RequestError(grpc.StatusCode.UNIMPLEMENTED, "this model makes no vectors; see GetModel's tasks")
     if request.dimensions > model.embedding_size:
@@ -92,7 +95,7 @@ def read_pooling(request: pb.EmbedRequest, model: ServedModel) -> PoolingParams:
 
 
 def _messages(number: int, state: RequestState, delta: OutputDelta) -> Iterator[pb.EmbedResponse]:
-    """Messages with a text's new vectors, small enough for any client. The text's last message has the usage."""
+    """Convert a text's new vectors to messages that any client accepts. The last message of a text has the usage."""
     for start in range(0, max(1, len(delta.vectors)), MAX_VECTOR_BYTES):
         message = pb.EmbedResponse(index=number, vectors=delta.vectors[start : start + MAX_VECTOR_BYTES])
         if delta.status is not None and start + MAX_VECTOR_BYTES >= len(delta.vectors):

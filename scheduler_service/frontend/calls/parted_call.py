@@ -1,7 +1,7 @@
-"""A call that is split into parts. Each part goes through the engine as a separate request.
+"""A call that is split into parts, such as texts or windows of a sound. Each part is a separate request in the engine.
 
-The engine admits the call as one request, with one quota, one API key and one adapter. The call also holds the memory
-of all parts.
+The engine admits the whole call as one request, with one API key, its quota, and one adapter. The memory of all parts
+also counts as the memory of the call.
 """
 
 import contextlib
@@ -27,21 +27,23 @@ Request = pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest
 
 
 class PartedCall:
-    """One call, from admission to end, as an `async with` block. A refused call raises RequestError.
+    """A call that is split into parts, from admission to end, as an `async with` block.
+
+    Raises RequestError for a refused call.
 
     `model` is the served model. `num_tokens` and `num_cached_tokens` count prompt tokens of finished parts.
     """
 
     model: ServedModel
     event = ""
-    """Event of the log line that is written when the call ends."""
+    """The event in the log line that is written when the call ends."""
     operation = ""
-    """The call's name in traces."""
+    """The name of the call's operation in traces."""
     later_bytes = 0
     """Bytes of memory that the call takes after its admission, without the parts."""
 
     def __init__(self, link: EngineLink, request: Request, context: Context, num_bytes: int) -> None:
-        """`num_bytes`: bytes of memory of the call without the parts."""
+        """`num_bytes`: bytes of memory of the call, without the memory of its parts."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
@@ -81,7 +83,7 @@ class PartedCall:
         self._open.__exit__(*error)
 
     def _check(self) -> None:
-        """Make the cheap checks, which need no model. Raises RequestError."""
+        """Make cheap checks of the request, which need no model. Raises RequestError."""
 
     @contextlib.asynccontextmanager
     async def part(
@@ -91,7 +93,7 @@ class PartedCall:
         sampling: RequestSampling,
         encoder_input: EncoderInput | None = None,
     ) -> AsyncIterator[RequestState]:
-        """Submit a part to the engine. Read the part's stream within the `with` block. Raises RequestError."""
+        """Submit a part to the engine. Read the stream of the part inside the `with` block. Raises RequestError."""
         request = self._request
         checked = GenerationRequest(
             request_id=f"{self._id}-{number}",
@@ -117,9 +119,9 @@ class PartedCall:
         state.counts.finished(num_tokens, num_output_tokens)
 
     def _known(self) -> dict[str, Any]:
-        """Names and figures of the call, for the log line."""
+        """Names and values for the call's log line."""
         return {"request_id": self._id, "prompt_tokens": self.num_tokens, **self._figures()}
 
     def _figures(self) -> dict[str, Any]:
-        """Figures of the call's parts, for the log line."""
+        """Values about the call's parts, for the call's log line."""
         return {}

@@ -1,8 +1,8 @@
-"""Calls with many texts. Each text goes through the engine as a separate request.
+"""Calls with many texts (Embed, Score). Each text of a call is a separate request in the engine.
 
-After admission, a call reserves the available memory for some of its texts; the other texts wait. So no text is refused
-because of other texts of the call. Results are sent in the order of the texts. Only texts in flight take memory, and a
-client that reads slowly delays only its own call.
+After admission, a call reserves memory for some of its texts, and its other texts wait, so that no text is refused
+because other texts of the same call take memory. Results are sent in the order of the texts. Only texts in flight take
+memory, and a client that reads slowly delays only its own call.
 """
 
 import asyncio
@@ -29,14 +29,17 @@ from scheduler_service.wire.sampling import RequestSampling
 MAX_TEXTS = 2048
 IN_FLIGHT = 256
 """Largest number of one call's texts in the engine. At 16 tokens a text, 256 texts fill two steps of 2,048 tokens, so
-the next step's texts are ready while a step is computed. MiniLM on two cores embeds 225 texts a second. With a limit of
-128 texts, MiniLM embeds 176 texts a second.
+the texts of the next step are ready while a step is computed. With this limit, MiniLM on two cores embeds 225 texts a
+second; with a limit of 128 texts, it embeds 176 texts a second.
 """
 IN_FLIGHT_BYTES = 32 << 20
-"""Bytes of memory for one call's texts in flight. A single text with a vector for each token may take more."""
+"""Bytes of memory for one call's texts in flight. A single text may take more memory if it has a vector for each token.
+"""
 
 Take = Callable[[int, RequestState], Awaitable[None]]
-"""A function that handles the result of a text; its first argument is the text's number."""
+"""A function that handles the result of a text. The arguments are the text's index in the call and the state of the
+text's request.
+"""
 
 
 class TextCall(PartedCall):
@@ -61,7 +64,9 @@ class TextCall(PartedCall):
         return {"num_texts": self._num_parts}
 
     async def run(self, items: AsyncIterator[TextItem], pooling: PoolingParams, take: Take, longest: int) -> None:
-        """Compute every text, and pass the results to `take` in order. Raises RequestError.
+        """Compute the vectors of every text, and pass the results to `take` in the order of the texts.
+
+        Raises RequestError.
 
         `longest`: an upper bound of the number of tokens of the longest text.
         """
@@ -89,7 +94,10 @@ class TextCall(PartedCall):
         before: asyncio.Event,
         after: asyncio.Event,
     ) -> None:
-        """`before`: set after all earlier texts' results are sent. `after`: set after this text's result is sent."""
+        """Compute one text.
+
+        `before` is set once the results of all earlier texts are sent, and `after` once this text's result is.
+        """
         pooled = replace(pooling, num_first_tokens=item.num_first_tokens)
         async with self.part(number, item.token_ids, RequestSampling(max_tokens=1, pooling=pooled)) as state:
             await before.wait()
@@ -98,15 +106,15 @@ class TextCall(PartedCall):
 
 
 def _bytes_of(num_tokens: int, pooling: PoolingParams) -> int:
-    """Bytes of memory of a text and the text's vectors."""
+    """Bytes of memory of a text and its vectors."""
     num_vectors = num_tokens if pooling.type is PoolingType.ALL else 1
     return text_bytes(num_tokens, num_vectors * pooling.vector_bytes)
 
 
 class _Room:
-    """Limits the texts of a call in the engine, by number and by bytes of memory that the call holds.
+    """Limits the texts of a call that are in the engine, by their number and by the memory that the call has reserved.
 
-    From the first text on, the call holds at least `least` bytes, which is enough for the longest text.
+    From the first text on, the call has reserved at least `least` bytes, which is enough for its longest text.
     """
 
     def __init__(self, call: EngineCall, least: int) -> None:
@@ -118,7 +126,10 @@ class _Room:
         self._left = asyncio.Event()
 
     async def enter(self, num_bytes: int) -> None:
-        """Wait until the limits allow another text. Raises RequestError if memory is too short for a single text."""
+        """Wait until the limits allow another text.
+
+        Raises RequestError if there is too little memory for a single text.
+        """
         while self._num_texts >= IN_FLIGHT or self._num_bytes + num_bytes > self._held:
             if self._num_texts >= IN_FLIGHT or not await self._grow(self._num_bytes + num_bytes - self._held):
                 self._left.clear()
@@ -127,7 +138,10 @@ class _Room:
         self._num_bytes += num_bytes
 
     async def _grow(self, missing: int) -> bool:
-        """Hold at least `missing` more bytes, up to twice the memory held so far. Returns whether memory was free."""
+        """Reserve at least `missing` more bytes, up to twice the memory reserved so far.
+
+        Returns whether enough memory was free.
+        """
         more, allowed = max(missing, self._least - self._held), IN_FLIGHT_BYTES - self._held
         if self._num_texts:
             if missing > allowed:

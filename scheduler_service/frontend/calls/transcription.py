@@ -1,6 +1,6 @@
-"""Serves Transcribe calls, which return the text of a sound, in windows of 30 seconds.
+"""Serves Transcribe calls, which convert the speech in a sound to text, in windows of 30 seconds.
 
-Each window is a separate request. The text of a window determines where the next window starts in the sound.
+Each window is a separate request in the engine. The text of a window determines where the next window starts.
 """
 
 import math
@@ -35,18 +35,18 @@ from scheduler_service.frontend.speech.words import Word, timed_words
 from scheduler_service.wire.sampling import RequestSampling
 
 MIN_STEP = SAMPLE_RATE
-"""Smallest number of samples between the starts of windows. If the complete texts of a window end within one second,
-the model has invented the texts.
+"""Smallest number of samples between the starts of two windows: one second. If the last complete segment of a window
+ends within its first second, the model has invented the text.
 """
 SAMPLES_PER_TOKEN = round(SAMPLE_RATE * SECONDS_PER_TIMESTAMP)
-"""Samples of sound for each token of the encoder's output."""
+"""Number of samples of sound for each position of the encoder's output."""
 MAX_SECONDS = 3600.0
-"""Seconds of the longest sound that is transcribed."""
+"""Largest number of seconds of a sound that is transcribed."""
 MAX_PROMPT_CHARACTERS = 1 << 16
 PREVIOUS = "<|startofprev|>"
-"""The token that precedes the text of earlier windows in a prompt."""
+"""The token that marks the following tokens of a decoder's prompt as earlier text."""
 NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
-"""The names of the token for a window without speech, in newer and in older models."""
+"""The name of the token that marks a window as silent, in newer and in older models."""
 
 
 async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: Context) -> None:
@@ -62,7 +62,7 @@ async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: C
 
 
 class _SpeechCall(PartedCall):
-    """A call with one or more parts for each window of the sound."""
+    """A Transcribe call, with one or more parts for each window of the sound."""
 
     event, operation, later_bytes = "transcription closed", TRANSCRIPTION, SOUND_BYTES
 
@@ -114,7 +114,7 @@ class _SpeechCall(PartedCall):
                 logprobs=0 if request.scores else None,
                 transcript=tokens.transcript,
             )
-            kept: list[Segment] = []  # segments without word times; one request computes the times of all segments
+            kept: list[Segment] = []  # wait for the times of their words, which one request computes for all
             async with self.part(self._num_parts, prompt, sampling, features) as state:
                 state.stream.when_cut = writer.give_up
                 async for delta in state.stream:
@@ -163,7 +163,7 @@ class _SpeechCall(PartedCall):
             invalid(f"words is set, and {self.model.name} has no tokenizer to tell words apart with")
 
     async def _tokens_before(self) -> Sequence[int]:
-        """The last tokens of the request's prompt, up to half of the model's context."""
+        """The last tokens of the prompt that the client sent, up to half of the model's context."""
         text, tokenizer = self._speech.prompt.strip(), self.model.tokenizer
         if not text:
             return ()
@@ -174,7 +174,10 @@ class _SpeechCall(PartedCall):
         return (previous, *token_ids[1 - self.model.context_length // 2 :])
 
     async def _find_language(self, features: EncoderInput, tokens: SpeechTokens) -> str:
-        """The likeliest language of a window. The encoder's result is cached for the request that follows."""
+        """Detect the likeliest language of a window.
+
+        The encoder's result is cached for the next request with the same window.
+        """
         codes = {token_id: code for code, token_id in tokens.languages.items()}
         sampling = RequestSampling(max_tokens=1, allowed_token_ids=sorted(codes))
         found = next(iter(codes))
@@ -184,9 +187,10 @@ class _SpeechCall(PartedCall):
         return codes[found]
 
     async def _find_silence(self, prompt: Sequence[int], features: EncoderInput) -> float | None:
-        """The probability of silence: the probability that the silence token follows the start token.
+        """The probability that a window is silent: the probability of the silence token behind the start token.
 
-        The request allows only the silence token. The returned log-probability is the model's, without the restriction.
+        The request allows only the silence token, but the log-probability that it returns is computed without this
+        restriction.
         """
         tokenizer = self.model.tokenizer
         found = (tokenizer.token_id(name) for name in NO_SPEECH) if tokenizer is not None else iter(())
@@ -208,10 +212,10 @@ class _SpeechCall(PartedCall):
         num_samples: int,
         writer: PatientWriter,
     ) -> Sequence[float]:
-        """The start of each token of the segments, and the end of the last token, in seconds of the window.
+        """The start of each token of the segments and the end of the last token, in seconds from the window's start.
 
-        The request's prompt is a transcript without times: only for such a prompt, the model's files name attention
-        heads that follow the sound.
+        The prompt of the request is a transcript without timestamps, because the alignment heads in the model's files
+        follow the sound only for such a prompt.
         """
         prompt = [*plain, *(token_id for segment in segments for token_id in segment.token_ids)]
         check_context("a window's text, whose words are to be timed,", len(prompt), self.model)

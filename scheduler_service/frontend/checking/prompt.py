@@ -1,4 +1,4 @@
-"""Converts text, chats or token ids to the prompt of a decoder or an encoder, and tokens to text."""
+"""Converts a text, chat or list of token ids to the prompt of a decoder or an encoder, and tokens to text."""
 
 import asyncio
 from array import array
@@ -19,19 +19,24 @@ from scheduler_service.frontend.text.encoding_errors import TemplateError, TooMa
 from scheduler_service.frontend.text.tokenization import Tokenizer
 
 MAX_TOKENIZE = 1 << 17
-"""Largest number of tokens of a Tokenize call. If the context is longer, the context length is the limit."""
+"""Largest number of tokens of a Tokenize call. For a model with a longer context, the context length is the limit."""
 MAX_DETOKENIZE = 1 << 17
 MAX_SEPARATE = 1 << 12
 MAX_DETOKENIZED_CHARACTERS = 1_000_000
-"""Largest number of characters of a Detokenize answer. The answer has at most 4 MB, which any client accepts."""
+"""Largest number of characters of a Detokenize answer, which then has at most 4 MB, a size that any gRPC client
+accepts.
+"""
 MAX_MESSAGES = 4096
 MESSAGES_AT_ONCE = 512
-"""Chat messages that are read in one turn of the event loop."""
+"""Largest number of chat messages that are read in one turn of the event loop."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
 async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> "array[int]":
-    """The prompt's token ids: at least one id, and all ids in the vocabulary. Raises RequestError."""
+    """Convert a request's prompt to token ids.
+
+    Raises RequestError if there are none, or for an id outside the vocabulary.
+    """
     aside = isinstance(message, pb.TokenizeRequest)
     kind = message.WhichOneof("input" if aside else "prompt")
     most = max(model.context_length, MAX_TOKENIZE) if aside else model.context_length
@@ -66,12 +71,12 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
         invalid(f"{kind} has more than {most} tokens; {limit}")
     if not prompt:
         invalid(f"{kind} is empty; the prompt needs at least one token")
-    check_token_ids(kind, prompt, model)  # a tokenizer may have tokens that the model does not have
+    check_token_ids(kind, prompt, model)  # a tokenizer may have token ids outside the model's vocabulary
     return prompt
 
 
 async def decode_tokens(message: pb.DetokenizeRequest, model: ServedModel) -> pb.DetokenizeResponse:
-    """The text of tokens. Raises RequestError."""
+    """Answer a Detokenize call. Raises RequestError."""
     check_length("token_ids", len(message.token_ids), MAX_SEPARATE if message.separately else MAX_DETOKENIZE)
     token_ids = await take_token_ids(message.token_ids)
     check_token_ids("token_ids", token_ids, model)

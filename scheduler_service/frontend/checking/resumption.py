@@ -1,4 +1,4 @@
-"""Checks the output that a client already received from a broken stream, and adds the output to the request."""
+"""Checks the output that a client has already received from a broken stream, and adds this output to the request."""
 
 import asyncio
 from array import array
@@ -16,14 +16,14 @@ from scheduler_service.frontend.text.output_text import OutputText
 
 
 def served_fingerprint(model: ServedModel, adapter: str) -> str:
-    """Identifies a model together with an adapter."""
+    """The fingerprint of a model together with an adapter, if the request names one."""
     return f"{model.fingerprint}+{adapter}" if adapter else model.fingerprint
 
 
 async def check_resumption(
     message: pb.GenerateRequest, request: GenerationRequest, model: ServedModel
 ) -> GenerationRequest:
-    """Apply the field `resume`, if present, to the checked request. Raises RequestError."""
+    """Add the data of the message's field `resume`, if present, to the checked request. Raises RequestError."""
     if not message.HasField("resume"):
         return request
     resume = message.resume
@@ -51,7 +51,7 @@ async def check_resumption(
         sampling=replace(
             request.sampling,
             seed=_seed(message, request, is_needed=bool(token_ids)),
-            prompt_logprobs=None if has_begun else request.sampling.prompt_logprobs,  # sent with the first token
+            prompt_logprobs=None if has_begun else request.sampling.prompt_logprobs,  # sent before any token
         ),
         resumes=True,
         resumption=Resumption(
@@ -65,7 +65,10 @@ async def check_resumption(
 
 
 def _check_indices(outputs: Sequence[pb.ResumedOutput], num_outputs: int) -> dict[int, str]:
-    """The field name of each resumed output, by the output's index, for error messages. Raises RequestError."""
+    """The name of each resumed output in error messages, by the output's index.
+
+    Raises RequestError for invalid indices.
+    """
     if len(outputs) > num_outputs:
         invalid(f"resume.outputs has {len(outputs)} entries; at most {num_outputs} (sampling.n) are allowed")
     places: dict[int, str] = {}
@@ -86,7 +89,7 @@ def _check_number(field: str, num_tokens: int, request: GenerationRequest) -> No
 
 
 def _check_tokens(field: str, token_ids: Sequence[int], request: GenerationRequest, model: ServedModel) -> None:
-    """Refuse an output that already contains an end token: the server has nothing left to generate."""
+    """Refuse an output that already contains an end token, because the server has nothing left to generate."""
     sampling = request.sampling
     check_token_ids(field, token_ids, model)
     for position in range(sampling.min_tokens, len(token_ids)):
@@ -102,7 +105,7 @@ def _check_prompt_logprobs(count: int, request: GenerationRequest) -> None:
 
 
 def _seed(message: pb.GenerateRequest, request: GenerationRequest, *, is_needed: bool) -> int:
-    """The seed of the broken stream."""
+    """The seed that the broken stream used. Raises RequestError if it is missing or contradicts the request's seed."""
     resume, sampling = message.resume, message.sampling
     if not resume.HasField("seed"):
         if is_needed and not sampling.HasField("seed"):
@@ -116,7 +119,10 @@ def _seed(message: pb.GenerateRequest, request: GenerationRequest, *, is_needed:
 def _replay(
     token_ids: Mapping[int, Sequence[int]], places: Mapping[int, str], request: GenerationRequest, model: ServedModel
 ) -> dict[int, OutputText]:
-    """The text of each output so far. Call `_replay` on a thread, because replaying takes about 2 µs a token."""
+    """Decode the received tokens of each output again.
+
+    Call `_replay` on a thread, because it takes about 2 µs a token.
+    """
     texts: dict[int, OutputText] = {}
     for index, tokens in token_ids.items():
         texts[index] = request.text(model.tokenizer)

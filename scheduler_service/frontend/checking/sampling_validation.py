@@ -36,12 +36,13 @@ from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.output_failure import NOTHING_ALLOWED
 from scheduler_service.wire.sampling import RequestSampling
 
-# Lower positive temperatures are raised to this value: dividing logits by less could overflow, with equal outputs.
+# Lower positive temperatures are raised to this value: outputs stay the same, and dividing logits by less could
+# overflow.
 MIN_TEMPERATURE = 0.01
 
 
 async def read_sampling(sampling: pb.SamplingParams, prompt: Sequence[int], model: ServedModel) -> RequestSampling:
-    """Check the parameters that depend on the prompt, and fill in defaults. Call `check_sampling` first.
+    """Check the sampling parameters that depend on the prompt, and fill in defaults. Call `check_sampling` first.
 
     Raises RequestError.
     """
@@ -107,7 +108,7 @@ def _check_beams(sampling: pb.SamplingParams, most_sequences: int, model: Served
             if sampling.HasField(name):
                 invalid(f"sampling.{name} is for beam search; it needs sampling.beam_width")
         return
-    num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})  # each beam needs a token that is no end token
+    num_ends = len({*model.eos_token_ids, *sampling.stop_token_ids})  # beams need tokens that end no output
     _check_number("beam_width", sampling, sampling.n or 1, min(most_sequences, model.vocabulary_size - num_ends))
     _check_bounds("length_penalty", sampling, LENGTH_PENALTY)
     given = [field.name for field, value in sampling.ListFields() if value and not PARAMETERS[field.name].with_beams]
@@ -144,7 +145,7 @@ async def _read_form(sampling: pb.SamplingParams, model: ServedModel) -> str:
 
 
 async def _distinct(token_ids: "array[int]", model: ServedModel) -> "array[int]":
-    """Checked token ids, sorted and without repeats. Long lists are not sorted at once, to keep the event loop free."""
+    """Sort checked token ids and remove repeats. Long lists take several turns of the event loop."""
     if len(token_ids) <= IDS_AT_ONCE:
         return array("I", sorted(set(token_ids)))
     is_there = bytearray(model.vocabulary_size)
@@ -163,8 +164,9 @@ def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: Serv
     room = model.context_length - num_prompt_tokens
     name = max(("n", "best_of", "beam_width"), key=lambda name: getattr(sampling, name))
     if (n := getattr(sampling, name)) > 1:
-        # Outputs share only full blocks of the prompt. Without beam search, a block that ends with the prompt is not
-        # shared, because each output computes the last prompt token. The last token of an output is never stored.
+        # The outputs of a request share only full blocks of the prompt in the KV cache. Without beam search, a block
+        # that ends with the prompt is not shared, because each output computes the last prompt token itself. The last
+        # token of an output is never stored in the KV cache.
         shared = (num_prompt_tokens - (not sampling.beam_width)) // model.block_size
         blocks_each = (model.pool_tokens // model.block_size - shared) // n
         in_pool = (shared + blocks_each) * model.block_size - model.num_lookahead_slots + 1 - num_prompt_tokens
@@ -196,7 +198,7 @@ def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: Serv
 
 
 def _ends(sampling: pb.SamplingParams, model: ServedModel, num_prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
-    """Parameters that end outputs. A request's max_tokens overrides a larger min_tokens of the model's files."""
+    """The parameters that end outputs. A request's max_tokens lowers a larger min_tokens in the model's files."""
     least = sampling.min_tokens
     if not sampling.HasField("min_tokens"):
         least = min(model.defaults.min_tokens(num_prompt_tokens), max_tokens)
@@ -247,7 +249,7 @@ def _sampling_params(
 
 
 def _bans(defaults: GenerationDefaults) -> TranscriptParams | None:
-    """The model's banned tokens, as bans of a transcript without times."""
+    """The tokens that the model's generation config bans, as parameters of a transcript without timestamps."""
     if not (defaults.suppressed or defaults.begin_suppressed):
         return None
     return TranscriptParams(suppressed=defaults.suppressed, begin_suppressed=defaults.begin_suppressed)

@@ -1,4 +1,4 @@
-"""Converts a request's sound to the encoder's features, on threads. Error messages are for the client."""
+"""Converts a request's sound to the encoder's features, on threads. Error messages are sent to the client."""
 
 import asyncio
 import hashlib
@@ -12,17 +12,17 @@ from scheduler_service.frontend.speech.sound import SAMPLE_RATE, Samples, Sound
 from scheduler_service.frontend.speech.sound_error import SoundError
 
 BAND_BYTES = 4 * NUM_FRAMES
-"""Bytes of one frequency band of a window."""
+"""Bytes of one frequency band in the features of a window."""
 TOO_SHORT = "sound: data is shorter than 10 ms, of which nothing can be heard"
 
 
 async def read_sound(sound: pb.Sound, model: ServedModel) -> EncoderInput:
-    """The features of a sound that fits one window. Raises RequestError."""
+    """The features of a sound that fits into one window of 30 s. Raises RequestError."""
     opened = await open_sound(sound, WINDOW / SAMPLE_RATE)
     samples = await read_window(opened, 0)
     if len(samples) < HOP:
         invalid(TOO_SHORT)
-    await read_window(opened, WINDOW)  # refuses a longer sound, even if the header states a shorter length
+    await read_window(opened, WINDOW)  # refuses a longer sound even if its header states a length within the window
     return await read_features(samples, model)
 
 

@@ -1,4 +1,4 @@
-"""Checks a GenerateRequest and converts the message to a GenerationRequest. Errors name the field and its limit."""
+"""Checks a GenerateRequest and converts it to a GenerationRequest. Error messages name the field and its limit."""
 
 import grpc
 
@@ -27,9 +27,9 @@ def check_characters(name: str, text: str, most: int = MAX_STRING) -> None:
 
 
 def check_sizes(message: pb.GenerateRequest) -> None:
-    """Raises RequestError for too many elements or outputs.
+    """Raises RequestError if a list of the message has too many entries, or for too many outputs.
 
-    Call `check_sizes` before any code iterates over lists or counts their bytes. No model is needed yet.
+    `check_sizes` needs no model. Call it before any code iterates over the message's lists or counts their bytes.
     """
     check_characters("lora_name", message.lora_name)
     check_length("chat.messages", len(message.chat.messages), MAX_MESSAGES)
@@ -54,7 +54,7 @@ def check_place(
 
 
 async def check_request(message: pb.GenerateRequest, request_id: str, model: ServedModel) -> GenerationRequest:
-    """Make the checks that follow `check_sizes`, cheap checks first. Raises RequestError."""
+    """Make all checks of a GenerateRequest except those of `check_sizes`, cheap checks first. Raises RequestError."""
     if not model.generates:
         reason = "this model reads texts and generates none; it can be asked to Embed or to Score"
         raise RequestError(grpc.StatusCode.UNIMPLEMENTED, reason)

@@ -1,4 +1,6 @@
-"""Output forms: grammars, regular expressions and JSON schemas. A schema is rewritten where llguidance is not exact.
+"""Output forms: grammars, regular expressions and JSON schemas.
 
-`form_compiler` rewrites a JSON schema with the files `schema_*`. Each `schema_*` file handles one kind of keyword.
+A JSON schema is rewritten where the library llguidance would allow invalid outputs.
+
+`form_compiler` rewrites a JSON schema with the modules `schema_*`, each of which handles one kind of schema keyword.
 """

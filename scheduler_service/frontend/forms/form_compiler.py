@@ -1,7 +1,7 @@
-"""The process that compiles output forms (`compile_form`). The front end starts this process.
+"""The process that compiles output forms (`compile_form`). The front end starts the compiling process.
 
-A hostile form can take hours and all memory, and llguidance cannot be interrupted. So limited_work.py limits the
-process.
+A malicious form can take hours and all memory to compile, and llguidance cannot be interrupted. For this reason,
+limited_work.py limits the time and memory of the process that compiles forms.
 """
 
 import json
@@ -27,35 +27,41 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_KEPT = 32 << 20
-"""Bytes of memory. A process that exceeds this limit ends after its form. A process starts with 20 MiB."""
+"""Bytes of resident memory of the compiling process, which starts with 20 MiB. If the process exceeds `MAX_KEPT`, it
+exits after the current form.
+"""
 MAX_GRAMMAR = 256 << 10
-"""Largest number of characters of a schema that is passed to llguidance. Closing objects may lengthen the client's
-schema.
+"""Largest number of characters of a schema's grammar for llguidance. The client's schema grows if its objects are
+closed (schema_objects.py).
 """
 
 _JSON_OPTIONS: "JsonCompileOptions" = {
     # Without a limit, small models generate whitespace until the output reaches its maximum length.
     "whitespace_pattern": r"[ \n\r\t]{1,32}",
-    # A client's schema may contain `lenient` and `coerce_one_of`, with which outputs could be invalid.
+    # A client's schema may set llguidance's options `lenient` and `coerce_one_of`, which would permit invalid outputs.
     "lenient": False,
     "coerce_one_of": False,
 }
 _TOKENIZER = LLTokenizer("byte")
-"""A tokenizer of bytes. The model's tokenizer would take seconds to load, and most of the process's memory."""
+"""A tokenizer whose tokens are bytes. Loading the model's tokenizer would take seconds and most of the compiling
+process's memory.
+"""
 _ONE_OF = (
     'its "oneOf" has alternatives that are not visibly different; they are if their types differ, or if each demands a '
     'key with a "const" of its own. Or say "anyOf"'
 )
 _OF_THE_MODEL = re.compile(r"special token|token range|token id", re.IGNORECASE)
-"""Matches errors about tokens that a grammar names. Only workers have the model's tokens; this process has bytes."""
+"""Matches errors about tokens that a grammar names. Only workers have the model's tokens: the compiling process has a
+tokenizer of bytes.
+"""
 
 
 def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = False) -> tuple[str, str]:
     """Compile a form. Returns the grammar and an error message, which is "" for a valid form.
 
-    With `closes_objects`, a JSON object may only have keys that the schema names. A schema's `additionalProperties`
-    overrides `closes_objects`. The grammar is tested with a worker's limits, so that a form that exceeds llguidance's
-    limits is refused before the first token. Raises MemoryError, RecursionError.
+    With `closes_objects`, a JSON object may only have keys that the schema names. The keyword `additionalProperties` of
+    a schema overrides the argument `closes_objects`. The grammar is tested with the llguidance limits that workers use,
+    so that a form that exceeds these limits is refused before the first token. Raises MemoryError or RecursionError.
     """
     try:
         grammar = _schema_grammar(texts[0], closes_objects) if kind == "json_schema" else _grammar(kind, texts)
@@ -67,16 +73,16 @@ def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = Fals
             error = "" if error.startswith("WARNING") else error
     except (MemoryError, RecursionError):
         raise
-    except (AttributeError, KeyError, TypeError):  # raised by code that reads a schema
+    except (AttributeError, KeyError, TypeError):  # a keyword of the schema has a value of a wrong type
         return "", "a keyword in it has a value of another kind than it must have"
-    except BaseException as failure:  # a panic in Rust is no subclass of `Exception`
+    except BaseException as failure:  # a panic in Rust is a `BaseException`, not an `Exception`
         grammar, error = "", str(failure) or type(failure).__name__
     return grammar, _ONE_OF if "coerce_one_of" in error else error
 
 
 def _schema_grammar(text: str, closes_objects: bool) -> str:
     schema = read_schema(text)
-    if isinstance(schema, bool):  # llguidance reads options only with a schema that is an object
+    if isinstance(schema, bool):  # llguidance takes options only for a schema that is an object
         schema = {} if schema else {"not": {}}
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise SchemaError("x-guidance is not obeyed here; leave it out")

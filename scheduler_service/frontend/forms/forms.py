@@ -1,8 +1,8 @@
-"""Compiles the form of a request's output to a grammar, and tests the grammar with a worker's limits.
+"""Compiles the output form of a request (a JSON schema, regex, choice or grammar) to a grammar, and tests the grammar.
 
-The library llguidance compiles forms, in processes that are killed at a time limit (form_compiler.py). Two processes
-compile, so one slow form does not delay all other forms. If several requests have the same form at the same time, the
-form is compiled once. The worker masks tokens by the grammar (worker_service/execution/sampling/forms.py).
+The library llguidance compiles output forms, in processes that are killed at a time limit (form_compiler.py). Two such
+processes run, so that a slow form does not delay all other forms. If several requests have the same form at the same
+time, the form is compiled once. Workers use the grammar to mask tokens (worker_service/execution/sampling/forms.py).
 """
 
 import asyncio
@@ -20,29 +20,29 @@ from scheduler_service.frontend.limited.limited_process import LimitedProcess, L
 MAX_FORM_BYTES = 64 << 10
 MAX_CHOICES = 1024
 MAX_KEPT_BYTES = 4 << 20
-"""Bytes of cached grammars and of cached error messages."""
+"""Largest number of bytes of cached grammars and cached error messages together."""
 REFUSAL_SECONDS = 60.0
-"""Seconds for which the refusal of a form is cached. A refusal may be temporary: compile time depends on the machine's
-load.
+"""Seconds for which the refusal of a form is cached. The same form may compile later, because compile time depends on
+the machine's load.
 """
 MAX_REASON = 500
 """Largest number of characters of an error message about a form."""
 NUM_COMPILERS = 2
 MAX_MEMORY = 256 << 20
-"""Bytes of data of a compiling process. The process starts with 13 MiB. A schema of 50 KB with 1,800 properties takes
-34 MiB. No tested form took more than 90 MiB within `MAX_SECONDS`.
+"""Largest number of data bytes of a compiling process, which starts with 13 MiB of data. Compiling a schema of 50 KB
+with 1,800 properties takes 34 MiB. No tested form took more than 90 MiB within `MAX_SECONDS`.
 """
 
 
 class FormError(ValueError):
-    """The form is invalid. The message names the field, the error and the error's place in the form."""
+    """The output form is invalid. The error message names the field, the fault and the fault's place in the form."""
 
 
 class Forms:
-    """Compiles forms to grammars, and caches recently used grammars."""
+    """Compiles output forms to grammars, and caches recently used grammars."""
 
     def __init__(self) -> None:
-        # (grammar, error, time of the error) by digest, least recently used first.
+        # (grammar, error, time of compilation) by the form's digest, least recently used first.
         self._grammars: OrderedDict[bytes, tuple[str, str, float]] = OrderedDict()
         self._num_bytes = 0
         self._turns: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
@@ -51,9 +51,10 @@ class Forms:
         )
 
     async def read(self, sampling: pb.SamplingParams, *, undeclared_keys: bool = True) -> str:
-        """The grammar of a request's form; "" if the request has no form. Raises FormError, RequestError.
+        """The grammar of a request's output form; "" if the request has no form. Raises FormError or RequestError.
 
-        `undeclared_keys`: JSON may have keys that the schema does not name. A strict form forbids undeclared keys.
+        `undeclared_keys`: JSON outputs may have keys that the schema does not name. A request with `strict` forbids
+          undeclared keys in any case.
         """
         kind = sampling.WhichOneof("constraint")
         if kind is None:
@@ -62,7 +63,8 @@ class Forms:
         form = json.dumps([kind, closes_objects, *_texts(kind, sampling)]).encode()
         digest = hashlib.sha256(form).digest()
         turn = self._turns.setdefault(digest, asyncio.Lock())
-        # Requests with the same form wait here. If the first client leaves early, the next request compiles the form.
+        # Requests with the same form wait for the first of them to compile it. If the first request's client
+        # disconnects, the next request compiles the form.
         async with turn:
             grammar, error, found_at = self._grammars.get(digest, ("", "", 0.0))
             if grammar or (error and time.monotonic() - found_at < REFUSAL_SECONDS):
@@ -92,7 +94,7 @@ def _compile(compiler: LimitedProcess, form: bytes) -> tuple[str, str]:
 
 
 def _texts(kind: str, sampling: pb.SamplingParams) -> Sequence[str]:
-    """The texts of a request's form. Raises FormError if a text is empty or too long."""
+    """The schema, regex, grammar or choices of a request, as texts. Raises FormError if a text is empty or too long."""
     if kind == "choice":
         name, texts = "sampling.choice.options", list(sampling.choice.options)
         if not 1 <= len(texts) <= MAX_CHOICES:

@@ -2,7 +2,7 @@
 
 
 def integers_between(first: int | None, last: int | None) -> str:
-    """An expression for the integers from `first` to `last`, inclusive, in JSON's notation and without -0."""
+    """A regular expression for the integers from `first` to `last`, inclusive, in JSON's notation and without -0."""
     parts = []
     if first is None or first < 0:
         parts.append(f"-{_between(1 if last is None or last >= 0 else -last, None if first is None else -first)}")
@@ -12,7 +12,7 @@ def integers_between(first: int | None, last: int | None) -> str:
 
 
 def _between(first: int, last: int | None) -> str:
-    """An expression for the integers from `first` to `last`, inclusive. `first` must be at least 0."""
+    """A regular expression for the integers from `first` to `last`, inclusive. `first` must be at least 0."""
     low = str(first)
     if last is None:
         return _any([*_from(low), f"[1-9][0-9]{{{len(low)},}}"])
@@ -26,10 +26,10 @@ def _between(first: int, last: int | None) -> str:
 
 
 def _of_length(low: str, high: str) -> str:
-    """An expression for the integers between two bounds of equal length, inclusive.
+    """A regular expression for the integers from `low` to `high`, inclusive, which have the same number of digits.
 
-    The expression begins with the bounds' common prefix. Alternatives follow for the first digit in which the bounds
-    differ: the lower bound's digit, digits in between, and the upper bound's digit.
+    The regular expression begins with the common prefix of the two bounds. At the first digit in which the bounds
+    differ, it has alternatives: the lower bound's digit, the digits in between, and the upper bound's digit.
     """
     if low == high:
         return low
@@ -43,19 +43,19 @@ def _of_length(low: str, high: str) -> str:
 
 
 def _from(low: str, *, is_head: bool = True) -> list[str]:
-    """Alternative expressions for the integers from `low` on that have as many digits as `low`.
+    """Alternative regular expressions for all integers of at least `low` that have as many digits as `low`.
 
-    Without `is_head`, all integers have the first digit of `low`. The alternatives are not nested, because nested
-    expressions for 100 digits would be too deep for llguidance.
+    Without `is_head`, all these integers begin with the first digit of `low`. The alternatives are not nested, because
+    nested regular expressions for 100 digits would be too deep for llguidance.
     """
     places = [place for place in range(not is_head, len(low)) if low[place] != "9"]
     return [low, *(f"{low[:at]}[{int(low[at]) + 1}-9]{_any_digits(len(low) - at - 1)}" for at in places)]
 
 
 def _up_to(high: str, *, is_head: bool = True) -> list[str]:
-    """Alternative expressions for the integers up to `high` that have as many digits as `high`, without a leading 0.
+    """Alternative regular expressions for all integers up to `high` with as many digits as `high`, without a leading 0.
 
-    Without `is_head`, all integers have the first digit of `high`.
+    Without `is_head`, all these integers begin with the first digit of `high`.
     """
     least = [int(is_head and not place) for place in range(len(high))]
     places = [place for place in range(not is_head, len(high)) if int(high[place]) > least[place]]

@@ -6,13 +6,16 @@ from typing import Any
 from scheduler_service.frontend.forms.schema_text import SchemaError, path_to, schemas_in
 
 MAX = (1 << 31) - 1
-"""The largest count of characters, items or keys. Every output is smaller."""
+"""The largest count of characters, items or keys in a schema. No output has as many characters, items or keys."""
 _MIN = ("minLength", "minItems", "minProperties", "minContains")
 _MAX = ("maxLength", "maxItems", "maxProperties", "maxContains")
 
 
 def rewrite_counts(schema: Any) -> None:
-    """Rewrite counts in place. Raises SchemaError for an invalid count, and for a minimum above `MAX`."""
+    """Convert a schema's counts to integers, in place.
+
+    Raises SchemaError for an invalid count, and for a minimum above `MAX`.
+    """
     for part, path in schemas_in(schema):
         for keyword in (*_MIN, *_MAX):
             if keyword not in part:

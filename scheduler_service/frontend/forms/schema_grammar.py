@@ -1,8 +1,9 @@
 """Writes a grammar in Lark's syntax for a JSON schema with large numbers that llguidance cannot read in a schema.
 
-Large numbers here are integers that no double holds exactly, for example ids. A large value becomes a literal, and a
-range becomes an expression over digits. The objects, arrays, alternatives and references around a large number
-become rules. All other parts of the schema remain JSON schemas within the grammar.
+Large numbers here are integers that no double holds exactly, for example ids. In the grammar, a large value becomes a
+literal, and a range of integers becomes a regular expression over digits. The objects, arrays, alternatives and
+references that contain a large number become grammar rules. All other parts of the schema are embedded in the grammar
+as JSON schemas.
 """
 
 import json
@@ -32,7 +33,7 @@ MAX_RULES = 20_000
 
 
 def schema_grammar(schema: Any, options: "JsonCompileOptions") -> str:
-    """The grammar of a schema. Raises SchemaError for an unsupported keyword of a part with large numbers."""
+    """The grammar of a schema. Raises SchemaError for an unsupported keyword in a part that contains large numbers."""
     return _Writer(schema, options).grammar()
 
 
@@ -58,14 +59,14 @@ class _Writer:
         return name
 
     def _json(self, schema: Any) -> str:
-        """A rule for a schema that llguidance can read."""
+        """Add a grammar rule for a schema that llguidance can read, and return the rule's name."""
         schema = rewrite_numbers(schema)
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         return self._rule(f"%json {write_schema(schema | {'x-guidance': self._options})}")
 
     def _schema(self, node: Any, path: str) -> str:
-        """The name of a rule for a schema."""
+        """Add grammar rules for a schema, and return the name of the rule for the whole schema."""
         if "$ref" not in json.dumps(node, default=str):
             try:
                 return self._json(node)
@@ -125,7 +126,7 @@ class _Writer:
         return self._json(part)
 
     def _value(self, value: Any, path: str) -> str:
-        """A rule for a value of `const` or `enum`."""
+        """Add a grammar rule for a value of `const` or `enum`, and return the rule's name."""
         if isinstance(value, list):
             items = ' "," '.join(self._value(item, path) for item in value)
             return self._rule(f'"[" {items} "]"')
@@ -149,7 +150,7 @@ class _Writer:
         return self._rule(f'"[" {items} "]"' if least else f'"[" ({items})? "]"')
 
     def _object(self, node: dict[str, Any], path: str) -> str:
-        """A rule for an object. Named keys come first, in the schema's order, and other keys follow."""
+        """Add rules for an object: named keys come first, in the schema's order, and other keys follow."""
         others = node.get("additionalProperties", True)
         required = node.get("required", [])
         properties = dict(node.get("properties", {}))

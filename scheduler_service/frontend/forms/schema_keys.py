@@ -1,12 +1,12 @@
-"""Rewrites the keys of objects in a JSON schema where llguidance is not exact.
+"""Rewrites the keys of objects in a JSON schema where llguidance would allow invalid outputs.
 
-If a pattern (`patternProperties`) matches only keys that an object names, llguidance is not exact: it would allow a
-comma after the named keys, but no key could follow. So the pattern is replaced by the keys that it matches:
-`{"patternProperties": {"^score$": …}}` becomes `{"properties": {"score": …}}`.
+If a pattern (`patternProperties`) matches only keys that the schema also names in `properties`, llguidance would allow
+a comma after the named keys although no key can follow. A pattern that matches only named keys is therefore replaced by
+these keys: `{"patternProperties": {"^score$": …}}` becomes `{"properties": {"score": …}}`.
 
-An output may repeat a key that the schema does not name. So a schema can require at most one unnamed key. An
-output could also spell a named key with \\u: \\u0061 is the key "a". So if a schema allows unnamed keys, outputs may
-not contain \\u escapes.
+llguidance lets an output repeat a key that the schema does not name, so a schema can require at most one unnamed key.
+If a schema allows unnamed keys, outputs may not contain \\u escapes, because an output could use them to spell a named
+key as an unnamed key: \\u0061 is the key "a".
 """
 
 import json
@@ -20,11 +20,11 @@ from pagewire_common.forms import parser_limits
 from scheduler_service.frontend.forms.schema_text import SCHEMAS_BY_NAME, VALUES, SchemaError, path_to, schemas_in
 
 ESCAPES = 'nrbtf\\"'
-"""Characters that may follow a backslash in JSON text, without `u`."""
+"""Characters that may follow a backslash in JSON text, except `u`."""
 _CONTROL = re.compile(r"\\u00[01]|\x7f")
-"""Matches control characters in JSON text that only a \\u escape can spell."""
+"""Matches those control characters in JSON text that only a \\u escape can spell."""
 _MAY_BE_CONTROL = re.compile(rf"{_CONTROL.pattern}|\\\\[xuUcav0-9pP]")
-"""Matches regular expressions that may match a control character, in any notation of regular expressions."""
+"""Matches regular expressions, in JSON text, that might match a control character."""
 _NAMING = ("properties", "patternProperties", "required")
 
 Trie = dict[int, "Trie"]
@@ -32,7 +32,7 @@ _END = -1
 
 
 class KeyPatterns:
-    """Finds the keys that match a pattern, by matching the pattern byte by byte."""
+    """Finds the named keys that match a pattern (`patternProperties`), by matching the pattern byte by byte."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -71,7 +71,10 @@ class KeyPatterns:
         return found
 
     def _keys(self, pattern: str, names: Collection[str]) -> list[str]:
-        """All keys that match the pattern, in order. Empty if the pattern also matches keys outside `names`."""
+        """All keys that match the pattern, in order of their bytes.
+
+        Empty if the pattern also matches keys outside `names`.
+        """
         grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         trie: Trie = {}
@@ -84,7 +87,10 @@ class KeyPatterns:
         prefix = bytearray()
 
         def follow(matcher: LLMatcher, node: Trie) -> bool:
-            """Whether only the names in `node` can follow."""
+            """Whether each text that begins with `prefix` and matches the pattern continues as a name in `node`.
+
+            Adds matching names to `keys`.
+            """
             if matcher.is_stopped():
                 keys.append(json.loads(prefix))
                 return _END in node and not matcher.is_error()
@@ -116,10 +122,10 @@ def _check_counts(schema: Any) -> None:
 
 
 def json_escapes(schema: Any) -> str:
-    """The escapes that outputs of this schema may contain.
+    """The characters after a backslash that outputs of this schema may contain.
 
-    Without \\u, llguidance silently excludes texts that only \\u escapes can spell. So this function raises SchemaError
-    if a schema without \\u escapes may have control characters.
+    If \\u escapes are forbidden, llguidance silently excludes texts that only \\u escapes can spell. `json_escapes`
+    raises SchemaError instead if a schema forbids \\u escapes but may have control characters.
     """
     parts = [part for part, _ in schemas_in(schema)]
     if not any(key in part for part in parts for key in _NAMING if part.get("additionalProperties") is not False):

@@ -1,7 +1,8 @@
-"""Finds endless recursion in a JSON schema: a text of a part with endless recursion could not end.
+"""Finds endless recursion in a JSON schema: an output that follows an endlessly recursive part could never end.
 
-A text of a schema can end if texts of all required parts can end. Required parts are the targets of `$ref` and `allOf`,
-one alternative of `anyOf` or `oneOf`, and required keys and items. Contradictions between required parts are not found.
+An output that follows a schema can end if the values of all required parts of the schema can end. Required parts are
+the targets of `$ref` and `allOf`, one alternative of `anyOf` or `oneOf`, and required keys and items. Contradictions
+between required parts of a schema are not detected.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ def check_ends(schema: Any) -> None:
     parts = [*schemas_in(schema)]
     if not any("$ref" in part for part, _ in parts):
         return
-    left, ending = parts[::-1], set[int]()  # inner parts come before outer parts
+    left, ending = parts[::-1], set[int]()  # parts of a schema come before the schema that contains them
     while True:
         still = []
         for part, path in left:

@@ -1,14 +1,14 @@
-"""Rewrites a JSON schema's numbers so that every output that llguidance 1.9 allows is valid.
+"""Rewrites the numbers in a JSON schema so that every output that llguidance 1.9 allows is valid.
 
-The library llguidance has three limits. Numbers are read as doubles. Integers have at most 64 bits. If the bounds of a
-range are less than 1 apart, llguidance allows an excluded bound that is an integer. For example, if a number must be
-above 0 and at most 0.01, llguidance also allows 0. So bounds are rounded inward to numbers that llguidance handles
-correctly.
+The library llguidance has three limits for numbers in schemas. llguidance reads numbers as doubles. Integers in
+llguidance have at most 64 bits. If the bounds of a range are less than 1 apart, llguidance allows an excluded bound
+that is an integer: for a number above 0 and at most 0.01, llguidance also allows 0. To avoid invalid outputs, the
+bounds of a range are rounded inward to numbers that llguidance handles correctly.
 
-Some numbers cannot be rounded and raise `NumberError`: values that are not exactly a double, and ranges that would lose
-too many integers. For schemas that raise `NumberError`, schema_grammar.py writes a grammar. Each schema object is
-rewritten independently. If llguidance merges the bounds of several objects, the result stays correct: the intersection
-of two correct ranges is correct.
+Some numbers cannot be rounded and raise `NumberError`: values of `const` and `enum` that are not exactly a double, and
+bounds whose rounding would exclude too many integers of the range. For schemas that raise `NumberError`,
+schema_grammar.py writes a grammar. Each object in the schema is rewritten independently of the others. llguidance may
+later merge the bounds of several objects, which is correct, because the intersection of two correct ranges is correct.
 """
 
 import math
@@ -21,11 +21,14 @@ from scheduler_service.frontend.forms.schema_text import ANNOTATIONS, SCHEMAS_BY
 MAX_INTEGER = (1 << 63) - 1024
 """The largest double below 2^63."""
 DIGITS, DECIMALS = 15, 18
-"""Number of significant digits that every double holds, and number of decimals that llguidance reads of a bound."""
+"""Number of significant decimal digits that every double holds, and number of decimals that llguidance reads of a
+bound.
+"""
 MAX_NUMBER = Decimal("9.2e18")
-"""The largest bound of numbers: llguidance reads the digits before the decimal point as an integer of 64 bits."""
+"""The largest bound of a range of numbers: llguidance reads the digits before the decimal point as a 64-bit integer."""
 FULL = 10**18
-"""The smallest lower bound that requires an upper bound: larger outputs could have more digits than 64 bits hold."""
+"""The smallest lower bound that requires an upper bound: without one, outputs could have more digits than 64 bits hold.
+"""
 MAX_LOST = 1 << 10
 """Rounding the bounds of a range may lose at most 1 of 1,024 integers."""
 MAX_MULTIPLE = 1 << 32
@@ -35,21 +38,21 @@ _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 
 class NumberError(SchemaError):
-    """llguidance cannot read a number in the schema."""
+    """The schema contains a number that llguidance cannot read."""
 
 
 _N = TypeVar("_N", int, Decimal)
 
 
 class _Bound(NamedTuple):
-    """A lower bound of numbers. An upper bound is stored as the lower bound of the negated numbers."""
+    """A lower bound of a range of numbers. An upper bound is negated and stored as a lower bound."""
 
     value: int | Decimal
     is_excluded: bool
 
 
 def rewrite_numbers(schema: Any) -> Any:
-    """Round the bounds of a schema, and remove annotations. Raises SchemaError."""
+    """Round the bounds of numbers in a schema, and remove annotations. Raises SchemaError."""
     found = _rewritten(schema, "#")
     _check_multiples(schema)
     return found
@@ -85,9 +88,9 @@ def _is_integer(types: Any) -> bool:
 
 
 def _bound(node: dict[str, Any], plain: str, excluding: str, sign: int, path: str) -> _Bound | None:
-    """The tighter bound of an inclusive and an exclusive bound. Upper bounds (sign -1) are negated."""
+    """The tighter of a schema's inclusive and exclusive bounds. An upper bound (`sign` -1) is returned negated."""
     value, excluded = node.get(plain), node.get(excluding)
-    if isinstance(excluded, bool):  # the notation of JSON Schema draft 4
+    if isinstance(excluded, bool):  # in JSON Schema draft 4, this keyword is a boolean
         value, excluded = (None, value) if excluded else (value, None)
     bounds = []
     for keyword, number in ((plain, value), (excluding, excluded)):
@@ -99,7 +102,7 @@ def _bound(node: dict[str, Any], plain: str, excluding: str, sign: int, path: st
 
 
 def _negative(value: int | Decimal) -> int | Decimal:
-    return value.copy_negate() if isinstance(value, Decimal) else -value  # a unary minus would round a Decimal
+    return value.copy_negate() if isinstance(value, Decimal) else -value  # unary minus would round a Decimal
 
 
 def _is_number(value: Any) -> TypeGuard[int | Decimal]:
@@ -107,7 +110,7 @@ def _is_number(value: Any) -> TypeGuard[int | Decimal]:
 
 
 def _integers(low: _Bound | None, high: _Bound | None, path: str) -> tuple[int | None, int | None]:
-    """The first and the last integer within the bounds that a double holds exactly."""
+    """The first and the last integer within the two bounds that a double represents exactly."""
     wanted = [None if end is None else _first_integer(end) for end in (low, high)]
     ends = [None if end is None else _next_double(max(end, -MAX_INTEGER)) for end in wanted]
     _close(ends, MAX_INTEGER, path)
@@ -127,13 +130,13 @@ def _first_integer(bound: _Bound) -> int:
 
 
 def _next_double(value: int) -> int:
-    """The smallest integer of at least `value` that a double holds exactly."""
+    """The smallest integer of at least `value` that a double represents exactly."""
     unit = 1 << max(abs(value).bit_length() - 53, 0)
     return -(-value // unit) * unit
 
 
 def _numbers(low: _Bound | None, high: _Bound | None, path: str) -> tuple[Decimal | None, Decimal | None]:
-    """Inclusive bounds of numbers, rounded to so few digits that llguidance reads the bounds exactly."""
+    """Convert the bounds of a range to inclusive bounds with so few digits that llguidance reads them exactly."""
     ends = [None if end is None else _first_number(end) for end in (low, high)]
     _close(ends, MAX_NUMBER, path)
     first, last = ends
@@ -151,7 +154,7 @@ def _first_number(bound: _Bound) -> Decimal:
 
 
 def _close(ends: "list[_N | None]", most: "_N", path: str) -> None:
-    """Add a missing bound, which llguidance requires if the existing bound is at least `FULL`."""
+    """Add a range's missing bound, which llguidance requires if the existing bound is at least `FULL`."""
     for number, end in enumerate(ends):
         if end is not None and end > most:
             raise NumberError(f"{path} has a bound beyond {most:.4g}, behind which no number can be written")
@@ -160,9 +163,9 @@ def _close(ends: "list[_N | None]", most: "_N", path: str) -> None:
 
 
 def _check_values(value: Any, path: str) -> None:
-    """Check numbers of `const` and `enum`. Raises NumberError for a number that llguidance would change.
+    """Check the numbers in `const` and `enum`. Raises NumberError for a number that llguidance would change.
 
-    Integers of up to 64 bits remain exact. A fraction is written with the fewest digits that identify the double.
+    llguidance writes a fraction with the fewest digits that identify the double.
     """
     for number, where in _numbers_in(value, path):
         if number != int(number):
@@ -184,7 +187,8 @@ def _numbers_in(value: Any, path: str) -> Iterator[tuple[int | Decimal, str]]:
 def _check_multiple(value: Any, path: str) -> None:
     """Check a `multipleOf`. Raises SchemaError.
 
-    The value is read as a double. The double is multiplied by 10 until it is an integer, which must fit 32 bits.
+    llguidance reads the value as a double and multiplies the double by 10 until it is an integer, which must fit 32
+    bits.
     """
     if not _is_number(value) or value <= 0:
         raise SchemaError(f"{path} is not a number above 0")
@@ -193,9 +197,9 @@ def _check_multiple(value: Any, path: str) -> None:
 
 
 def _multiple(value: int | Decimal) -> tuple[int, int] | None:
-    """Integer and exponent with which llguidance represents a value as integer / 10**exponent.
+    """The integer and the exponent with which llguidance represents a `multipleOf` as integer / 10**exponent.
 
-    None if the quotient differs from the value, or if the integer is too large.
+    Returns None if integer / 10**exponent differs from the value, or if the integer is too large.
     """
     if value >= MAX_MULTIPLE:
         return None
@@ -208,7 +212,7 @@ def _multiple(value: int | Decimal) -> tuple[int, int] | None:
 
 
 def _check_multiples(schema: Any) -> None:
-    """Raises SchemaError if merged multiples may exceed 32 bits: llguidance merges them without a check."""
+    """Raises SchemaError if merged `multipleOf` values may exceed 32 bits: llguidance merges them without a check."""
     keywords = {*_keywords_in(schema)}
     found = (_multiple(value) for keyword, value in keywords if keyword == "multipleOf" and value is not None)
     multiples = [multiple for multiple in found if multiple]
@@ -220,7 +224,7 @@ def _check_multiples(schema: Any) -> None:
 
 
 def _keywords_in(node: Any) -> Iterator[tuple[str, int | Decimal | None]]:
-    """Pairs of a key and the key's number, for all objects. The number is None if the value is no number."""
+    """Pairs of a key and its value, for all objects of the schema; None stands for a value that is not a number."""
     if isinstance(node, dict):
         for keyword, value in node.items():
             yield keyword, value if _is_number(value) else None

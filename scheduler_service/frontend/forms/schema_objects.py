@@ -1,13 +1,14 @@
-"""Closes the objects of a JSON schema: outputs may only have keys that the schema names.
+"""Closes the objects of a JSON schema: in a closed object, outputs may only have keys that the schema names.
 
-Several parts describe one value: the keywords of a schema, and the schemas in `allOf`, `anyOf`, `oneOf` and `$ref`. If
-only one part names keys, the part is closed. If several parts name keys, the schema of the value is closed with the
-keys of all parts. An object without named keys stays open. An object also stays open if a part has
-`additionalProperties`. Every value that the closed schema allows is valid for the original schema.
+Several parts of a schema describe the same value: the schema's own keywords, and the schemas in its `allOf`, `anyOf`,
+`oneOf` and `$ref`. If only one of these parts names keys, this part is closed. If several parts name keys, the schema
+that contains them is closed with the keys of all parts. An object for which no part names keys stays open. An object
+also stays open if one of its parts has `additionalProperties`. Every value that the closed schema allows is valid for
+the original schema.
 
-A definition that is the only part of a value is closed. If a value has further parts, its `$ref` is redirected to an
-open copy of the definition. Closing adds no keyword next to a `$ref`, because llguidance reads a recursive `$ref` only
-without other keywords.
+If a `$ref` is the only part that describes a value, the definition that it names is closed. If other parts describe the
+same value, the `$ref` is redirected to an open copy of the definition. No keyword is added next to a `$ref`, because
+llguidance reads a recursive `$ref` only without other keywords.
 """
 
 import itertools
@@ -30,7 +31,7 @@ class _Closer:
     def __init__(self, schema: dict[str, Any]) -> None:
         self._root = schema
         self._has_ids = any("$id" in part for part, path in schemas_in(schema) if path != "#")
-        self._copies: dict[str, str] = {}  # names of the open copies, by the definition's `$ref`
+        self._copies: dict[str, str] = {}  # names of the open copies of definitions, by `$ref`
 
     def closed(self) -> dict[str, Any]:
         found = self._value(self._root)
@@ -45,7 +46,7 @@ class _Closer:
         return found  # type: ignore[no-any-return]
 
     def _value(self, node: Any) -> Any:
-        """Close the schema of a value."""
+        """Close the objects in the schema of a value."""
         if isinstance(node, list):
             return [self._value(part) for part in node]
         if not isinstance(node, dict):
@@ -59,7 +60,7 @@ class _Closer:
         found = self._part(node)
         if not naming or any(key in part for part in parts for key in _SAYS_ITSELF):
             return found
-        if self._has_ids:  # references within a part with `$id` cannot be redirected
+        if self._has_ids:  # a `$ref` inside a part with `$id` cannot be redirected
             raise SchemaError('its objects cannot be closed, as a part has a "$id": say "additionalProperties" in each')
         required = [name for part in parts for name in part.get("required", ()) if isinstance(name, str)]
         names = {key: {name: True for part in naming for name in part.get(key, ())} for key in _NAMES}
@@ -72,18 +73,21 @@ class _Closer:
         found["allOf"] = [
             *found.get("allOf", []),
             names | {"additionalProperties": False},
-        ]  # appended last, to keep the order of keys
+        ]  # last in `allOf`, so that the order of keys in outputs stays
         return found
 
     def _part(self, node: Any) -> Any:
-        """Close the values inside a schema that is one of several parts. The schema itself stays open."""
+        """Close the inner values of a schema that describes a value together with other parts.
+
+        The schema itself stays open.
+        """
         return self._with_children(node, is_closed=False) if isinstance(node, dict) else node
 
     def _with_children(self, node: dict[str, Any], *, is_closed: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in node.items():
             if key == "patternProperties" and value == {}:
-                continue  # an empty map has no effect, but schema_grammar.py and llguidance may refuse it
+                continue  # without patterns it has no effect, but schema_grammar.py and llguidance may refuse it
             if key in VALUES:
                 found[key] = value
             elif key in SCHEMAS_BY_NAME and isinstance(value, dict):
@@ -101,7 +105,7 @@ class _Closer:
         return next(name for number in itertools.count() if (name := f"open-{number}") not in taken)
 
     def _parts(self, node: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
-        """All parts that describe the value of a schema, each part once."""
+        """All parts that describe the same value as the schema `node`, each part once."""
         if not isinstance(node, dict):
             return
         yield node

@@ -1,4 +1,4 @@
-"""Reads the text of a JSON schema with exact numbers, and writes a schema for llguidance, which reads doubles."""
+"""Parses a JSON schema with exact numbers, and writes a schema for llguidance, which reads numbers as doubles."""
 
 import json
 import math
@@ -8,22 +8,22 @@ from typing import Any
 from urllib.parse import unquote
 
 MAX_DIGITS = 400
-"""Largest number of digits of a number. The largest double has 309 digits before the decimal point."""
+"""Largest number of digits of a number in a schema. The largest double has 309 digits before the decimal point."""
 
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose value is an object that maps names to schemas."""
+"""Schema keywords whose value is an object that maps names to schemas."""
 ANNOTATIONS = ("default", "example", "examples")
-"""Keywords whose values have no effect on outputs."""
+"""Schema keywords whose values have no effect on outputs."""
 VALUES = ("const", "enum", *ANNOTATIONS)
-"""Keywords whose values are plain JSON values, not schemas."""
+"""Schema keywords whose values are plain JSON values, not schemas."""
 
 
 class SchemaError(ValueError):
-    """The schema is not supported. The message has the keyword and the keyword's place in the schema."""
+    """The JSON schema is not supported. The error message names the keyword and its place in the schema."""
 
 
 def read_schema(text: str) -> Any:
-    """Parse a schema; its numbers become `int` or `Decimal`. Raises SchemaError."""
+    """Parse a JSON schema; its numbers become `int` or `Decimal`. Raises SchemaError."""
     try:
         return json.loads(
             text,
@@ -39,7 +39,7 @@ def read_schema(text: str) -> Any:
 
 
 def write_schema(schema: Any) -> str:
-    """The text of a schema. Each `Decimal` must equal a double. Raises SchemaError."""
+    """Write a schema as JSON text. Each `Decimal` in the schema must equal a double. Raises SchemaError."""
     written = json.dumps(schema, default=_double, ensure_ascii=False)
     if any("\ud800" <= character <= "\udfff" for character in written):
         raise SchemaError("it has a text with half of a surrogate pair (\\ud800 to \\udfff)")
@@ -53,7 +53,7 @@ def _double(value: Decimal) -> float:
 
 
 def path_to(path: str, *names: object) -> str:
-    """The JSON pointer of a part of the schema at `path`."""
+    """The JSON pointer to the part with these names or indices below `path`."""
     return "/".join([path, *(str(name).replace("~", "~0").replace("/", "~1") for name in names)])
 
 
@@ -73,7 +73,7 @@ def target_of(schema: Any, reference: str) -> Any:
 
 
 def schemas_in(node: Any, path: str = "#", *, is_schema: bool = True) -> Iterator[tuple[dict[str, Any], str]]:
-    """All JSON objects within a schema that may be schemas, each with its path."""
+    """All objects in a JSON schema that stand where a schema is expected, each with its path."""
     if isinstance(node, list):
         for number, part in enumerate(node):
             yield from schemas_in(part, path_to(path, number))

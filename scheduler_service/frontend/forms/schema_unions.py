@@ -1,9 +1,9 @@
-"""Rewrites alternatives with a tag in a JSON schema, such as a union with a discriminator in pydantic.
+"""Rewrites tagged alternatives in a JSON schema, such as pydantic's unions with a discriminator.
 
-A tag is a key for which each alternative allows different values (`const`, `enum`). An object with a tag is valid for
-at most one alternative. So the tag becomes required in each alternative, and `oneOf` becomes `anyOf`. The new schema is
-stricter than pydantic's schema, in which a tag with a default is not required: llguidance needs the tag to distinguish
-the alternatives.
+A tag is a key for which each alternative allows different values (`const`, `enum`), so an object with a tag is valid
+for at most one alternative. The rewritten schema requires the tag in each alternative, and has `anyOf` in place of
+`oneOf`. The rewritten schema is stricter than pydantic's schema, in which a tag with a default is not required:
+llguidance needs the tag to distinguish the alternatives.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ _NOTES = ("title", "description", "discriminator", "default", "$comment")
 
 
 def tag_unions(schema: Any) -> None:
-    """Rewrite the `oneOf` alternatives with a tag, in place."""
+    """Rewrite each `oneOf` whose alternatives have a tag, in place."""
     for part, _ in schemas_in(schema):
         if not isinstance(part.get("oneOf"), list) or "anyOf" in part:
             continue
@@ -27,7 +27,7 @@ def tag_unions(schema: Any) -> None:
 
 
 def _objects(schema: Any, node: Any, seen: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The object schemas of an alternative; empty if the alternative also allows values of other types."""
+    """The object schemas of a `oneOf` alternative; empty if the alternative also allows values that are not objects."""
     if not isinstance(node, dict) or id(node) in seen:
         return []
     keywords = [key for key in node if key not in _NOTES]
@@ -44,7 +44,7 @@ def _objects(schema: Any, node: Any, seen: tuple[int, ...]) -> list[dict[str, An
 
 
 def _tag(alternatives: list[list[dict[str, Any]]]) -> str | None:
-    """A key whose values all alternatives list, and for which no two alternatives share a value."""
+    """The first key whose values every alternative lists, without a value that two alternatives share."""
     if not alternatives or not all(alternatives):
         return None
     for key in alternatives[0][0]["properties"]:
@@ -56,7 +56,7 @@ def _tag(alternatives: list[list[dict[str, Any]]]) -> str | None:
 
 
 def _values(described: dict[str, Any], key: str) -> list[str]:
-    """The texts that the key's value may be; empty if the schema also allows other values."""
+    """The strings that a schema allows as the value of `key`; empty if it also allows other values."""
     part = described["properties"].get(key)
     if not isinstance(part, dict):
         return []

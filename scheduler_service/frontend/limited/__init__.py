@@ -1,1 +1,1 @@
-"""Processes with limits of time and memory, for work that a client can make expensive."""
+"""Processes with limits of CPU time and memory, for work that a client can make expensive."""

@@ -1,6 +1,6 @@
-"""Runs expensive work in a process that the system kills at its limits: the part in the front end.
+"""Runs expensive work in a process that the kernel kills at a limit of CPU time or memory: the front end's side.
 
-The part in the limited process is in limited_work.py.
+The code that runs inside the limited process is in limited_work.py.
 """
 
 import asyncio
@@ -26,31 +26,33 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 MAX_STARTS = 2
-"""Largest number of process starts for one piece of work. A second kill from outside may be the work's fault."""
+"""Largest number of times that the process is started for one piece of work. If the process is killed from outside
+twice, the work may be the cause.
+"""
 DEAF_SECONDS = 30
-"""Seconds without an answer after which a process counts as stuck. A process starts in 0.1 s, and each piece of work
-has a limit of CPU time.
+"""Seconds without an answer after which a process counts as stuck. A process starts in 0.1 s, and the limits of CPU
+time for a piece of work are lower than `DEAF_SECONDS`.
 """
 
 
 class Limits(NamedTuple):
-    """CPU seconds for one piece of work, and bytes of data of its process."""
+    """The limits for one piece of work: CPU seconds, and data bytes of the process."""
 
     seconds: float
     num_bytes: int
 
 
 class LimitError(ValueError):
-    """The work exceeded a limit. The caller completes the message's sentence with the kind of work."""
+    """The work exceeded a limit. The caller adds the kind of work to the error message, such as "to render"."""
 
 
 class LimitedProcess:
-    """A process `python -m MODULE` that starts with the first work and restarts after a kill.
+    """A process `python -m MODULE` that starts with its first piece of work and restarts after it was killed.
 
     Only one thread may use the process at a time.
 
     `does`: describes the work in errors, such as "compiles forms".
-    `setup`: bytes that a new process receives first, if there are any.
+    `setup`: bytes that a new process receives first; may be empty.
     """
 
     def __init__(self, module: str, does: str, setup: bytes = b"") -> None:
@@ -59,7 +61,7 @@ class LimitedProcess:
         self._end: weakref.finalize[..., LimitedProcess]
 
     def ask(self, message: bytes, limits: Limits) -> bytes:
-        """Send a message and return the answer. Raises LimitError, RequestError."""
+        """Send a piece of work to the process and return its answer. Raises LimitError or RequestError."""
         for _ in range(MAX_STARTS):
             try:
                 connection = self._connection or self._start()
@@ -84,7 +86,7 @@ class LimitedProcess:
         return reply[1:]
 
     def close(self) -> None:
-        """End the process if it runs."""
+        """Kill the process if it runs."""
         if self._connection is not None:
             self._connection = None
             self._end()
@@ -101,7 +103,10 @@ class LimitedProcess:
 
 
 class LimitedProcesses:
-    """Several processes for the same kind of work, each with a thread. If all processes are busy, work is queued."""
+    """Several processes for the same kind of work, each with a thread.
+
+    If all processes are busy, work waits in a queue.
+    """
 
     def __init__(self, number: int, module: str, does: str, setup: bytes = b"") -> None:
         self._threads = ThreadPoolExecutor(number, module.rpartition(".")[2])
@@ -113,10 +118,10 @@ class LimitedProcesses:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, waiting)
         finally:
-            waiting.clear()  # the threads' queue must not keep the data of a cancelled call
+            waiting.clear()  # the queue of the threads must not keep the data of a cancelled call
 
     def _run(self, waiting: list[Callable[[LimitedProcess], T]]) -> T:
-        process = self._idle.pop()  # the last used process, so that the others may never need to start
+        process = self._idle.pop()  # the last used process, so that other processes may never need to start
         try:
             return waiting.pop()(process)
         finally:

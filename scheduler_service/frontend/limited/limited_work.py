@@ -1,9 +1,9 @@
-"""Runs expensive work in a process that the system kills at its limits: the part in the limited process.
+"""Runs expensive work in a process that the kernel kills at a limit of CPU time or memory: the limited process's side.
 
 The front end starts `python -m MODULE` with a socket as stdin (limited_process.py). The started process imports the
-work's modules, and forks a child within milliseconds. The child sets a timer and a memory limit for each piece of work.
-Libraries need no support for limits: the timer's signal also ends a loop inside C. If a child was killed at a limit,
-its parent reports the limit and forks another child.
+modules that the work needs, and forks a child, which takes milliseconds. The child sets a timer and a memory limit for
+each piece of work. Libraries need not support limits: the timer's signal also ends a loop in C code. If a child was
+killed at a limit, its parent reports the limit to the front end and forks another child.
 """
 
 import os
@@ -17,11 +17,13 @@ from multiprocessing.connection import Connection
 from pagewire_common.processes.child_process import end_with_the_parent, leave_signals_to_the_parent
 
 LIMITS = struct.Struct("=dQ")
-"""Header of each piece of work: CPU seconds, and bytes of data. The bytes include the data of an idle process."""
+"""Header of each piece of work: the limits of CPU seconds and of data bytes. The limit of bytes includes the data of
+the idle process.
+"""
 
 
 class Outcome(IntEnum):
-    """The first byte of a reply. Data follows only `DONE`."""
+    """The first byte of a reply to the front end. Data follows only the byte `DONE`."""
 
     DONE = 0
     TOO_LONG = 1
@@ -30,8 +32,10 @@ class Outcome(IntEnum):
 
 
 _END, _ANOTHER = 0, 3
-"""Exit statuses of a child: the process ends without a reply, or forks another child."""
-# Rust aborts if an allocation fails. A stack overflow causes SIGSEGV.
+"""Exit statuses of a child: after `_END` its parent ends without a reply, after `_ANOTHER` its parent forks another
+child.
+"""
+# Signals that end a child at a limit. Rust code aborts if an allocation fails, and a stack overflow causes SIGSEGV.
 _ENDED_BY: dict[int, Outcome] = {
     signal.SIGPROF: Outcome.TOO_LONG,
     signal.SIGABRT: Outcome.TOO_MUCH_MEMORY,
@@ -40,16 +44,16 @@ _ENDED_BY: dict[int, Outcome] = {
 
 
 def connect_to_the_front_end() -> Connection:
-    """The connection to the front end. This process ends when the connection closes."""
+    """The connection to the front end. The limited process ends when this connection closes."""
     end_with_the_parent()
     leave_signals_to_the_parent()
     return Connection(0)
 
 
 def serve(connection: Connection, answer: Callable[[bytes], bytes], most_kept: int) -> None:
-    """Answer each piece of work, until the front end closes the connection or a child was killed from outside.
+    """Answer each piece of work, until the front end closes the connection or a child is killed from outside.
 
-    A child whose memory has exceeded `most_kept` bytes ends, so that the memory is freed.
+    A child whose resident memory has exceeded `most_kept` bytes ends, so that its memory is freed.
     """
     while True:
         if not (process := os.fork()):
@@ -61,12 +65,12 @@ def serve(connection: Connection, answer: Callable[[bytes], bytes], most_kept: i
                 os._exit(status)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         outcome = _ENDED_BY.get(-status)
-        if outcome is None and status != _ANOTHER:  # the front end restarts this program and repeats the message
+        if outcome is None and status != _ANOTHER:  # the front end then restarts this program and sends the work again
             return
         if outcome is not None:
             try:
                 connection.send_bytes(bytes([outcome]))
-            except OSError:  # the front end has ended
+            except OSError:  # the front end's process has ended
                 return
 
 
@@ -95,4 +99,4 @@ def _limited(message: bytes, answer: Callable[[bytes], bytes]) -> bytes:
         return bytes([Outcome.TOO_DEEP])
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))  # the next message may be large
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))  # receiving the next piece of work may take more memory

@@ -1,1 +1,1 @@
-"""The stream from a front end to the engine."""
+"""A front end's side of its connection to the engine."""

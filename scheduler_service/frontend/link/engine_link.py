@@ -1,4 +1,4 @@
-"""A front end's link to the engine: the connection, the requests in flight, the model, and settings."""
+"""A front end's link to the engine: the connection, the requests in flight, the served model, and settings."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ _NO_TOKENIZER = "the model's tokenizer cannot be loaded; the server's log and Ge
 class EngineLink:
     """The front end's link to the engine. Create the link inside the running event loop.
 
-    `run` processes the engine's messages. `welcome` is a future, whose result is the engine's first message.
+    `run` processes the engine's messages. `welcome` is a future for the engine's first message.
     """
 
     def __init__(self, target: str, tracer: Tracer | None = None) -> None:
@@ -35,9 +35,9 @@ class EngineLink:
         self.admissions = Admissions()
         self.welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
         self.tracer = tracer
-        """Creates the trace spans of requests. None if tracing is off."""
+        """Creates the trace spans of requests; None if tracing is off."""
         self.keyring: Keyring | None = None
-        """The API keys that calls may use. None if calls need no API key."""
+        """The API keys that calls may use; None if calls need no API key."""
         self.adapter_names: tuple[str, ...] = ()
         """Names of the adapters that requests may use, in alphabetical order."""
         self.serving = False
@@ -64,18 +64,18 @@ class EngineLink:
 
     @property
     def stall_timeout(self) -> float:
-        """Seconds that a client may leave a message unread."""
+        """Seconds that a client may leave a message unread before its stream ends."""
         return self.welcome.result().stall_timeout
 
     @property
     def request_limits(self) -> RequestLimits:
-        """Limits of a request's message."""
+        """Limits on the size of a message with a request."""
         return request_limits(self.loading.model)
 
     def admit(self, call: int, admit: pb.Admit, num_bytes: int) -> asyncio.Future[pb.Answer]:
-        """Ask the engine for a call's place. The call takes `num_bytes` of memory already.
+        """Ask the engine to admit a call, which already takes `num_bytes` of memory.
 
-        Raises RESOURCE_EXHAUSTED if too many bytes of calls await an answer.
+        Raises RESOURCE_EXHAUSTED if the calls that wait for admission have too many bytes.
         """
         self.admissions.check_room(num_bytes, self.requests.unread.most, self.loading.model)
         answer = self.connection.question(call, admit=admit)
@@ -83,7 +83,7 @@ class EngineLink:
         return answer
 
     async def abort(self, key: str) -> bool:
-        """End a request of any front end. Returns whether the request exists."""
+        """End a request, which may belong to another front end. Returns whether the request existed."""
         number = self.connection.new_number()
         answer = await self.connection.ask(number, abort=pb.AbortRequestByKey(key=key))
         return answer.found
@@ -91,7 +91,7 @@ class EngineLink:
     # ---- the engine's messages
 
     async def run(self) -> bool:
-        """Process the engine's messages until the engine says goodbye or is gone. Then fail all remaining requests.
+        """Process the engine's messages until the engine says goodbye or is gone, and then fail all remaining requests.
 
         Returns whether the engine said goodbye.
         """
@@ -107,7 +107,7 @@ class EngineLink:
         return False
 
     def take(self, message: pb.AttachResponse, now: float) -> None:
-        """Deliver a message's tokens and events, in order."""
+        """Deliver the tokens and events of a message to their requests, in order."""
         outputs, token_ids = list(message.outputs), list(message.token_ids)
         row = 0
         for event in message.events:
@@ -124,7 +124,7 @@ class EngineLink:
         self.requests.cut_largest()
 
     def _take(self, event: pb.EngineEvent) -> None:
-        """Process an event that belongs to no call."""
+        """Process an event of the engine that belongs to no call."""
         match event.WhichOneof("event"):
             case "welcome":
                 self.requests.unread.most = event.welcome.unread_bytes

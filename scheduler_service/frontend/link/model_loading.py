@@ -10,11 +10,11 @@ from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.text.tokenization import without_panic
 
 MAX_REASON = 300
-"""Maximum characters of the reason why the model cannot be loaded."""
+"""Largest number of characters of the reason why the model cannot be loaded."""
 
 
 class ModelLoading:
-    """Loads the model in a thread after its files have arrived. Create the object inside the event loop."""
+    """Loads the model in a thread after its files have arrived. Create a `ModelLoading` inside the event loop."""
 
     def __init__(self, connection: EngineConnection) -> None:
         self._connection = connection
@@ -24,19 +24,19 @@ class ModelLoading:
 
     @property
     def model(self) -> ServedModel | None:
-        """The loaded model. None before the model is loaded, and after a failed load."""
+        """The loaded model; None before the model is loaded, and after a failed load."""
         return self._model.result() if self._model.done() and self._model.exception() is None else None
 
     async def wait(self) -> ServedModel:
-        """Wait for the model, without a time limit. Raises the error of a failed load."""
+        """Wait until the model is loaded, without a time limit. Raises the error of a failed load."""
         return await asyncio.shield(self._model)
 
     def add(self, part: pb.ModelFile) -> None:
-        """Append a received part to its file."""
+        """Append a received part of a model file to the file."""
         self._files.setdefault(part.name, bytearray()).extend(part.data)
 
     def begin(self, limits: pb.ModelLimits) -> None:
-        """Start to load the model, because all its files have arrived."""
+        """Start to load the model. Call `begin` after all model files have arrived."""
         self._loading = asyncio.create_task(self._load(limits))
 
     def cancel(self) -> None:

@@ -1,7 +1,7 @@
 """The seconds that a client lets its call wait while no worker takes requests.
 
-The Python client first lets a request wait for two seconds. The request then fails with the reason of the wait, and the
-client tells its user the reason.
+The Python client at first limits this wait to two seconds. If the request then fails, the error names the reason for
+the wait, which the client shows to its user.
 """
 
 import math
@@ -13,12 +13,16 @@ from pagewire_common.calls.errors import RequestError
 
 HEADER = "pagewire-no-worker-timeout"
 patience: ContextVar[float] = ContextVar("patience", default=math.inf)
-"""Seconds that the current call may wait. If the server's --no-worker-timeout is shorter, the server's limit applies.
+"""Seconds that the current call may wait for a worker. If the server's --no-worker-timeout is shorter, it applies
+instead.
 """
 
 
 def note_patience(details: grpc.HandlerCallDetails) -> None:
-    """Set `patience` from the call's metadata, if present. Raises INVALID_ARGUMENT for a malformed value."""
+    """Set `patience` from the header in a call's metadata, if present.
+
+    Raises INVALID_ARGUMENT for a malformed value.
+    """
     for name, value in details.invocation_metadata or ():
         if name != HEADER:
             continue

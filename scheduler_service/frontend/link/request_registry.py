@@ -17,11 +17,11 @@ log = structlog.get_logger()
 
 
 class RequestRegistry:
-    """The submitted requests of open calls. Create the registry inside the event loop."""
+    """The requests of a front end's open calls. Create the registry inside the event loop."""
 
     def __init__(self, connection: EngineConnection) -> None:
         self.by_call: dict[int, RequestState] = {}
-        """Requests by call number."""
+        """Requests by the number of their call."""
         self.counts = CountsByTenant()
         self.turns = Turns()
         self.unread = UnreadOutput(0)
@@ -30,7 +30,7 @@ class RequestRegistry:
         self._output_numbers = 1
 
     def register(self, call: int, state: RequestState) -> None:
-        """Number the request's outputs, and deliver the call's events to the request from now on."""
+        """Number the outputs of a new request. From now on, `take` delivers the events of the call to this request."""
         state.call, state.first_output = call, self._output_numbers
         self._output_numbers += state.request.sampling.n
         self.by_call[call] = state
@@ -38,17 +38,17 @@ class RequestRegistry:
             self._by_output[state.first_output + index] = state
 
     def forget(self, call: int) -> None:
-        """Ignore this call's events from now on."""
+        """Remove the request of a call. From now on, the events of the call are ignored."""
         if (state := self.by_call.pop(call, None)) is not None:
             for index in range(state.request.sampling.n):
                 del self._by_output[state.first_output + index]
 
     def gain_tokens(self, outputs: Sequence[int], token_ids: Sequence[int], now: float) -> None:
-        """Append one token to each output in `outputs`. The outputs have not ended."""
+        """Append one token to each of the `outputs`, which have not ended in the engine."""
         by_output = self._by_output
         for output, token_id in zip(outputs, token_ids, strict=True):
             state = by_output.get(output)
-            if state is None:  # the call is closed, and the engine has yet to process its close
+            if state is None:  # the call is closed, but the engine has not processed the close yet
                 continue
             index = output - state.first_output
             try:
@@ -58,12 +58,12 @@ class RequestRegistry:
                 self._fail(state, error)
 
     def take(self, event: pb.EngineEvent, now: float) -> None:
-        """Process an event of one request. If an error occurs, only this request's stream ends."""
+        """Process an event of one request. An error while processing it ends only the stream of this request."""
         if (state := self.by_call.get(event.call)) is None:
             return
         try:
             self._take(event, state, now)
-        except Exception as error:  # an error in one request's text must not affect other requests
+        except Exception as error:  # an error in the text of one request must not affect other requests
             self._fail(state, error)
 
     def _take(self, event: pb.EngineEvent, state: RequestState, now: float) -> None:
@@ -85,7 +85,7 @@ class RequestRegistry:
                     state.stream.fail(error)
 
     def _stop_output(self, state: RequestState, index: int) -> None:
-        """Tell the engine that a stop string ended an output. The engine sees no text."""
+        """Tell the engine that a stop string ended an output: the engine itself sees no text."""
         self._connection.say(state.call, stop_output=pb.StopOutput(index=index))
 
     def _fail(self, state: RequestState, error: Exception) -> None:
@@ -94,12 +94,12 @@ class RequestRegistry:
         self.forget(state.call)
 
     def fail_all(self, error: RequestError) -> None:
-        """End all streams with an error, because the engine is gone or shuts down."""
+        """End the streams of all requests with an error, because the engine is gone or shuts down."""
         for state in self.by_call.values():
             state.stream.fail(error)
 
     def cut_largest(self) -> None:
-        """End the requests with the most unread output, until the remaining unread output is within the limit."""
+        """End the requests with the most unread output, until all unread output together is within its limit."""
         if not self.unread.is_too_much:
             return
         for state in sorted(self.by_call.values(), key=lambda state: -state.stream.num_unread):

@@ -16,9 +16,9 @@ _FORM_ENDED = (
 
 
 def failure(sampling: SamplingParams, status: SequenceStatus | None) -> RequestError | None:
-    """The error of an output that ended with this status; None if the output did not fail.
+    """The error of an output that ended with `status`; None if the output did not fail.
 
-    The position of a failure depends only on the output's tokens. The request's other outputs have no effect.
+    The token at which an output fails depends only on the tokens of this output, not on the request's other outputs.
     """
     if status is SequenceStatus.FINISHED_BARRED:
         return RequestError(grpc.StatusCode.INVALID_ARGUMENT, _FORM_ENDED if sampling.form else NOTHING_ALLOWED)

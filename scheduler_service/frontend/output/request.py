@@ -25,8 +25,9 @@ class Resumption:
     """The part of a broken stream that the client has received.
 
     `token_ids`: received tokens of each output; empty if the client has received no tokens.
-    `begun`: received tokens of outputs that are sent after all outputs have ended. The server generates them again.
-    `texts`: text of each output in `token_ids` with tokens.
+    `begun`: received tokens of outputs that are sent after all outputs have ended (best_of, beam search). The server
+      generates such outputs again from the start.
+    `texts`: text of each output that has at least one token in `token_ids`.
     `finished`: indices of outputs that the client has received in full.
     `num_prompt_logprobs`: number of the prompt's positions whose log-probabilities the client has received.
     """
@@ -42,11 +43,11 @@ class Resumption:
 class GenerationRequest:
     """A request that has been checked against the model's limits, with every default filled in.
 
-    `n`: number of outputs; None means one output for each sequence. If `n` is less than the number of sequences, the
-      likeliest outputs are sent.
+    `n`: number of outputs to send; None means that every sequence is sent. If `n` is less than the number of sequences,
+      the `n` likeliest sequences are sent.
     `hides_logprobs`: log-probabilities only rank the outputs and are not sent.
     `resumes`: the request continues a broken stream.
-    `is_whole`: each output is sent after the output has ended.
+    `is_whole`: an output is sent only after it has ended.
     `adapter_id`: the fingerprint of a low-rank adapter.
     `encoder_input`: the encoder's input, for an encoder-decoder model.
     """
@@ -88,10 +89,10 @@ class GenerationRequest:
 
     @property
     def is_plain(self) -> bool:
-        """Whether an unfinished output gains only tokens and their text.
+        """Whether, in each step, an unfinished output gains only a token and the token's text.
 
-        The engine's `SequenceGroup.is_plain` has the same meaning for tokens. The front end also excludes requests with
-        stop strings and requests with ranked outputs.
+        The engine's `SequenceGroup.is_plain` has the same meaning, but here requests with stop strings and requests
+        with ranked outputs do not count as plain either.
         """
         return not (self.sampling.reports or self.stop or self.comes_whole)
 
@@ -101,7 +102,7 @@ class GenerationRequest:
         return len(self.resumption.finished) == self.num_outputs
 
     def text(self, tokenizer: Tokenizer | None) -> OutputText:
-        """Create the text of an output, without any tokens yet."""
+        """Create the object that collects the text of an output; the text is still empty."""
         return OutputText(
             tokenizer if self.sampling.pooling is None else None,
             self.prompt_token_ids,

@@ -26,13 +26,13 @@ from scheduler_service.wire.fields import decode_enum
 
 @dataclass(slots=True)
 class Gained:
-    """The gain of an output in one step.
+    """The data that an output gains in one step.
 
-    `token_id`: the new token; None while the prompt is computed.
+    `token_id`: the output's new token; None in a step that computes only prompt tokens.
     `status`: set if the output ended in this step.
     `prompt_logprobs`: log-probabilities of the prompt's positions from `prompt_start` on.
-    `vectors`: the output's new vectors. With a vector for each token, the first new vector is at position
-    `prompt_start` - 1.
+    `vectors`: the output's new vectors. If a pooling call returns a vector for each token, the first new vector is at
+      position `prompt_start` - 1.
     """
 
     index: int
@@ -68,7 +68,7 @@ def _decode_logprobs(columns: wire.SampleLogprobs) -> list[TokenLogprobs]:
 
 
 class Trace(Protocol):
-    """The events of a request that a trace records."""
+    """The events of a request that are recorded as trace spans."""
 
     def stands(self, standing: Standing) -> None: ...
 
@@ -89,11 +89,13 @@ class RequestState:
         unread: UnreadOutput,
     ) -> None:
         self.request = request
-        # The connection to the engine numbers calls and outputs.
+        # The engine connection assigns these numbers to the call and to the request's first output.
         self.call = 0
         self.first_output = 0
         self.standing = Standing()
-        """The request's place and counts in the engine, from the engine's latest message."""
+        """Whether and where the request runs, and its counts of preemptions and tokens, from the engine's latest
+        message.
+        """
         self.trace: Trace | None = None
         self.counts = counts
         self._num_hypothesis_tokens: list[int] | None = None
@@ -110,20 +112,24 @@ class RequestState:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of prompt tokens found in the cache. The cache may also contain output of a resumed request; output
-        tokens do not count.
+        """Number of prompt tokens found in the prefix cache.
+
+        For a resumed request, the prefix cache may also contain output tokens, which do not count.
         """
         return min(self.standing.cached_tokens, self.request.num_prompt_tokens)
 
     @property
     def num_output_tokens(self) -> list[int]:
-        """Number of tokens of each output. With best_of or beam search, sequences that are not sent count too."""
+        """Number of tokens of each output.
+
+        With best_of or beam search, the list includes sequences that are not sent to the client.
+        """
         if self.request.sampling.beam_width:
             return self._num_hypothesis_tokens or []
         return self.times.num_tokens
 
     def metrics(self, now: float) -> RequestMetrics:
-        """The request's times and counts up to `now`."""
+        """The request's latencies, preemptions and cached tokens up to `now`."""
         standing, times = self.standing, self.times
         return RequestMetrics(
             queued_seconds=standing.queued_seconds if standing.HasField("queued_seconds") else None,
@@ -140,7 +146,7 @@ class RequestState:
     # ---- messages from the engine
 
     def stands(self, standing: Standing) -> None:
-        """Record the request's new place and counts in the engine."""
+        """Record on which worker the request now runs, and its new counts of preemptions and tokens."""
         if standing.HasField("queued_seconds") and not self.standing.HasField("queued_seconds"):
             self.counts.queue_seconds.observe(standing.queued_seconds)
         self.standing = standing
@@ -150,7 +156,8 @@ class RequestState:
     def gain_token(self, index: int, token_id: int, now: float) -> bool:
         """Add a token to an unfinished output. Returns True if a stop string ended the output.
 
-        The engine may send more tokens until the front end has reported the end. Tokens after the end are ignored.
+        After a stop string, the engine may send more tokens until it learns that the output has ended. These tokens are
+        ignored.
         """
         if self._has_ended[index]:
             return False
@@ -164,14 +171,14 @@ class RequestState:
         return self.gain(Gained(index, token_id), now)
 
     def gain(self, gained: Gained, now: float) -> bool:
-        """Add an output's gain of one step. Returns True if a stop string ended the output."""
+        """Add the data that an output gained in one step. Returns True if a stop string ended the output."""
         index, token_id = gained.index, gained.token_id
         if self._has_ended[index]:
             return False
         if (error := failure(self.request.sampling, gained.status)) is not None:
             self._fail(index, gained.status, error)
             return False
-        if gained.prompt_logprobs:  # skip positions that a preempted request computes again
+        if gained.prompt_logprobs:  # after a preemption, the engine sends positions again
             new = gained.prompt_logprobs[max(0, self._num_prompt_logprobs + 1 - gained.prompt_start) :]
             self._num_prompt_logprobs += len(new)
             if new:
@@ -191,7 +198,7 @@ class RequestState:
                 delta.logprobs.append(gained.logprobs)
         text = self._texts[index]
         hides = gained.status is SequenceStatus.FINISHED_STOPPED and not self.request.include_stop_str_in_output
-        delta.text, stop = text.step(None if hides else token_id)  # an end token has no text
+        delta.text, stop = text.step(None if hides else token_id)  # the token that ends an output has no text
         if stop is not None:
             delta.stop, delta.status = stop, SequenceStatus.FINISHED_STOPPED
         elif gained.status is not None:
@@ -209,7 +216,7 @@ class RequestState:
             self._put(OutputDelta(index, text, status=status, num_output_tokens=self.times.num_tokens[index]))
 
     def _gain_vectors(self, gained: Gained, pooling: PoolingParams, now: float) -> None:
-        """Add vectors to an output. Vectors that a preempted request computes again are skipped."""
+        """Add vectors to an output. Vectors that are computed again after a preemption are skipped."""
         vectors = gained.vectors
         if pooling.type is PoolingType.ALL:
             start = (gained.prompt_start - 1) * pooling.vector_bytes
@@ -241,7 +248,7 @@ class RequestState:
             )
 
     def abort(self) -> None:
-        """End every unfinished output as aborted, and send the text that was held back."""
+        """End every unfinished output as aborted, and send text that was withheld because of a stop string."""
         if self.request.sampling.beam_width:  # beam search sends nothing before its end
             for index in range(self.request.num_outputs):
                 self._put_whole(index, WholeOutput())
@@ -272,7 +279,7 @@ class RequestState:
                 self._put_whole(index, output.whole)
 
     def _put_whole(self, index: int, output: WholeOutput) -> None:
-        """Put a whole output on the stream, without tokens that the client received from a broken stream."""
+        """Put a complete output on the stream, without tokens that the client received from a broken stream."""
         resumption = self.request.resumption
         if index not in resumption.finished:
             self.stream.put_whole(output.deltas(index, resumption.begun.get(index, ())))

@@ -1,9 +1,9 @@
 """Trace spans: one span for each call, and within a call's span, one span for each phase of the call's requests.
 
 A request's phases are queue, prefill and decode. After a preemption, a span `preemption` lasts until the request runs
-again. If the request runs again on another worker, the span's name is `move`. Attributes have the names of
-OpenTelemetry's conventions for generative AI (gen_ai.…), or begin with `pagewire.`. No attribute reveals a prompt or an
-output.
+again. If a preempted request continues on another worker, its span has the name `move` instead of `preemption`. The
+names of span attributes follow OpenTelemetry's conventions for generative AI (gen_ai.…), or begin with `pagewire.`. No
+attribute reveals a prompt or an output.
 """
 
 import time
@@ -17,16 +17,16 @@ from pagewire_common.telemetry.tracing import parent_of, trace_parent
 from scheduler_service.frontend.output.request import GenerationRequest
 
 CHAT, TEXT_COMPLETION, EMBEDDINGS = "chat", "text_completion", "embeddings"
-"""Names of operations in OpenTelemetry's conventions. Scoring and transcription have no names in the conventions."""
+"""Names of operations in OpenTelemetry's conventions, which define no names for scoring and transcription."""
 SCORE, TRANSCRIPTION = "score", "transcription"
 MAX_PHASES = 64
-"""Largest number of phase spans of a call. The limit matters for a request that is preempted many times."""
+"""Largest number of phase spans of a call. Only a call whose requests are preempted many times reaches this limit."""
 MAX_REQUESTS = 16
-"""Largest number of requests of a call that have spans. The limit matters for Embed, with up to 2,048 texts."""
+"""Largest number of requests of a call that have spans. An Embed call, with up to 2,048 texts, exceeds this limit."""
 
 
 def trace_id_of(metadata: Any) -> str:
-    """The id of the trace in a call's metadata; empty if the caller sent none."""
+    """The trace id in a call's metadata; empty if the caller sent no trace id."""
     context = get_current_span(parent_of(metadata)).get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
 
@@ -82,9 +82,9 @@ class CallTrace:
         )
 
     def request(self, **attributes: int) -> "RequestTrace | None":
-        """The trace of another request of the call, with these attributes in its spans.
+        """Begin the trace of another request of the call. All spans of the request get `attributes`.
 
-        None if the trace is not sampled, or if `MAX_REQUESTS` requests of the call already have spans.
+        Returns None if the trace is not sampled, or if `MAX_REQUESTS` requests of the call already have spans.
         """
         if not self._span.is_recording() or len(self._requests) >= MAX_REQUESTS:
             return None
@@ -93,18 +93,18 @@ class CallTrace:
         return request
 
     def start_phase(self, name: str, at: float, attributes: Mapping[str, Any]) -> Span | None:
-        """Start the span of a phase; None if the call already has `MAX_PHASES` phase spans."""
+        """Start the span of a phase. Returns None if the call already has `MAX_PHASES` phase spans."""
         self._num_phases += 1
         if self._num_phases > MAX_PHASES:
             return None
         return self._tracer.start_span(name, self._context, attributes=attributes, start_time=self.ns(at))
 
     def ns(self, at: float) -> int:
-        """Convert a time in seconds of the monotonic clock to the spans' nanoseconds since 1970."""
+        """Convert seconds of the monotonic clock to nanoseconds since 1970, the unit of span times."""
         return int(at * 1e9) + self._offset
 
     def end(self, status: str, error: str, figures: Mapping[str, Any]) -> None:
-        """End the call's span. `status`: name of the gRPC status. `figures`: numbers of the call's log line."""
+        """End the call's span. `status`: name of the gRPC status. `figures`: values of the call's log line, by name."""
         now = time.monotonic()
         for request in self._requests:
             request.end(now)
@@ -128,7 +128,10 @@ class CallTrace:
 
 
 class RequestTrace:
-    """The spans of one request of a call, from submission until `end`. Times are seconds of the monotonic clock."""
+    """The spans of one request of a call, from submission until `end`.
+
+    All arguments for times are seconds of the monotonic clock.
+    """
 
     def __init__(self, call: CallTrace, attributes: Mapping[str, Any]) -> None:
         self._call = call
@@ -147,7 +150,7 @@ class RequestTrace:
         return self._call.parent
 
     def stands(self, standing: Standing) -> None:
-        """Begin a phase if the request's place in the engine has changed."""
+        """Begin a phase if the request has started to run, has moved to another worker, or has been preempted."""
         place, before = standing.place, self._standing
         self._standing = standing
         if not standing.HasField("place"):

@@ -1,8 +1,8 @@
-"""Output streams to clients. While a client is slow, deltas are merged, so a stream holds each token only once.
+"""Output streams to clients. While a client reads slowly, the deltas of its stream are merged and need little memory.
 
-When a merged delta reaches a limit, the next delta begins. Each delta becomes one message. The limits keep messages
-below every client's default size limit, and make encoding quick. A token and its text are in the same delta, because a
-client may resume a broken stream after any message.
+When a merged delta reaches a size limit, the next delta begins. Each delta is sent as one gRPC message. The size limits
+of deltas keep messages below the default limit of every client, and make encoding quick. A token and its text are
+always in the same delta, because a client may resume a broken stream after any message.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ from scheduler_service.frontend.output.turns import Turn, Turns
 MAX_TOKENS = 2048
 MAX_CHARACTERS = 1 << 16
 MAX_LOGPROBS = 1024
-"""Number of log-probabilities at which a delta is full. A merged delta may have up to twice the limit. Encoding a
-log-probability takes 2.6 µs. The limits of tokens, characters and log-probabilities keep messages below 0.3 MB.
+"""Number of log-probabilities at which a delta is full. A merged delta may have up to twice as many log-probabilities.
+Encoding a log-probability takes 2.6 µs. The limits of tokens, characters and log-probabilities keep messages below 0.3
+MB.
 """
 MAX_VECTOR_BYTES = 1 << 20
 """Bytes of vectors at which a delta is full."""
@@ -28,7 +29,7 @@ MAX_VECTOR_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class OutputDelta:
-    """The unsent part of one output. `status` is set if the output has ended."""
+    """A part of one output that is not yet sent. `status` is set if the output has ended."""
 
     index: int
     text: str = ""
@@ -37,7 +38,7 @@ class OutputDelta:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     status: SequenceStatus | None = None
     stop: str | int | None = None
-    """The stop string or stop token of the request that ended the output; None if the output ended differently."""
+    """The request's stop string or stop token that ended the output; None if neither did."""
     num_output_tokens: int = 0
     vectors: bytes = b""
 
@@ -52,7 +53,10 @@ class OutputDelta:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory of the delta. Prompt log-probabilities and vectors were counted with the request."""
+        """Bytes of memory of the delta.
+
+        Prompt log-probabilities and vectors are not included: they are counted with the request.
+        """
         num_bytes = output_bytes(len(self.token_ids), len(self.text))
         if self.logprobs:
             num_bytes += logprob_bytes(len(self.logprobs), len(self.logprobs[0].token_ids))
@@ -74,25 +78,27 @@ def _size(logprobs: Sequence[TokenLogprobs]) -> int:
 
 
 class OutputStream:
-    """The deltas of one request. The engine puts deltas; one reader iterates until every output has ended.
+    """The deltas of one request.
 
-    Streams with the same `turns` take turns. A turn lasts from one delta until the reader requests the next delta or
-    leaves. With `until_ended`, the reader receives deltas only after an output has ended. A reader that stores a delta
-    reports the delta with `keep`.
+    `RequestState` puts deltas on the stream; one reader iterates until every output has ended.
+
+    Streams with the same `turns` take turns. The turn of a stream's reader lasts from one delta until the reader
+    requests the next delta or leaves. With `until_ended`, the reader receives the deltas of an output only after this
+    output has ended. A reader that stores a delta, instead of sending it, reports the delta with `keep`.
     """
 
     def __init__(self, num_outputs: int, turns: Turns, unread: UnreadOutput, *, until_ended: bool = False) -> None:
         self.num_open = num_outputs
         self.num_unread = 0  # bytes of output that the client has not read yet
         self.when_cut: Callable[[RequestError], None] | None = None
-        """Called when the stream is cut: the reader may be writing a delta at this moment."""
+        """A function that `cut` calls, because the reader may be writing a delta at this moment and must be stopped."""
         self._until_ended = until_ended
         self._unread = unread
-        self._taken = 0  # bytes of the delta that the reader is writing
+        self._taken = 0  # bytes of the delta that the reader is writing to the client
         self._full: deque[OutputDelta] = deque()
-        # The last delta of each output, which grows. Full deltas are sent first, pending deltas next.
+        # The last delta of each output, which still grows. Full deltas are sent before these pending deltas.
         self._pending: dict[int, OutputDelta] = {}
-        self._whole: deque[Iterator[OutputDelta | None]] = deque()  # whole outputs, sent after all other deltas
+        self._whole: deque[Iterator[OutputDelta | None]] = deque()  # complete outputs, sent after all other deltas
         self._error: RequestError | None = None
         self._turns = turns
         self._turn = Turn()
@@ -100,7 +106,7 @@ class OutputStream:
         self._loop = asyncio.get_running_loop()
 
     def put(self, delta: OutputDelta) -> None:
-        """Add a delta without waiting. Deltas of one output are merged until the reader takes them."""
+        """Add a delta to the stream without waiting. Deltas of one output are merged until the reader takes them."""
         self.count(delta.num_bytes)
         waiting = self._pending.get(delta.index)
         if waiting is not None and not waiting.is_full:
@@ -113,8 +119,8 @@ class OutputStream:
     def put_token(self, index: int, token_id: int, text: str, num_output_tokens: int) -> None:
         """Add a token and its text, for a request with `is_plain`.
 
-        `put_token` is a fast path of `put`: deltas of plain requests have no log-probabilities or vectors. Most tokens
-        are added with `put_token`, and nearly all are merged into an existing delta.
+        `put_token` is a fast path of `put`: deltas of requests with `is_plain` have no log-probabilities or vectors.
+        Most tokens are added with `put_token`, and nearly all are merged into an existing delta.
         """
         self.count(output_bytes(1, len(text)))
         delta = self._pending.get(index)
@@ -127,13 +133,16 @@ class OutputStream:
             self._notify()
 
     def put_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Add log-probabilities of at least one more position of the prompt."""
+        """Add the log-probabilities of one or more further positions of the prompt."""
         at_once = max(1, MAX_LOGPROBS // len(entries[0].token_ids))
         for start in range(0, len(entries), at_once):
             self.put(OutputDelta(0, prompt_logprobs=list(entries[start : start + at_once])))
 
     def put_whole(self, deltas: Iterator[OutputDelta | None]) -> None:
-        """Add all deltas of an output. A delta is created and counted when the reader takes the delta."""
+        """Add the deltas of a complete output.
+
+        A delta of a complete output is created, and its bytes are counted, when the reader takes the delta.
+        """
         self._whole.append(deltas)
         self._notify()
 
@@ -144,11 +153,14 @@ class OutputStream:
         return delta
 
     def keep(self, delta: OutputDelta) -> None:
-        """Record that the reader stores a delta: the delta counts as unread until the reader leaves."""
+        """Record that the reader stores a delta instead of sending it.
+
+        The delta counts as unread until the reader leaves.
+        """
         self.count(delta.num_bytes)
 
     def count(self, num_bytes: int) -> None:
-        """Add bytes to the unread output. A negative number means bytes that the client has read."""
+        """Add to the number of unread bytes. A negative `num_bytes` means bytes that the client has read."""
         self.num_unread += num_bytes
         self._unread.num_bytes += num_bytes
 
@@ -187,8 +199,9 @@ class OutputStream:
             await self._turn.came
             if not self._has_some:
                 assert self._error is not None
-                # A raised error refers to this frame and to the stream. If the stream also referred to the raised
-                # error, the cycle would stay in memory until Python's collector runs. So a new error is raised.
+                # A new error is raised, because a raised error refers to this frame and, through the frame, to the
+                # stream. If the stream also referred to the raised error, a reference cycle would stay in memory until
+                # Python's collector runs.
                 raise RequestError(self._error.code, str(self._error))
             if (delta := self._take()) is not None:
                 self.num_open -= delta.status is not None

@@ -1,7 +1,7 @@
-"""Outputs of best_of and beam search. After all outputs have ended, they are sent to the reader in deltas.
+"""Complete outputs of best_of and beam search, which are sent to the client in deltas after all outputs have ended.
 
-If a client already has the beginning of an output from a broken stream, the search runs again. Tokens that the client
-has are decoded but not sent: the text of later tokens depends on the text of earlier tokens.
+If a client resumes a broken stream of a beam search or best_of, the server generates all outputs again. Tokens that the
+client already has are decoded but not sent again: the text of later tokens depends on the text of earlier tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ class WholeOutput:
     stop: str | int | None = None
 
     def deltas(self, index: int, begun: Sequence[int]) -> Iterator[OutputDelta | None]:
-        """The deltas after the tokens `begun`, which the client already has.
+        """The deltas of the output, without the tokens `begun`, which the client already has.
 
         Between deltas, the iterator may return None, so that other tasks can run. Raises FAILED_PRECONDITION if the
         output does not start with the tokens `begun`.
@@ -58,11 +58,11 @@ class WholeOutput:
 
 
 class RankedOutput:
-    """An output of best_of, which is stored until all outputs of the request are ranked."""
+    """An output of a best_of request, which is stored until all outputs of the request are ranked."""
 
     def __init__(self) -> None:
         self.whole = WholeOutput()
-        self.logprob = 0.0  # the sum over the output's tokens
+        self.logprob = 0.0  # the sum of the tokens' log-probabilities
         self._texts: list[str] = []
         self.whole.texts = self._texts
 
@@ -78,5 +78,5 @@ class RankedOutput:
             self.whole.status, self.whole.stop = delta.status, delta.stop
 
     def place(self) -> tuple[bool, float]:
-        """Sort key: outputs are sorted by falling mean log-probability, and failed outputs come last."""
+        """Sort key of the ranking: outputs are sorted by falling mean log-probability, and failed outputs come last."""
         return self.whole.status.has_failed, -self.logprob / max(1, len(self.whole.token_ids))

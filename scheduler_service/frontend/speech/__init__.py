@@ -1,1 +1,1 @@
-"""Converts sounds to features for a model's encoder, and the model's tokens to transcripts."""
+"""Converts sound files to features for the encoder of a speech model, and the tokens of the model to transcripts."""

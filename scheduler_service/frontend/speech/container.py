@@ -1,7 +1,7 @@
 """Decodes the sound of an MP4 or WebM file in small blocks, with FFmpeg (PyAV).
 
-FFmpeg supports hundreds of formats. For safety, FFmpeg may use only the demuxer that the file's header selects, and a
-few common decoders. FFmpeg can read only the bytes of the file.
+FFmpeg supports hundreds of formats. For safety, FFmpeg may use only the demuxer that the header of the client's file
+selects, and a few common decoders. FFmpeg may read no data except the bytes of this file.
 """
 
 import io
@@ -17,24 +17,27 @@ from scheduler_service.frontend.speech.sound_error import SoundError, broken, un
 CODECS = ("aac", "opus", "vorbis", "mp3float", "flac", "alac")
 _MAX_STREAMS = 16
 _MAX_FRAME_SAMPLES = 1 << 17
-"""Largest number of samples of a packet. A hostile header may claim 16 million samples of 8 channels; FFmpeg would
-reserve 512 MB.
+"""Largest number of samples of a packet. A malicious header may claim 16 million samples of 8 channels, for which
+FFmpeg would reserve 512 MB.
 """
 _MAX_PACKETS = 1 << 19
-"""Largest number of packets of a file. An hour of AAC at 48,000 samples a second has 168,750 packets. A hostile file of
-16 MiB may have millions of empty packets.
+"""Largest number of packets of a file. An hour of AAC at 48,000 samples a second has 168,750 packets. A malicious file
+of 16 MiB may have millions of empty packets.
 """
 
 
 _MIN_SAMPLE_BYTES = 8
-"""Smallest number of file bytes for each sample that the headers of MP4 fragments claim. FFmpeg reserves 36 bytes for
-each claimed sample. A file of 10 KB could claim 2^26 samples, which would take 2.4 GB. A real sample (a frame of AAC)
-has at least 100 bytes.
+"""A file must have at least 8 bytes for each sample that its headers of MP4 fragments claim. FFmpeg reserves 36 bytes
+for each claimed sample, so a file of 10 KB could claim 2^26 samples and take 2.4 GB. In real files, a sample (in MP4, a
+frame of AAC) has at least 100 bytes.
 """
 
 
 def _check_fragments(data: bytes) -> None:
-    """Refuse an MP4 file whose fragments claim more samples than the file can hold. Every `trun` mark counts."""
+    """Refuse an MP4 file whose fragments claim more samples than the file can hold.
+
+    Every `trun` in the file's bytes counts as the header of a fragment.
+    """
     if b"moof" not in data:
         return
     num_samples, place = 0, data.find(b"trun")
@@ -46,7 +49,7 @@ def _check_fragments(data: bytes) -> None:
 
 
 class Container:
-    """An opened file that `Sound` reads from beginning to end. Raises SoundError.
+    """An opened MP4 or WebM file, which `Sound` reads from beginning to end. Raises SoundError.
 
     `frames`: number of samples according to the file's header; None if the header does not state the sound's length.
     """
@@ -72,7 +75,7 @@ class Container:
         if len(sounds) != 1:
             raise SoundError(f"data has {len(sounds)} sounds in it; send a file with one")
         self._stream = stream = sounds[0]
-        codec = stream.codec_context  # None if FFmpeg has no decoder for the codec
+        codec = stream.codec_context  # None if FFmpeg has no decoder for the stream
         if codec is None or codec.name not in CODECS:
             name = "an unknown codec" if codec is None else codec.name
             raise SoundError(f"data has a sound in {name}; {', '.join(CODECS).replace('mp3float', 'mp3')} are heard")
@@ -96,7 +99,7 @@ class Container:
         return None
 
     def read(self, length: int) -> npt.NDArray[np.float32]:
-        """Read the next samples, [num_samples, num_channels]. Fewer than `length` remain at the end of the file."""
+        """Read the next `length` samples, or all that remain in the file: [num_samples, num_channels]."""
         blocks, count = [], 0
         while self._rest is not None and count < length:
             blocks.append(self._rest[: length - count])
@@ -107,7 +110,7 @@ class Container:
         return np.concatenate(blocks) if blocks else np.empty((0, self.channels), dtype=np.float32)
 
     def _decoded(self) -> Iterator[npt.NDArray[np.float32]]:
-        resampler = av.AudioResampler(format="flt")  # converts only the number format
+        resampler = av.AudioResampler(format="flt")  # converts the samples to float32, without resampling
         try:
             for number, packet in enumerate(self._container.demux(self._stream)):
                 if number == _MAX_PACKETS:

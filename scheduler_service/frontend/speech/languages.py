@@ -1,4 +1,4 @@
-"""Whisper's languages by English name. A request may have a language's name in place of the code."""
+"""Whisper's languages by English name. A request may contain a language's name instead of the language's code."""
 
 _NAMES = """
 en=english zh=chinese|mandarin de=german es=spanish|castilian ru=russian ko=korean fr=french ja=japanese
@@ -14,7 +14,7 @@ fo=faroese ht=haitian_creole|haitian ps=pashto|pushto tk=turkmen nn=nynorsk mt=m
 lb=luxembourgish|letzeburgesch my=myanmar|burmese bo=tibetan tl=tagalog mg=malagasy as=assamese tt=tatar
 haw=hawaiian ln=lingala ha=hausa ba=bashkir jw=javanese su=sundanese yue=cantonese
 """
-"""Language codes, each with the language's names. In a name, "_" stands for a space."""
+"""Language codes, each with the language's names. In the name of a language, "_" stands for a space."""
 
 CODES = {
     name.replace("_", " "): code
@@ -24,6 +24,6 @@ CODES = {
 
 
 def code_of(language: str) -> str:
-    """The code of a language. `language`: the language's name or code, in upper or lower case."""
+    """The code of a language. `language`: its name or code, in upper or lower case."""
     words = " ".join(language.lower().split())
     return CODES.get(words, words)

@@ -1,6 +1,7 @@
 """Checks that an Ogg file has all of its pages: libsndfile skips damaged or lost pages, and joins the other pages.
 
-Each page has the number of its stream, a page number within the stream, and a checksum (RFC 3533).
+The header of an Ogg page contains the number of its stream, the page's number within the stream, and a checksum (RFC
+3533).
 """
 
 import struct
@@ -8,24 +9,26 @@ import zlib
 
 _MARK = b"OggS"
 _HEAD = struct.Struct("<5xB8xII4sx")
-"""Header of a page: flags, stream, page number, checksum. The last byte counts the segment lengths after the header."""
+"""Header of an Ogg page: flags, stream, page number, checksum. The header's last byte is the number of segment lengths
+that follow the header.
+"""
 _FIRST_PAGE = 2
-"""The flag that marks the first page of a stream."""
+"""The flag of the first page of a stream."""
 _CHECKSUM = slice(22, 26)
 _MAX_PAGES = 1 << 18
-"""Largest number of pages of a file. An hour has 180,000 pages of 20 ms. A hostile file of 16 MB may have 600,000
-pages, and Python takes 3 µs a page (AMD EPYC).
+"""Largest number of pages of an Ogg file. An hour of sound has 180,000 pages of 20 ms. A malicious file of 16 MB may
+have 600,000 pages, of which Python checks one in 3 µs (AMD EPYC).
 """
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
-"""All byte values with reversed bits. With reversed bits, zlib's CRC computes Ogg's checksum."""
+"""All byte values with reversed bits. For bytes with reversed bits, zlib's CRC computes Ogg's checksum."""
 
 
 def flaw(data: bytes) -> str | None:
-    """The reason why libsndfile would skip a part of a file, as the end of an error sentence; None for an intact file.
+    """Why libsndfile would skip a part of an Ogg file, as the end of an error sentence; None for an intact file.
 
     Bytes outside pages, such as a title after the last page, are skipped, as in libsndfile. The last page may lack the
-    end flag, because recorders of voice messages and live streams omit the flag. So a file that was cut off between two
-    pages has no flaw.
+    flag that marks the end of a stream, because recorders of voice messages and of live streams omit this flag. Without
+    this flag, a file that was cut off between two pages cannot be told from an intact file, and counts as intact.
     """
     expected: tuple[int, int] | None = None
     end = 0
@@ -46,7 +49,10 @@ def flaw(data: bytes) -> str | None:
 
 
 def _end(data: bytes, at: int) -> int:
-    """The position after the page that begins at `at`. For an incomplete page, the position is beyond the data."""
+    """The position of the end of the page that begins at `at`.
+
+    For an incomplete page, this position is beyond the data.
+    """
     lengths = at + _HEAD.size
     if lengths > len(data):
         return lengths
@@ -55,6 +61,9 @@ def _end(data: bytes, at: int) -> int:
 
 
 def _checksum(page: bytes) -> bytes:
-    """CRC of a page whose checksum field is set to zero. Ogg's CRC, unlike zlib's, inverts neither start nor result."""
+    """The CRC of a page whose checksum field is set to zero.
+
+    Unlike zlib's CRC, Ogg's CRC inverts neither its start value nor its result.
+    """
     mirrored = (page[: _CHECKSUM.start] + bytes(4) + page[_CHECKSUM.stop :]).translate(_MIRRORED)
     return (zlib.crc32(mirrored, 0xFFFF_FFFF) ^ 0xFFFF_FFFF).to_bytes(4, "big").translate(_MIRRORED)

@@ -17,11 +17,11 @@ SECONDS_PER_TIMESTAMP = 0.02
 class SpeechTokens:
     """The control tokens of a speech model.
 
-    `start`: the first token of outputs.
-    `languages`: tokens by language code; empty for a model of one language.
-    `tasks`: tokens by task name; empty for a model of one language.
-    `language`: code of the default language; "" means that the language is detected.
-    `aligns`: the model has alignment heads, from which workers compute the times of words.
+    `start`: the token with which every output of the decoder starts.
+    `languages`: token ids by language code; empty for a model that knows only one language.
+    `tasks`: token ids by name of the task (such as transcribe); empty for a model that knows only one language.
+    `language`: code of the default language; "" means that the model detects the language of each sound.
+    `aligns`: whether the model has alignment heads, from which workers compute the times of words.
     """
 
     start: int
@@ -33,9 +33,11 @@ class SpeechTokens:
 
     @classmethod
     def read(cls, generation: GenerationConfig, start: int, end: int) -> Self | None:
-        """Read the tokens; None if the file defines no timestamps. Raises StartError for invalid values.
+        """Read the control tokens; None if generation_config.json defines no timestamps.
 
-        `start`, `end`: the first and the last token of outputs.
+        Raises StartError for invalid values.
+
+        `start`, `end`: the tokens with which outputs of the decoder start and end.
         """
         keys, most = generation.keys, generation.vocabulary_size
         silent = keys.get("no_timestamps_token_id")
@@ -70,7 +72,7 @@ class SpeechTokens:
 
 
 def _language(generation: GenerationConfig, languages: Mapping[str, int], tasks: Mapping[str, int], silent: int) -> str:
-    """The code of the default language in the file. Older files store the language as a forced token."""
+    """The code of the default language in generation_config.json. Older files store the language as a forced token."""
     named = generation.keys.get("language", "")
     forced = [token for _, token in generation.keys.get("forced_decoder_ids", []) if token is not None]
     codes = {token: code for code, token in languages.items()}

@@ -1,1 +1,1 @@
-"""Text to tokens and tokens to text: tokenizers, chat templates, stop strings."""
+"""Converts text to tokens and tokens to text: tokenizers, chat templates, stop strings."""

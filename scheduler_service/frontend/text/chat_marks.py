@@ -1,8 +1,8 @@
 """Keeps special tokens in users' messages apart from special tokens of the chat template.
 
-Before the template runs, marks that no text contains replace the special tokens of messages. After rendering, each
-marked special token is encoded as plain text. A mark contains the number of its special token, because a template may
-move, repeat and drop messages.
+Before the chat template runs, each special token in a message is replaced by a mark: a random string that no message
+contains. After rendering, the special token behind each mark is encoded as plain text. A mark contains the number of
+its special token, because a template may move, repeat and drop messages.
 """
 
 import secrets
@@ -15,7 +15,7 @@ _END = "\ue001"
 
 
 class ChatMarks:
-    """The marks of one chat. The chat's messages may contain at most `most` special tokens."""
+    """The marks that replace special tokens in one chat. The messages may contain at most `most` special tokens."""
 
     def __init__(self, special: WordFinder, most: int) -> None:
         self._special, self._most = special, most
@@ -25,7 +25,7 @@ class ChatMarks:
 
     @property
     def words(self) -> list[str]:
-        """The special tokens, in the order of the numbers in their marks."""
+        """The special tokens that marks have replaced, in the order of the numbers in the marks."""
         return list(self._marks)
 
     @property
@@ -34,7 +34,7 @@ class ChatMarks:
         return max(map(len, self._marks.values()), default=0)
 
     def hide(self, text: str) -> str:
-        """A message in which marks replace the special tokens. Raises TooManyTokensError."""
+        """Replace the special tokens in a message by marks. Raises TooManyTokensError."""
         parts: list[str] = []
         for before, word in self._special.find(text):
             parts.append(before)
@@ -46,16 +46,16 @@ class ChatMarks:
         return "".join(parts)
 
     def show(self, text: str) -> str:
-        """A template's text in which the special tokens replace the marks again."""
+        """Replace the marks in a text by their special tokens."""
         for word, mark in self._marks.items():
             text = text.replace(mark, word)
         return text
 
     def pieces(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """Cut a rendered chat at its marks. Each piece comes with the number of the mark that follows the piece.
+        """Cut a rendered chat at its marks, into pairs of a piece of text and the number of the mark behind it.
 
-        The last piece comes with None. `pieces` is a generator, because creating and freeing 100,000 strings at once
-        takes long. Raises TemplateError.
+        The number of the last pair is None. `pieces` is a generator, because creating and freeing 100,000 strings at
+        once takes long. Raises TemplateError.
         """
         start = 0
         while (found := text.find(self._begin, start)) >= 0:

@@ -1,7 +1,8 @@
-"""Renders chats with the model's template, in processes with limits of time and memory (template_renderer.py).
+"""Renders chats with the model's chat template, in processes with limits of time and memory (template_renderer.py).
 
-A template is a program by the model's author, and may loop over clients' messages. The limits grow with the messages,
-so a template of linear cost never comes near its limits. The tokenizer's threads never wait for a template.
+A chat template is a program by the model's author, and may loop over clients' messages. The limits of time and memory
+grow with the size of the messages, so a template of linear cost never comes near its limits. The tokenizer's threads
+never wait for the rendering of a template.
 """
 
 import marshal
@@ -19,27 +20,33 @@ NUM_RENDERERS = 2
 MAX_REASON = 1000
 """Largest number of characters of a template's error message."""
 SECONDS, MAX_SECONDS = 0.3, 10.0
-"""CPU seconds: the basic limit of a render, and the largest limit after the following additions."""
+"""CPU seconds: the basic limit for rendering one chat, and the largest limit after the following additions."""
 SECONDS_OF_TEMPLATE = 3e-5
-"""CPU seconds added for each character of the template. A new process compiles the template at 2.9 µs a character."""
+"""CPU seconds added to the limit for each character of the template. A new rendering process compiles the template at
+2.9 µs a character.
+"""
 SECONDS_OF_MESSAGE = 2e-4
-"""CPU seconds added for each message. The templates of SmolLM2, TinyLlama and Qwen2.5 take 2.2 to 3.9 µs a message."""
+"""CPU seconds added to the limit for each message. The templates of SmolLM2, TinyLlama and Qwen2.5 take 2.2 to 3.9 µs a
+message.
+"""
 SECONDS_OF_BYTE = 2e-7
-"""CPU seconds added for each byte of the messages. A template's loop over characters takes 0.1 µs a character."""
+"""CPU seconds added to the limit for each byte of the messages. A template's loop over characters takes 0.1 µs a
+character.
+"""
 MEMORY, MAX_MEMORY = 128 << 20, 1 << 30
 """Bytes of data: the basic limit of a rendering process, and the largest limit after the addition of `MEMORY_OF_BYTE`.
-The process starts with 12 MiB. Compiling takes 140 bytes for each character of the template.
+A rendering process starts with 12 MiB of data. Compiling takes 140 bytes for each character of the template.
 """
 MEMORY_OF_BYTE = 48
-"""Bytes of memory added for each byte of the messages. If a message has one character outside the BMP, Python stores
-the whole message with 4 bytes a character. Each filter and each `+` of a template copies the message.
+"""Bytes of memory added to the limit for each byte of the messages. If a message has one character outside the BMP,
+Python stores the whole message with 4 bytes a character. Each filter and each `+` of a template copies the message.
 """
 
 
 class ChatRenderer:
-    """Renders chats with the template in `file`.
+    """Renders chats with the chat template of the model's file `file`.
 
-    `variables`: texts of special tokens by name, which the template may use.
+    `variables`: the texts of special tokens that the template may use, by name (such as `bos_token`).
     """
 
     def __init__(self, source: str, file: str, variables: Mapping[str, str]) -> None:
@@ -54,10 +61,10 @@ class ChatRenderer:
     async def render(
         self, messages: Sequence[Mapping[str, str]], marks: ChatMarks, most: int, longest: int, *, aside: bool = False
     ) -> str:
-        """The text of the conversation up to the assistant's turn, with marks in place of messages' special tokens.
+        """Render a chat up to the assistant's turn, with marks (chat_marks.py) in place of special tokens.
 
-        Raises TemplateError, RequestError and TooManyTokensError. The text has too many tokens if it is longer than
-        `most` tokens of `longest` characters each.
+        Raises TemplateError and RequestError, and TooManyTokensError if the text is longer than `most` tokens of
+        `longest` characters each.
         """
         processes = self._aside if aside else self._of_prompts
         return await processes.run(lambda process: self._render(process, messages, marks, most, longest))
@@ -71,7 +78,7 @@ class ChatRenderer:
         longest: int,
     ) -> str:
         hidden = [{**message, "content": marks.hide(message["content"])} for message in messages]
-        # For 1 MB, JSON would hold the interpreter's lock for 3 ms; marshal holds the lock for 0.04 ms.
+        # For 1 MB of messages, JSON would hold the GIL for 3 ms; marshal holds the GIL for 0.04 ms.
         message = marshal.dumps((hidden, most * max(longest, marks.longest)))
         del hidden
         limits = self._limits(len(messages), len(message))

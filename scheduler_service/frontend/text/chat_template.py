@@ -1,7 +1,7 @@
 """A model's chat template: Jinja in a sandbox, with the functions that transformers gives to templates.
 
-The template comes with the model and is not trusted. The sandbox prevents changes of the input and access to Python.
-The template's process limits time and memory (template_renderer.py).
+A chat template comes with the model and is not trusted. The sandbox prevents a template from changing its input and
+from accessing Python. The template runs in a process with limits of time and memory (template_renderer.py).
 """
 
 import json
@@ -23,14 +23,14 @@ from scheduler_service.frontend.text.encoding_errors import TemplateError, TooMa
 
 
 class ChatTemplate:
-    """A compiled template. `variables`: texts of special tokens by name, which the template may use."""
+    """A chat template, compiled at its first use. `variables`: the texts of special tokens that it may use, by name."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self._source = source
         self._variables = variables
 
     def render(self, messages: Sequence[Mapping[str, Any]], most: int) -> str:
-        """The text of the conversation up to the assistant's turn.
+        """Render a conversation as text, up to the assistant's turn.
 
         Raises TemplateError, MemoryError, RecursionError, and TooManyTokensError if the text exceeds `most` characters.
         """
@@ -46,7 +46,7 @@ class ChatTemplate:
             return "".join(pieces)
         except (MemoryError, RecursionError, TooManyTokensError):
             raise
-        except Exception as error:  # expressions in a template may raise any error
+        except Exception as error:  # expressions in a template may raise any exception
             raise TemplateError(f"the model's chat template refuses these messages: {error}") from error
 
     @cached_property
@@ -65,9 +65,12 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}` … `{% endgeneration %}` marks the assistant's text for training. Rendering keeps the text."""
+    """The tag `{% generation %}` … `{% endgeneration %}`, which marks the assistant's text for training.
 
-    tags = {"generation"}  # noqa: RUF012  # the base class says so
+    Rendering keeps the text inside the tag `generation`.
+    """
+
+    tags = {"generation"}  # noqa: RUF012  # the base class declares `tags` in this way
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -79,7 +82,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """Creates dictionaries like the class `dict`, but hides the class's attributes from templates."""
+    """Creates dictionaries like the class `dict`, but hides the attributes of `dict` from templates."""
 
     def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
         return dict(*args, **items)
@@ -123,5 +126,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without HTML escapes. Jinja's own filter adds HTML escapes."""
+    """Convert a value to JSON without HTML escapes, which Jinja's own filter `tojson` would add."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,13 +1,13 @@
-"""Errors of encoding a text or a chat: exceptions, and the first bytes of template_renderer.py's answers."""
+"""Errors of encoding a text or a chat: exceptions, and the first byte of each answer of a rendering process."""
 
 TEXT, REFUSED, TOO_MANY = b"t", b"r", b"m"
-"""The first byte of an answer. After `TEXT` the rendered text follows, after `REFUSED` a reason, after `TOO_MANY`
-nothing.
+"""The first byte of a rendering process's answer. The rendered text follows `TEXT`, the reason of a refusal follows
+`REFUSED`, and no data follows `TOO_MANY`.
 """
 
 
 class TooManyTokensError(ValueError):
-    """A text has more tokens than the limit."""
+    """A text or a chat has more tokens than its limit."""
 
 
 class TemplateError(ValueError):

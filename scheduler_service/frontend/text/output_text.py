@@ -1,7 +1,8 @@
-"""The text of one output: the text of its tokens, in whole characters, up to the first stop string.
+"""The text of one output: its decoded tokens, in whole characters, up to the first stop string.
 
-The shown text depends only on the tokens. So the tokens are enough to continue an output of another scheduler.
-Replaying the tokens also restores an incomplete character, or an incomplete stop string, at the end of the text.
+The text that the client receives depends only on the tokens, so a scheduler can continue the output of another
+scheduler from its tokens. Decoding the tokens of an output again also restores an incomplete character, or an
+incomplete stop string, at the end of the text.
 """
 
 from bisect import bisect_left
@@ -20,9 +21,10 @@ class StopChecker:
         self._held = ""
 
     def step(self, text: str) -> tuple[str, str | None]:
-        """Add new text. Returns the text that may be shown, and the stop string if the text contains one.
+        """Add new text. Returns the text that may be sent, and the stop string if the text contains one.
 
-        The stop string with the earliest start ends the output. Of stop strings with equal starts, the longest counts.
+        The stop string with the earliest start ends the output. Of several stop strings with the same start, the
+        longest counts.
         """
         if not self._stops:
             return text, None
@@ -44,9 +46,10 @@ class StopChecker:
     def _length_to_hold(self, text: str) -> int:
         """Length of the longest suffix of the text that is a prefix of a stop string.
 
-        In the sorted list, stop strings with a given prefix directly follow the prefix. So one look-up for each suffix
-        is enough. For 128 characters and 16 long stop strings, the search takes 27 µs; a search without the sorted list
-        takes 220 µs. The time matters because a step may bring tokens for 128 outputs of one request.
+        Each suffix of the text needs only one binary search in the sorted list of stop strings, because all strings
+        with a given prefix directly follow the place of the prefix. For 128 characters and 16 long stop strings, the
+        binary searches take 27 µs; a search without the sorted list takes 220 µs. The search must be fast, because a
+        step may bring tokens for 128 outputs of one request.
         """
         for length in range(min(len(text), self._longest - 1), 0, -1):
             end = text[-length:]
@@ -76,15 +79,18 @@ class OutputText:
         self._num_unchecked = min_tokens
 
     def step(self, token_id: int | None) -> tuple[str, str | None]:
-        """Add a token; None means a hidden token. Returns the new text, and the stop string if the text ends there."""
+        """Add a token; None means a token without text.
+
+        Returns the new text, and the stop string if one ends the output.
+        """
         text = "" if token_id is None or self._detokenizer is None else self._detokenizer.step(token_id)
-        if self._num_unchecked:  # stop strings have no effect in the first `min_tokens`
+        if self._num_unchecked:  # stop strings have no effect in the first `min_tokens` tokens
             self._num_unchecked -= 1
             return text, None
         return self._stops.step(text)
 
     def replay(self, token_ids: Sequence[int]) -> str | None:
-        """Add tokens whose text another server has already shown.
+        """Add tokens whose text another scheduler has already sent to the client.
 
         Returns the stop string at which the output should have ended; None if the tokens contain no stop string.
         """

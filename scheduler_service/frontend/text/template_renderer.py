@@ -1,7 +1,10 @@
-"""The process that renders chats. The front end starts the process and first sends the template (chat_renderer.py).
+"""The process that renders chats.
 
-A hostile template can take hours and all memory, even when Jinja compiles the template and computes constants. So each
-process compiles the template within the limits of the first chat.
+The front end starts this process and first sends the chat template (chat_renderer.py).
+
+A malicious template can take hours and all memory even while Jinja compiles it, because the compiler computes constant
+expressions. For this reason, a rendering process compiles the template together with its first chat, within the limits
+of this chat.
 """
 
 import marshal
@@ -11,17 +14,20 @@ from scheduler_service.frontend.text.chat_template import ChatTemplate
 from scheduler_service.frontend.text.encoding_errors import REFUSED, TEXT, TOO_MANY, TemplateError, TooManyTokensError
 
 MAX_KEPT = 64 << 20
-"""Bytes of memory. A process that exceeds this limit ends after its chat. A process starts with 21 MiB; a chat of 10 MB
-exceeds the limit.
+"""Bytes of resident memory of the rendering process, which starts with 21 MiB. If the process exceeds `MAX_KEPT`, for
+example by a chat of 10 MB, it exits after the current chat.
 """
 MAX_REASON = 64 << 10
-"""Largest number of characters of an error message that is sent to the front end. The front end replaces marks by
-special tokens and then shortens the message.
+"""Largest number of characters of an error message to the front end. The front end first replaces marks in the message
+by their special tokens, and then shortens the message further.
 """
 
 
 def answer(template: ChatTemplate, message: bytes) -> bytes:
-    """Render a chat. The front end sends the chat's messages and the largest number of characters of the text."""
+    """Render a chat.
+
+    `message` contains the chat's messages and the largest number of characters of the rendered text.
+    """
     messages, most = marshal.loads(message)  # noqa: S302  # bytes from the front end are trusted
     try:
         return TEXT + template.render(messages, most).encode()

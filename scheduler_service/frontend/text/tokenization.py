@@ -1,9 +1,10 @@
 """Converts text to token ids and back, with the model's tokenizer.
 
-A user's text is data: special tokens in the text are encoded as ordinary characters, so that a message cannot end its
-chat turn. Encoding runs on threads, through the library's batch calls. For 630,000 characters, a batch call holds the
-GIL for 6 ms, and a single call for 239 ms. Decoding a token takes 1.3 µs and runs on the event loop. Other work that
-holds the GIL is cut into slices, because a thread that runs Python releases the GIL only every 5 ms.
+Special tokens in a user's text are encoded as ordinary characters, so that a message cannot end its chat turn. Encoding
+runs on threads, through the batch calls of the tokenizers library: for 630,000 characters, a batch call holds the GIL
+for 6 ms, and a call for a single text holds it for 239 ms. Decoding a token takes 1.3 µs and runs on the event loop.
+All other work that holds the GIL is cut into slices, because a thread that runs Python releases the GIL only every 5
+ms.
 """
 
 import asyncio
@@ -25,24 +26,25 @@ from scheduler_service.frontend.text.encoding_errors import TooManyTokensError
 from scheduler_service.frontend.text.tokenizer_loading import load_tokenizer
 from scheduler_service.frontend.text.word_finder import WordFinder
 
-# A detokenizer starts with the last tokens of the prompt, because some tokenizers drop a leading space at the start.
+# Number of prompt tokens with which a detokenizer starts, because some tokenizers drop a space at the start of a text.
 NUM_CONTEXT_TOKENS = 6
-# Tokens at the prompt's end among which the detokenizer looks for tokens with a text.
+# Number of tokens at the prompt's end among which a detokenizer looks for tokens that have a text.
 MAX_SEARCHED_TOKENS = 256
-# A character has at most four tokens. A longer run of tokens without a character consists of invalid bytes.
+# Number of tokens that may wait for a complete character. A character has at most four tokens, so a longer run of
+# tokens without a character consists of invalid bytes.
 MAX_PENDING_TOKENS = 8
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-# Each call encodes on its own thread. The library's parallel mode would make all calls wait for one shared pool of
-# threads.
+# Each call encodes on one thread of `Tokenizer`. The library's parallel mode would make all calls wait for one shared
+# pool of threads.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 T = TypeVar("T")
 
 
-# Characters of one call into C or Rust that may hold the interpreter's lock: 4,096 characters take 1 to 2 ms. A
-# character has at most four tokens, or 33 if NFKC normalization expands the character.
+# Number of characters in one call into C or Rust that may hold the GIL: 4,096 characters take 1 to 2 ms. A character
+# has at most four tokens, or 33 tokens if NFKC normalization expands the character.
 CHARACTERS_AT_ONCE = 1 << 12
 PIECES_AT_ONCE = 256
 
@@ -50,18 +52,19 @@ MAX_TOKENS = 1 << 20
 
 
 class PanicError(RuntimeError):
-    """An internal failure of the tokenizer library."""
+    """An internal failure of the tokenizers library."""
 
 
 def without_panic(function: Callable[[], T]) -> T:
     """Call a Rust function. Raises PanicError if the function panics.
 
-    The library's exception for a panic is no subclass of `Exception`, so code that handles errors would miss a panic.
+    The library's exception for a panic is not a subclass of `Exception`, so code that catches `Exception` would miss a
+    panic.
     """
     try:
         return function()
     except BaseException as error:
-        if type(error).__name__ == "PanicException":  # the class cannot be imported
+        if type(error).__name__ == "PanicException":  # the class PanicException cannot be imported
             raise PanicError(f"the tokenizer's library has failed inside: {error}") from None
         raise
 
@@ -72,10 +75,10 @@ Text = str | tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class TextItem:
-    """The tokens of a text or of a pair.
+    """The tokens of a text or of a pair of texts.
 
-    `num_first_tokens`: tokens of a pair's first text; 0 if the model does not distinguish the two texts.
-    `largest_id`: the largest token id; 0 if the text has no tokens.
+    `num_first_tokens`: number of tokens of a pair's first text; 0 if the model does not distinguish the two texts.
+    `largest_id`: the largest id in `token_ids`; 0 if the text has no tokens.
     """
 
     token_ids: "array[int]"
@@ -86,7 +89,7 @@ class TextItem:
 class Tokenizer:
     """Encodes prompts on threads and creates incremental detokenizers.
 
-    Calls with `aside` run on a separate thread, so that they do not delay prompts.
+    A call with `aside` runs on a separate thread, so that it does not delay the encoding of prompts.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -125,8 +128,9 @@ class Tokenizer:
     async def encode_texts(self, texts: Sequence[Text], *, most: int, truncate: bool = False) -> list[TextItem]:
         """Token ids of texts, or of pairs of texts, with the special tokens that the model expects.
 
-        A text may have at most `most` tokens. With `truncate`, a longer text is cut; of a pair, the second text is cut.
-        Without `truncate`, a longer text raises TooManyTokensError with the number of the text.
+        A text, or a pair together, may have at most `most` tokens. With `truncate`, a longer text is cut; of a longer
+        pair, only the second text is cut. Without `truncate`, a longer text raises TooManyTokensError with the text's
+        index.
         """
         return await self._on_thread(lambda: [self._encode_text(*item, most, truncate) for item in enumerate(texts)])
 
@@ -135,7 +139,7 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation up to the assistant's turn.
 
-        Raises TemplateError, TooManyTokensError, RequestError.
+        Raises TemplateError, TooManyTokensError or RequestError.
         """
         assert self._chats is not None
         marks = ChatMarks(self._special, most)
@@ -143,11 +147,11 @@ class Tokenizer:
         return await self._on_thread(lambda: self._encode_chat(text, marks, most), aside=aside)
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each word, once for a word at the start of a text and once for a word after a space."""
+        """Token ids of each word, both for the word at the start of a text and for the word after a space."""
         return await self._on_thread(lambda: self._encode_words(words))
 
     async def encode_alone(self, text: str) -> list[int]:
-        """Token ids of a text without the special tokens that the model expects around a text."""
+        """Token ids of a text, without the special tokens that the model expects before and behind a text."""
         return await self._on_thread(lambda: _encode(self._plain, text, len(text.encode())))
 
     def token_id(self, token: str) -> int | None:
@@ -156,7 +160,7 @@ class Tokenizer:
         return found
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of tokens, decoded on the side thread."""
+        """Decode tokens to text on the side thread, which encodes no prompts."""
 
         def decode() -> str:
             (text,) = self._parsing.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
@@ -165,8 +169,9 @@ class Tokenizer:
         return await self._on_thread(decode, aside=True)
 
     async def decode_prefixes(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each prefix of the tokens, without special tokens. The cost is quadratic, so pass at most a few
-        hundred tokens.
+        """Decode each prefix of the tokens, without special tokens.
+
+        The cost grows with the square of the number of tokens, so pass at most a few hundred tokens.
         """
 
         def decode() -> list[str]:
@@ -176,7 +181,10 @@ class Tokenizer:
         return await self._on_thread(decode, aside=True)
 
     async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token, decoded after another token: a first token could lose its leading space."""
+        """The text of each token.
+
+        Each token is decoded behind another token, because the first token of a text could lose its leading space.
+        """
 
         def decode() -> list[str]:
             alone = [[*self._anchor, token_id] for token_id in token_ids]
@@ -224,14 +232,14 @@ class Tokenizer:
             encodings = tokenizer.encode_batch_fast(parts, add_special_tokens=False)
             room = most - tokenizer.num_special_tokens_to_add(second is not None) - sum(map(len, encodings[:-1]))
             encodings[-1].truncate(max(1, room), direction="left" if self._truncates_left else "right")
-            encoding = tokenizer.post_process(*encodings)  # type: ignore[arg-type]  # the stub has no pair
+            encoding = tokenizer.post_process(*encodings)  # type: ignore[arg-type]  # the stub allows no pair
         if len(encoding) > most:
             raise TooManyTokensError(number)
         types, token_ids = encoding.type_ids, array("I", encoding.ids)
         return TextItem(token_ids, max(token_ids, default=0), types.index(1) if 1 in types else 0)
 
     def _encode_pieces(self, pieces: list[str], most: int) -> Iterator[list[int]]:
-        """The token ids of pieces of a rendered chat. Raises TooManyTokensError."""
+        """Encode each piece of a rendered chat. Raises TooManyTokensError."""
         if sum(map(len, pieces)) > CHARACTERS_AT_ONCE:
             for piece in pieces:
                 yield _encode(self._parsing, piece, most)
@@ -247,8 +255,9 @@ class Tokenizer:
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_special_tokens: bool = False) -> list[int]:
     """Token ids of a text. Raises TooManyTokensError if the text clearly has more than `most` tokens.
 
-    The library releases the interpreter's lock while it encodes. Reading and freeing the result holds the lock for
-    35 ns a token. So a text that may have many more than `most` tokens is first encoded in parts.
+    The library releases the GIL while it encodes, but reading and freeing the resulting ids holds the GIL for 35 ns a
+    token. To avoid a large result, a text that may have many more than `most` tokens is first encoded in parts, to
+    count its tokens.
     """
     if _excess(tokenizer, text, most) is not None:
         raise TooManyTokensError
@@ -257,27 +266,27 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_specia
 
 
 def _excess(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, from_end: bool = False) -> int | None:
-    """Number of characters after which the text clearly exceeds `most` tokens; None if the text may fit."""
+    """Number of characters after which a text clearly exceeds `most` tokens; None if the whole text may fit."""
     parts = [text[start : start + CHARACTERS_AT_ONCE] for start in range(0, len(text), CHARACTERS_AT_ONCE)]
     if len(parts) > 1 and _most_tokens(tokenizer, parts) > most:
         num_tokens = num_characters = 0
         for part in reversed(parts) if from_end else parts:
             num_tokens += len(tokenizer.encode_batch_fast([part], add_special_tokens=False)[0])
             num_characters += len(part)
-            if num_tokens > most + most // 8:  # encoding in parts adds a few tokens
+            if num_tokens > most + most // 8:  # a text that is encoded in parts has a few more tokens
                 return num_characters
     return None
 
 
 def _most_tokens(tokenizer: tokenizers.Tokenizer, parts: Sequence[str]) -> int:
-    """An upper bound of a text's tokens: one token for each byte of the text's longest normalized form."""
+    """An upper bound of a text's number of tokens: one token for each byte of the text's longest normalized form."""
     if tokenizer.normalizer is not None:
         parts = [unicodedata.normalize("NFKD", part) for part in parts]
     return sum(len(part.encode()) for part in parts)
 
 
 def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """A token that is put before decoded tokens, so that the decoder keeps a leading space; empty if no token fits."""
+    """A list with the token that, put before decoded tokens, keeps their leading space; empty if no token fits."""
     for letter in "aAeE0":
         token_id = tokenizer.token_to_id(letter)
         if token_id is not None and tokenizer.decode([token_id]) == letter:
@@ -288,8 +297,8 @@ def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
 class Detokenizer:
     """Decodes the tokens of one output one by one, and returns only whole characters.
 
-    `shown` has a flag for each token id: whether the token is part of the text. The detokenizer skips special tokens
-    and ids that the tokenizer does not have.
+    `shown` has a flag for each token id: whether the token is part of the text. Tokens that are not part of the text
+    are ids that the tokenizer does not have, and special tokens if `skip_special_tokens` is set.
     """
 
     def __init__(
@@ -304,19 +313,19 @@ class Detokenizer:
         self._shown = shown
         self._anchor = anchor
         self._skip_special_tokens = skip_special_tokens
-        # If the context ended inside a character, the output would repeat the context.
+        # If the context tokens ended inside a character, the text of the output would repeat the text of the context.
         ends_whole = not self._decode(context).endswith(REPLACEMENT)
         self._stream = DecodeStream(list(context) if ends_whole else list(anchor), skip_special_tokens)
         self._pending: list[int] = []
 
     def step(self, token_id: int) -> str:
-        """The characters that this token completes; empty if the last character is still incomplete."""
+        """Add a token, and return the characters that it completes; empty if the last character is still incomplete."""
         if token_id >= len(self._shown) or not self._shown[token_id]:
             return ""
         self._pending.append(token_id)
         try:
             text = without_panic(lambda: self._stream.step(self._tokenizer, token_id))
-        except Exception:  # the library fails if the next token changes the context's text
+        except Exception:  # the library fails if a token changes the text of the tokens before it
             return self._begin_again()
         if text is not None:
             self._pending.clear()
@@ -325,9 +334,9 @@ class Detokenizer:
         return text or ""
 
     def _begin_again(self) -> str:
-        """Decode bytes that form no character as replacement characters: decoding many pending bytes is expensive.
+        """Decode pending bytes that form no character as replacement characters, so that few bytes are pending.
 
-        Up to three bytes at the end may begin a character, and remain pending.
+        Up to three of the bytes at the end may begin a character, and stay pending.
         """
         whole = self._decode(self._pending)
         for kept in range(min(3, len(self._pending) - 1), 0, -1):
@@ -341,7 +350,7 @@ class Detokenizer:
         return self._decode(head) + "".join(map(self.step, tail))
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, decoded as the middle of a text."""
+        """Decode tokens as the middle of a text."""
         ids = [*self._anchor, *token_ids]
         text = without_panic(lambda: self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens))
         return str(text[len(self._anchor) :])

@@ -1,8 +1,8 @@
 """Loads the tokenizer from a model's files.
 
-Token ids, normalizer, splitter and decoder come from tokenizer.json. The tokenizer class that other files name has no
-effect; transformers 5 would rebuild all four parts for the class. The file tokenizer_config.json adds tokens and lists
-special tokens.
+Token ids, normalizer, pre-tokenizer and decoder come from tokenizer.json. The tokenizer class that other files name has
+no effect, unlike in transformers 5, which rebuilds token ids, normalizer, pre-tokenizer and decoder according to the
+class. The file tokenizer_config.json adds tokens and lists special tokens.
 """
 
 import json
@@ -24,19 +24,19 @@ from scheduler_service.frontend.text.chat_renderer import ChatRenderer
 log = structlog.get_logger()
 
 _FORMER_KEYS = {"Metaspace": ("str_rep", "add_prefix_space")}
-"""Keys in the files of old releases. The library reads the old keys but writes newer keys."""
+"""Keys of tokenizer.json from old releases of the tokenizers library, which reads these keys but writes newer keys."""
 _TOKENS = {("model", "vocab"), ("model", "merges")}
 _FIXED_SPLIT = r"\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
-"""A part of the splitting pattern that `fix_mistral_regex` requires."""
+"""A part of the pre-tokenizer's pattern that the setting `fix_mistral_regex` requires."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The loaded tokenizers and settings of a model.
+    """The loaded tokenizers of a model, and their settings.
 
-    `parsing`: encodes a special token's text as the special token.
-    `plain`: encodes the text of a `hidden` token as ordinary characters.
-    `truncates_left`: truncation removes the beginning of a text.
+    `parsing`: the tokenizer that encodes a special token's text as the special token.
+    `plain`: the tokenizer that encodes the text of a special token (of `hidden`) as ordinary characters.
+    `truncates_left`: a text that is too long loses its beginning, not its end.
     """
 
     parsing: tokenizers.Tokenizer
@@ -48,15 +48,15 @@ class TokenizerFiles:
 
 
 def load_tokenizer(directory: Path) -> TokenizerFiles:
-    """Load the tokenizer. Raises StartError for unsupported settings."""
+    """Load the tokenizer of the model in `directory`. Raises StartError for unsupported settings."""
     config = TokenizerConfig.read({file.name: file for file in directory.iterdir()})
     try:
         text = (directory / "tokenizer.json").read_text(encoding="utf-8")
         said = loads(text)
         parsing = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises only this class
+    except Exception as error:  # the library raises no subclass of Exception
         raise StartError(f"tokenizer.json cannot be read: {error}") from None
-    _check_ids(parsing, said)  # checked before `to_str`, which takes 4 bytes for each missing id
+    _check_ids(parsing, said)  # before `to_str`, which takes 4 bytes for each missing token id
     read = json.loads(parsing.to_str())
     if left := next(_left_over(said, read), None):
         raise StartError(f"tokenizer.json has {left}, which this release of tokenizers does not know")
@@ -65,7 +65,7 @@ def load_tokenizer(directory: Path) -> TokenizerFiles:
             "tokenizer_config.json sets fix_mistral_regex, and tokenizer.json has the pattern that it replaces; save "
             "the tokenizer with transformers, which writes the right one"
         )
-    parsing.no_truncation()  # prompts must not be cut or padded silently
+    parsing.no_truncation()  # otherwise prompts could be cut or padded silently
     parsing.no_padding()
     _add_tokens(parsing, config)
     plain = tokenizers.Tokenizer.from_str(parsing.to_str())
@@ -88,7 +88,7 @@ def load_tokenizer(directory: Path) -> TokenizerFiles:
 
 
 def _check_ids(tokenizer: tokenizers.Tokenizer, said: Any) -> None:
-    """Raise StartError if a token's id differs from the file's id. The library would only warn."""
+    """Raise StartError if a token's id differs from its id in tokenizer.json, for which the library would only warn."""
     known = tokenizer.get_vocab(with_added_tokens=True)
     check_ids(known, len(known), "tokenizer.json")
     for token in said.get("added_tokens") or []:
@@ -110,12 +110,13 @@ def _check_ids(tokenizer: tokenizers.Tokenizer, said: Any) -> None:
 def _add_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
     """Add the tokens of tokenizer_config.json, with their ids and properties.
 
-    A special token without an id is not added, because its id in the model is unknown. A special token with a name,
-    such as `eos_token`, is hidden in texts. If the config only lists an added token as special, tokenizer.json decides
-    whether the token is hidden.
+    A special token without an id is not added, because its id in the model is unknown. A special token that has a role,
+    such as `eos_token`, is skipped when outputs are decoded. If tokenizer_config.json only lists an added token as
+    special, tokenizer.json decides whether the token is skipped.
     """
     stated = sorted(config.added.items())
-    # One call adds all tokens: each call rebuilds the automaton of all added tokens, and some models have 6,000.
+    # A single call adds all tokens, because each call rebuilds the automaton of all added tokens, of which some models
+    # have 6,000.
     tokenizer.add_tokens([_added_token(token) for _, token in stated])
     for token_id, token in stated:
         if (found := tokenizer.token_to_id(token.content)) != token_id:
@@ -149,10 +150,11 @@ def _added_token(token: Token, *, special: bool = False) -> AddedToken:
 
 
 def _compare_ends(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """Log a warning if the two files of the tokenizer disagree about the tokens around a text.
+    """Log a warning if the tokenizer's two files disagree about the special tokens around a text.
 
-    The file tokenizer.json takes precedence, as in transformers 5. In transformers 4 the tokenizer's class decided:
-    Llama, Gemma and Cohere obeyed the keys `add_bos_token` and `add_eos_token` of tokenizer_config.json.
+    The file tokenizer.json takes precedence, as in transformers 5. In transformers 4 the precedence depended on the
+    tokenizer's class: the classes of Llama, Gemma and Cohere obeyed the keys `add_bos_token` and `add_eos_token` of
+    tokenizer_config.json.
     """
     ids = tokenizer.encode("0").ids
     put = {"bos_token": ids[:1], "eos_token": ids[-1:]}
@@ -167,7 +169,10 @@ def _compare_ends(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> N
 
 
 def _left_over(said: Any, read: Any, path: str = "") -> Iterator[str]:
-    """Keys of tokenizer.json that the library did not read. The vocabulary is skipped, because its keys are tokens."""
+    """Keys of tokenizer.json that the library did not read.
+
+    The keys of the vocabulary are not checked, because they are tokens.
+    """
     if isinstance(said, list) and isinstance(read, list):
         for number, (one, other) in enumerate(zip(said, read, strict=False)):
             if isinstance(one, dict):

@@ -1,15 +1,17 @@
-"""Finds many words in a text without holding the interpreter's lock for long.
+"""Finds many words in a text without holding the GIL for long.
 
-One regular expression contains all words, merged by common prefixes. So a text full of words' prefixes costs no more
-for a thousand words than for one word. Python's `re` holds the interpreter's lock for a whole call, so each call
-searches only a part of the text.
+One regular expression contains all words, merged by common prefixes. With it, the search takes no longer for a thousand
+words than for one word, even in a text that consists of prefixes of the words. Python's `re` holds the GIL for a whole
+call, so each call searches only a part of the text.
 """
 
 import re
 from collections.abc import Iterable, Iterator
 
 CHARACTERS_AT_ONCE = 1 << 14
-"""Characters that one call searches. A call takes 1 to 2 ms for a text full of prefixes of words."""
+"""Number of characters that one call of `re` searches. A call takes 1 to 2 ms if the text consists of prefixes of
+words.
+"""
 
 _Trie = dict[str, "_Trie"]
 _END = ""
@@ -30,14 +32,17 @@ class WordFinder:
         self._pattern = re.compile(_expression(trie) if trie else r"(?!)")
 
     def find(self, text: str) -> Iterator[tuple[str, str]]:
-        """Pairs of a text and the word that follows the text. The last pair has the rest of the text and no word."""
+        """Split a text at the words in it: pairs of a piece of the text and the word behind the piece.
+
+        The last pair has the rest of the text and no word.
+        """
         start = position = 0
         while position < len(text):
             next_position = position + CHARACTERS_AT_ONCE
             match = self._pattern.search(text, position, next_position + self._longest)
             if match is None:
                 position = next_position
-            elif match.start() >= next_position:  # the end of this part may cut off a longer word
+            elif match.start() >= next_position:  # the part that was searched may end inside a longer word
                 position = match.start()
             else:
                 yield text[start : match.start()], match.group()
@@ -46,7 +51,7 @@ class WordFinder:
 
 
 def _expression(trie: _Trie) -> str:
-    """A regular expression that matches the longest possible word of a trie."""
+    """A regular expression that matches the longest possible word of a trie of words."""
     literal = ""
     while len(trie) == 1 and _END not in trie:
         ((character, trie),) = trie.items()
