@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass
 
 MAX_BLOCKS = 2**22
-"""Maximum number of blocks of one worker, which the scheduler has memory to manage. The largest devices have room for
-far fewer blocks."""
+"""Maximum number of blocks of one worker, for which the scheduler's tables fit in memory. The largest devices have room
+for far fewer blocks."""
 
 
 class PreemptionMode(enum.Enum):
@@ -31,13 +31,14 @@ class PhaseRule(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Sizes and budgets of a scheduler. Raises ValueError with the field's name and its bound."""
+    """Sizes and budgets of a scheduler. If a value is out of range, raises ValueError with the field's name and its
+    limit."""
 
     block_size: int
     """Tokens of a block."""
     num_device_blocks: int
-    """Number of device blocks. A worker with an encoder stores no keys and values, and has 0 blocks. A worker without
-    blocks computes each prompt in one step, within the step's token budget."""
+    """Number of device blocks. A worker whose model is only an encoder stores no keys and values, and has 0 blocks. A
+    worker without blocks computes each prompt in one step, within the step's token budget."""
     max_num_batched_tokens: int
     """Maximum tokens of a step."""
     max_num_seqs: int
@@ -50,43 +51,45 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     """Number of blocks in host memory, for swapped groups."""
     max_prefill_chunk: int = 0
-    """Maximum tokens of the first long prompt in a step, while other sequences need tokens of the step (0: no limit).
-    Each further long prompt computes at most half as many tokens as the long prompt before. So long prompts do not
-    delay the requests behind them. The tokens that are left in the step go to the long prompts."""
+    """Maximum tokens that the first long prompt of a step computes, while other sequences need tokens of this step (0:
+    no limit). Each further long prompt computes at most half as many tokens as the long prompt before, so that long
+    prompts do not delay later requests. Tokens of a step that no other sequence needs go to the long prompts."""
     max_loras: int = 1
-    """Maximum number of adapters of the running groups."""
+    """Maximum number of different adapters that the running groups use."""
     max_held_loras: int = 0
     """Maximum number of adapters in the worker's host memory (0: all adapters)."""
     lora_copy_seconds: float = 0.0
     """Seconds to copy an adapter to the device."""
     num_lookahead_slots: int = 0
-    """Tokens that each sequence has room for after the tokens that it computes next."""
+    """Number of draft tokens that a sequence's blocks must have room for, after the tokens that the sequence computes
+    next."""
     sliding_window: int = 0
-    """Tokens that each token attends to, including itself (0: all tokens). Blocks behind the window are freed. Prefixes
-    are not cached, because their first blocks would be missing."""
+    """Number of tokens that each token attends to, including itself (0: all tokens before it). Blocks whose tokens have
+    all left the sliding window are freed. With a sliding window, prefixes are not cached, because their first blocks
+    would be missing."""
     prefix_caching: bool = True
     """Whether prompts can find cached blocks by the tokens in them."""
     phase_rule: PhaseRule = PhaseRule.CHUNKED
     """Whether prompts and decodes share steps."""
     delay_factor: float = 0.0
     """Delay of admission with SEPARATE phases (0: no delay). A request waits for `delay_factor` times the duration of
-    the last prompt step, so that prompts batch up. CHUNKED phases allow no delay, because prompts share the steps of
-    decodes and waiting would gain nothing."""
+    the last prompt step, so that several prompts share a step. CHUNKED phases allow no delay, because prompts share the
+    steps of decodes and waiting would gain nothing."""
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
     """Treatment of a preempted group's blocks. AUTO compares the time to copy the blocks out and back in with the time
-    to compute the tokens again. Blocks that the other pool already has are not copied. Blocks that other groups hold on
-    the device are neither copied back nor computed again."""
+    to compute the tokens again. A swap does not copy blocks that the target memory already has. When a group resumes,
+    blocks that other groups hold on the device are neither copied back nor computed again."""
     block_bytes: int = 0
-    """Bytes of each block to copy; only AUTO preemption needs this value."""
+    """Bytes that a swap copies for each block; only AUTO preemption needs this value."""
     swap_bytes_per_second: int = 0
-    """Speed of swapping, for AUTO preemption. At speed 0 a swap counts as endless."""
+    """Speed of copying blocks between device and host, for AUTO preemption. At speed 0, AUTO never swaps."""
     prefill_tokens_per_second: int = 0
-    """Speed of computing a prompt, for AUTO preemption. At speed 0 a recompute counts as endless."""
+    """Speed of computing a prompt, for AUTO preemption. At speed 0, AUTO treats a recompute as slower than any swap."""
     max_num_encoder_tokens: int = 0
     """Maximum tokens that the encoders of encoder-decoder models read in a step (0 for other models)."""
     max_step_bytes: int = 8 << 20
-    """Maximum bytes that describe new sequences in a step; see planning/step.py. A prompt of 131,072 tokens counts 0.7
-    MB. Encoding the default number of bytes takes about 15 ms."""
+    """Maximum bytes that describe new sequences in a step; see planning/step.py. A prompt of 131,072 tokens counts as
+    0.7 MB. Encoding the default number of bytes takes about 15 ms."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -146,19 +149,19 @@ class SchedulerConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the worker stores no keys and values."""
+        """Whether the worker's model is only an encoder, so that the worker stores no keys and values."""
         return not self.num_device_blocks
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether prompts can find blocks of earlier prompts. The result is False if all layers have a sliding window,
-        or if there are no blocks."""
+        """Whether a prompt can use cached blocks of earlier prompts. The result is False if all layers have a sliding
+        window, or if the worker has no blocks."""
         return self.prefix_caching and not (self.sliding_window or self.is_encoder)
 
     @property
     def max_blocks_per_sequence(self) -> int:
-        """The maximum number of blocks of one sequence: the whole pool, or the blocks that a window and a chunk can
-        touch."""
+        """The maximum number of blocks of one sequence. This is the whole pool or, with a sliding window, the blocks
+        that the window and a chunk can touch."""
         if not self.sliding_window:
             return self.num_device_blocks
         chunk = self.max_num_batched_tokens + self.num_lookahead_slots
@@ -166,18 +169,20 @@ class SchedulerConfig:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The maximum number of tokens of one sequence: the model's limit, or the number that the pool has room for."""
+        """The maximum number of tokens of one sequence: the model's limit, or the pool's room if that is smaller."""
         if self.is_encoder or (self.sliding_window and self.max_blocks_per_sequence <= self.num_device_blocks):
             return self.max_model_len
         return min(self.max_model_len, self.num_device_blocks * self.block_size - self.num_lookahead_slots)
 
 
 def default_prefill_chunk(max_num_batched_tokens: int) -> int:
-    """A quarter of a step. Limits from a half to a sixteenth of a step were measured. Short requests start soonest or
-    second soonest if long prompts compute a quarter of a step (bench/results/scheduler.md)."""
+    """The default of `max_prefill_chunk`: a quarter of a step's tokens. Limits from a half to a sixteenth of a step
+    were measured. With a quarter of a step, short requests start soonest or second soonest
+    (bench/results/scheduler.md)."""
     return -(-max_num_batched_tokens // 4)
 
 
 def blocks_within_window(sliding_window: int, chunk: int, block_size: int) -> int:
-    """The maximum number of blocks that a window and a chunk of tokens touch, at any offset in a block."""
+    """The maximum number of blocks that a sliding window and a chunk of tokens together touch, at any offset in a
+    block."""
     return (sliding_window - 1 + chunk - 2) // block_size + 2

@@ -16,7 +16,7 @@ class ScheduledSequence(NamedTuple):
 
 
 class BlockTableUpdate(NamedTuple):
-    """The entries of a known sequence's block table from entry `start` on."""
+    """The block table of a sequence that the worker knows, from entry `start` on."""
 
     sequence_id: int
     start: int
@@ -24,8 +24,8 @@ class BlockTableUpdate(NamedTuple):
 
 
 class NewSequence(NamedTuple):
-    """A sequence that is new to the worker. The first `num_computed_tokens` tokens are in the sequence's blocks before
-    this step."""
+    """A sequence that is new to the worker. Before this step, the sequence's blocks contain the keys and values of its
+    first `num_computed_tokens` tokens."""
 
     sequence: Sequence
     block_ids: list[int]
@@ -45,9 +45,9 @@ class Fork(NamedTuple):
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step of one worker. A step is encoded before the next step is planned.
+    """One step of one worker. The caller must encode a step before it plans the next step.
 
-    `ignored` are groups that ended during planning, with their `error` set.
+    `ignored` are groups that ended during planning because they do not fit the worker; their `error` is set.
     """
 
     step_id: int
@@ -61,37 +61,39 @@ class SchedulerOutput:
     forks: list[Fork] = field(default_factory=list)
     block_table_updates: list[BlockTableUpdate] = field(default_factory=list)
     blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of device and host block. They are copied first."""
+    """Pairs of device block and host block, which the worker copies first."""
     blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of host and device block. They are copied second."""
+    """Pairs of host block and device block, which the worker copies after `blocks_to_swap_out`."""
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of device blocks. They are copied third."""
+    """Pairs of source and target block, both on the device, which the worker copies after `blocks_to_swap_in`."""
     num_draft_tokens: dict[Sequence, int] = field(default_factory=dict)
-    """Number of draft tokens that each sequence has room for. The worker makes and verifies the drafts."""
+    """Number of draft tokens that each sequence has room for in this step. The worker proposes and verifies the
+    drafts."""
     finished: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     ignored: list[SequenceGroup] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
-    """Waiting groups that this step admits, and waiting groups that it leaves to other workers. The caller should plan
-    the steps of the other workers now."""
+    """Waiting groups that this step admits, and waiting groups that it leaves to other workers. The caller should now
+    plan the next step of each worker that a group was left to."""
     moved: list[Placement] = field(default_factory=list)
     """Swapped groups that returned to the queue, because another worker has room for them."""
     lacking_adapters: list[str] = field(default_factory=list)
     """Adapters that waiting groups need, and that are worth fetching for this worker."""
     ask_again_at: float | None = None
-    """Latest time of the next call of `schedule`, because a waiting group may start on this worker then."""
+    """Time at which the caller should call `schedule` again at the latest, because a waiting group may start on this
+    worker then."""
     num_tokens: int = 0
-    """Tokens of the step, without room for drafts."""
+    """Number of tokens that the step computes, without room for drafts."""
     planned_at: float = 0.0
     prompts_began: float | None = None
     """Time when the step was planned, if phases are separate and the step computes prompts."""
     dropped: set[Sequence] = field(default_factory=set)
     """Sequences that were preempted by recompute after this step was sent. The answer to this step does not apply to
-    preempted sequences."""
+    sequences in `dropped`."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether the step has no work and no news for the worker."""
+        """Whether the step has nothing to compute or copy, and names no sequence that left the worker."""
         swaps = self.blocks_to_swap_out or self.blocks_to_swap_in
         return not (self.scheduled or self.finished or self.preempted or swaps)
 
@@ -110,11 +112,12 @@ class TokenLogprobs(NamedTuple):
 class ModelOutput:
     """The worker's answer: one token for each sequence that samples, in the order of `SchedulerOutput.scheduled`.
 
-    `num_tokens` is empty, or counts the tokens that each sequence gained. Accepted draft tokens come before the token
-    that was sampled after them. A late sequence gained no token, because the worker has not yet matched its output with
-    its form. A late sequence computes its last token again. `num_draft_tokens` counts the verified drafts of each
-    sequence. `num_draft_tokens_wanted` is the number of drafts that further steps should have room for. If
-    `num_draft_tokens_wanted` is empty, the room for drafts does not change.
+    `num_tokens` counts the tokens that each sequence gained; it is empty if each sequence gained one token. Accepted
+    draft tokens come before the token that was sampled after them. A late sequence gained no token, because the worker
+    has not yet matched the sequence's output with its output form (for example a JSON schema). A late sequence computes
+    its last token again. `num_draft_tokens` counts the verified drafts of each sequence. `num_draft_tokens_wanted` is
+    the number of drafts that further steps should have room for. If `num_draft_tokens_wanted` is empty, the room for
+    drafts does not change.
     """
 
     step_id: int
@@ -125,11 +128,12 @@ class ModelOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failed_sequence_ids: frozenset[int] = frozenset()
     barred_sequence_ids: frozenset[int] = frozenset()
-    """The failed sequences with finite logits. The parameters or the form of a barred sequence allow no token."""
+    """Ids of the failed sequences whose logits were finite. For a barred sequence, the request's parameters or its
+    output form allow no token."""
     num_draft_tokens: list[int] = field(default_factory=list)
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
     vectors: dict[int, bytes] = field(default_factory=dict)
-    """Vectors that were pooled from a sequence's states, by sequence id."""
+    """Vectors that were pooled from a sequence's hidden states, by sequence id."""
 
     @property
     def has_tokens_alone(self) -> bool:
@@ -145,9 +149,10 @@ class ModelOutput:
 class SequenceOutput(NamedTuple):
     """The result for one sequence: one token, or None while the prompt is computed.
 
-    A beam search has one result, at its end. The outputs of a beam search are the hypotheses of the sequence's group.
-    `prompt_logprobs` are for the positions from `prompt_start` on. A pooled sequence gains `vectors` and no token.
-    Vectors of single tokens are for the positions from `prompt_start` - 1 on.
+    A beam search has one result, at its end. The outputs of a beam search are the `hypotheses` of the group's `beams`.
+    `prompt_logprobs` has one entry for each prompt position from `prompt_start` on. A sequence of a pooling request
+    gains `vectors` and no token. If `vectors` has one vector for each token, the first vector belongs to position
+    `prompt_start` - 1.
     """
 
     sequence: Sequence
@@ -156,6 +161,6 @@ class SequenceOutput(NamedTuple):
     prompt_logprobs: list[TokenLogprobs] | None = None
     prompt_start: int = 0
     goes_on: bool = False
-    """Whether the same answer contains further results for the sequence. `sequence.status` is the status after the last
-    result."""
+    """Whether the same answer contains further results for the sequence. `sequence.status` is the status after the
+    answer's last result for the sequence."""
     vectors: bytes = b""

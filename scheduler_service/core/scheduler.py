@@ -2,26 +2,26 @@
 
 There is no prefill phase and no decode phase. In each step, a sequence computes as many of its uncomputed tokens as the
 step's budget allows. Sequences that need a single token are scheduled first, so that a long prompt never delays these
-sequences. Prompts under way are scheduled next, and then swapped groups. Waiting groups are scheduled last, after all
-swapped groups that have an adapter slot have resumed. A waiting group goes before a swapped group only if the waiting
-group outranks it.
+sequences. After these sequences, prompts under way are scheduled, and then swapped groups. Waiting groups are scheduled
+last, after all swapped groups that have an adapter slot have resumed. A waiting group goes before a swapped group only
+if the waiting group outranks it.
 
 A long prompt first computes at most `max_prefill_chunk` tokens, so that later requests join the step too. The rest of
-the budget goes to long prompts in the order of scheduling. So a prompt without competing requests is computed as fast
-as possible.
+the step's budget goes to long prompts, so that a prompt without competing requests is computed as fast as possible.
+Long prompts receive these tokens in the order of scheduling.
 
-If blocks run out, the policy's victim is preempted: the group that was admitted last, or the group that ranks last. In
-a step, all swaps to the host are planned before any swap to the device. The worker copies swapped blocks in the order
-in which the swaps are planned.
+If blocks run out, the queue's policy chooses the group that is preempted: the group that was admitted last, or the
+group that ranks last. In a step, all swaps from the device to the host are planned before any swap back. The worker
+copies swapped blocks in the order in which the swaps are planned.
 
-Steps can be planned before earlier steps are answered. The worker does steps in order and feeds the tokens that it
-sampled, so a plan requires only the number of tokens. Blocks that are freed while steps are in flight can be reused at
-once, because the next sequence writes to them in a later step. If a sequence turns out to have stopped, only its slots
-in the planned steps are wasted.
+Steps can be planned before earlier steps are answered. The worker does steps in order and feeds its sampled tokens into
+the next step, so planning requires only the number of tokens. Blocks that are freed while steps are in flight can be
+reused at once, because their next sequence writes to them in a later step. If a sequence turns out to have stopped,
+only its slots in the steps in flight are wasted.
 
-If the worker makes drafts, a step has room for drafts after a sequence's token, as far as tokens are left. The worker
-makes and verifies the drafts. The answer reports the number of accepted drafts, and so the position of the sequence.
-Until the answer comes, plans assume that all drafts are accepted.
+If the worker proposes drafts, a step has room for drafts after a sequence's next token, as far as the step's budget has
+tokens left. The worker proposes and verifies the drafts. The worker's answer reports how many drafts of each sequence
+were accepted. Until a step is answered, later plans assume that all drafts of this step are accepted.
 
 `planning/step.py` explains the contents of a step, and how its bytes are counted. `planning/steady_plan.py` explains
 steps that repeat the step before. `planning/shared_prefixes.py` explains requests that wait for a prefix which other
@@ -58,9 +58,10 @@ from scheduler_service.core.suspects.turns import SuspectTurns
 class Scheduler:
     """Plans the steps of one worker's session.
 
-    Each step from `schedule` that is not empty is answered by `update_from_output`, in order. The caller decides how
-    many steps are planned ahead of the answers. `finish_requests` and `finish_sequence` can be called at any time.
-    Blocks of finished requests are freed at once, which is safe because the worker does steps in order.
+    The caller passes the worker's answers to `update_from_output`, in the order of the steps. An empty step has no
+    answer. The caller decides how many steps are planned ahead of the answers. `finish_requests` and `finish_sequence`
+    can be called at any time. Blocks of finished requests are freed at once, which is safe because the worker does
+    steps in order.
 
     `worker` is the worker's name, which is the same in every session. `now` is the time when the session begins.
     """
@@ -96,19 +97,19 @@ class Scheduler:
         self._writer = StepWriter(session)
         self._evidence = Evidence(session)
         self._answers = Answers(session)
-        self.running = self._groups.running  # In the order of admission.
-        self.swapped = self._groups.swapped  # The first group resumes first.
+        self.running = self._groups.running  # Running groups in the order of admission.
+        self.swapped = self._groups.swapped  # The first swapped group resumes first.
         self.num_preemptions = self._preemption.counts
         self._evidence.join(now)
 
     # ---- planning
 
     def schedule(self, now: float = 0.0) -> SchedulerOutput:
-        """Plan the next step. `now` is in seconds of any steady clock.
+        """Plan the next step. `now` is the time in seconds of any monotonic clock.
 
         The time `now` matters only with a delay factor or with several workers. An empty step has no step id and need
-        not be sent. A step is empty if there is no work, or if all work must wait for an answer or is left to other
-        workers. If there is no work at all, `schedule` changes nothing.
+        not be sent. A step is empty if there is no work, or if all work must wait for a worker's answer or is left to
+        other workers. If there is no work at all, `schedule` changes nothing.
         """
         if not self.has_work:
             return self._writer.write_nothing()
@@ -151,8 +152,8 @@ class Scheduler:
     def _schedule_separately(self, step: Step) -> None:
         """Plan prompts under way, then swapped groups, then waiting groups. If the step has no prompt, plan decodes.
 
-        A group that was swapped out during its prompt resumes in a step of prompts. Any other swapped group resumes in
-        a step of decodes.
+        A group that was swapped out before its prompt was computed resumes in a step that has only prompts. Any other
+        swapped group resumes in a step that has only decodes.
         """
         ready, behind = self._running.split(step)
         self._running.schedule(behind, step)
@@ -187,11 +188,12 @@ class Scheduler:
 
         Returns the results of sequences in the order of the step. A sequence that ended in this step has its final
         status. A sequence that was finished, or preempted by recompute, after the step was sent has no result. Answers
-        must come in the order of steps. Raises ValueError if the answer is not to this step.
+        must come in the order of steps. Raises ValueError if `answer` does not answer the step `output`.
         """
         drafted = output.num_draft_tokens
         if 0 in answer.num_tokens or any(one.num_computed_tokens + 1 >= one.max_num_tokens for one in drafted):
-            # A sequence without a token, or near its end, left the plan and may have tokens to compute after all.
+            # A sequence that gained no token, or has almost its maximum length, may have left the steady plan although
+            # it still has tokens to compute.
             self._steady.forget()
         seconds = self._in_flight.answer(output, answer, now)
         self.balancer.stepped(self.member, output.num_tokens + sum(answer.num_draft_tokens), seconds)
@@ -219,31 +221,31 @@ class Scheduler:
         return ended
 
     def set_admission(self, admits: bool) -> None:
-        """Admit waiting groups from now on, or admit none while the worker is drained. Groups on the worker go on in
-        both cases."""
+        """Admit waiting groups from now on, or admit none while the worker is drained. Groups that run or are swapped
+        out on the worker are not affected."""
         self._admission.set_admission(admits)
 
     def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str] = ()) -> AdapterFetch | None:
         """Choose the adapter to fetch next for the worker; None if no adapter can be fetched now.
 
-        `wanted` can be the `lacking_adapters` of a step. The first adapter of `wanted` that the worker does not hold is
-        fetched. If the worker holds all of `wanted`, the first missing adapter of `preloads` is fetched. No adapter is
-        dropped for a preload.
+        `wanted` contains adapter ids, for example the `lacking_adapters` of a step. The first adapter of `wanted` that
+        the worker does not hold is fetched. If the worker holds all of `wanted`, the first missing adapter of
+        `preloads` is fetched. No held adapter is dropped to make room for a preload.
         """
         return self.adapters.begin_fetch(wanted, preloads)
 
     def end_fetch(self, seconds: float | None) -> None:
-        """End the fetch that `begin_fetch` began, after this many seconds; None if the fetch failed."""
+        """End the fetch that `begin_fetch` began. `seconds` is the duration of the fetch; None if the fetch failed."""
         self.adapters.end_fetch(is_held=seconds is not None)
         if seconds is not None:
             self.member.brought_adapter(seconds)
 
     def hold_adapter(self, adapter_id: str) -> None:
-        """Note that the worker holds an adapter already."""
+        """Note that the worker already holds an adapter."""
         self.adapters.hold(adapter_id)
 
     def drop_adapter(self, adapter_id: str) -> bool:
-        """Stop counting an adapter as held. Returns whether the worker held the adapter.
+        """Stop counting an adapter as held by the worker. Returns whether the worker held the adapter.
 
         The worker forgets the adapter after all steps in flight are answered. Raises ValueError if a group on this
         worker needs the adapter.
@@ -258,12 +260,13 @@ class Scheduler:
         return self.blocks.cache.reset()
 
     def release_all(self, now: float = 0.0, *, blames: bool = True) -> list[SequenceGroup]:
-        """Return all groups to the head of the queue, because the worker is gone. No further steps may be planned.
+        """Return all groups to the head of the queue, because the worker is gone. After this call no further steps may
+        be planned.
 
         If `blames` is true and steps were in flight, the loss counts against all requests in these steps. Requests of
-        the second step in flight count too, because the answer to the first step may have been lost with the worker.
+        the second step in flight are included, because the answer to the first step may have been lost with the worker.
         `blames` is false if the session ended for a reason that no request can cause. Returns a list with the group
-        that was ended for the loss, or an empty list.
+        that was ended as the cause of the loss, or an empty list.
         """
         ended = self._evidence.lost(now, blames=blames)
         groups = self._groups.give_all_back()
@@ -284,13 +287,14 @@ class Scheduler:
         return bool(self._groups.has_work or (self._admission.admits and self.waiting))
 
     def get_request_counts(self) -> tuple[int, int, int]:
-        """The numbers of requests that run here, that wait, and that are swapped out here. A group counts once.
+        """The numbers of requests that run on this worker, that wait, and that are swapped out on this worker. A
+        request with several sequences counts once.
 
         In vLLM, `get_request_counts` returns two numbers for a single engine: requests that run, and requests that
-        wait. Here all workers share one queue, so the number of waiting requests must not be added up over workers.
-        After recompute, a preempted request counts as waiting, as in vLLM. After a swap, a preempted request counts as
-        swapped out, which is a state that vLLM does not have. A request that has ended is not counted, even before the
-        worker is told.
+        wait. In this scheduler all workers share one queue, so the number of waiting requests must not be added up over
+        workers. After recompute, a preempted request counts as waiting, as in vLLM. After a swap, a preempted request
+        counts as swapped out, which is a state that vLLM does not have. A request that has ended is not counted, even
+        before the worker is told.
         """
         return len(self.running), len(self.waiting), len(self.swapped)
 
@@ -301,7 +305,7 @@ class Scheduler:
 
     @property
     def num_running_seqs(self) -> int:
-        """Sequences of all running groups, as in a budget."""
+        """Number of sequences of all running groups, counted as in a step's budget."""
         return self._groups.num_running_seqs
 
     @property
@@ -311,17 +315,17 @@ class Scheduler:
 
     @property
     def steps_in_flight(self) -> SequenceOf[SchedulerOutput]:
-        """The steps without an answer, the oldest first."""
+        """The steps that the worker has not answered, the oldest first."""
         return self._in_flight.outputs
 
     @property
     def answered_at(self) -> float:
-        """The time of the last answer."""
+        """The time of the worker's last answer to a step."""
         return self._in_flight.answered_at
 
     def room_for(self, group: SequenceGroup) -> int | None:
-        """Tokens of a waiting group that are cached or being computed here; None if the next step has no room for the
-        group."""
+        """Number of a waiting group's tokens that this worker has cached or is computing; None if the next step has no
+        room for the group."""
         return self._admission.room_for(group)
 
     def has_adapter_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
@@ -333,8 +337,8 @@ class Scheduler:
         return self.adapters.has_slot(group, without=without)
 
     def seconds_to_copy(self, group: SequenceGroup) -> float:
-        """Seconds that the first step with the group's adapter takes longer, if the adapter must be copied to the
-        device."""
+        """Seconds that a step needs to copy the group's adapter to the device; 0 if the adapter is on the device
+        already."""
         return 0.0 if self.adapters.is_on_device(group.adapter_id) else self.config.lora_copy_seconds
 
 

@@ -2,10 +2,10 @@
 
 A block can have a key, which stands for the block's tokens and all tokens before them. A block receives its key when a
 step that computes the block is planned. If several blocks have the same key, the key finds one of them. The block that
-is found keeps its key and contents after its last holder has freed it. A free block can be found and held again until
-the pool has no other free block.
+a key finds keeps its key and contents after its last holder has freed it. A free block can be found and held again
+until the pool has no other free block.
 
-A key is called expected if a running sequence will compute a block with this key, but no planned step does so.
+A key is called expected if a running sequence will compute a block with this key, but no planned step computes it yet.
 """
 
 from collections import OrderedDict
@@ -15,14 +15,15 @@ from itertools import takewhile
 from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
 
 Content = bytes | int
-"""The contents of a block: its key. A block without a key equals no other block, and is represented by its number."""
+"""The contents of a block, represented by its key. A block without a key is equal to no other block, and is represented
+by its number."""
 
 
 class Evictor:
     """Free blocks that can still be found, in the order of their eviction. Every operation is O(1).
 
-    The block that was freed first is evicted first. A sequence frees its last block first. So a sequence's last block
-    is evicted before its other blocks. The last block is also the least likely to be shared.
+    The block that was freed first is evicted first. A sequence frees its last block first, so that this block, which is
+    the least likely to be shared, is evicted before its other blocks.
     """
 
     def __init__(self) -> None:
@@ -56,14 +57,14 @@ class BlockAllocator:
         self._bit = bit
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
-        self._parents: list[bytes] = [b""] * num_blocks  # Key before each block's key in its chain.
-        self._children: dict[bytes, set[bytes]] = {}  # Keys that find blocks, by their predecessor in the chain.
-        self._expected: dict[bytes, int] = {}  # Number of sequences that will compute each key.
-        self._by_key: dict[Content, int] = {}  # Contains keys only, so that a block number is never found.
-        # A stack: the block that was freed last is the most likely to be in a processor's cache.
+        self._parents: list[bytes] = [b""] * num_blocks  # The key before each block's key in the chain of keys.
+        self._children: dict[bytes, set[bytes]] = {}  # Keys that find blocks, by the key before them in the chain.
+        self._expected: dict[bytes, int] = {}  # Number of sequences that will compute a block with each key.
+        self._by_key: dict[Content, int] = {}  # The block that each key finds; contains no block numbers as keys.
+        # A stack of free blocks: the block that was freed last is the most likely to be in a processor's cache.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictor = Evictor()
-        self.num_lost = 0  # blocks that could be found before, and cannot be found now
+        self.num_lost = 0  # number of times that a key ceased to find a block
 
     @property
     def num_free(self) -> int:
@@ -106,12 +107,12 @@ class BlockAllocator:
 
     @property
     def num_findable(self) -> int:
-        """Blocks that can be found, held or free."""
+        """Number of blocks, held or free, that a key finds."""
         return len(self._by_key)
 
     def publish(self, block: int, key: bytes, parent: bytes) -> None:
-        """Give a held block the key of its contents. A key that finds another block already still finds the other
-        block.
+        """Give a held block the key of its contents. If the key already finds another block, the key still finds that
+        other block.
 
         `parent` is the key before `key` in the chain: the key of the block before, or the root.
         """
@@ -194,7 +195,7 @@ class BlockAllocator:
         self._keys[block] = None
 
     def find(self, content: Content) -> int | None:
-        """The block that this key finds, held or free."""
+        """The block, held or free, that this key finds; None if there is none."""
         return self._by_key.get(content)
 
     def end_of_run(self, keys: Sequence[bytes], start: int, end: int) -> int:
@@ -215,7 +216,7 @@ class BlockAllocator:
         return blocks
 
     def num_held(self, blocks: Iterable[int], leaving: Mapping[int, int]) -> int:
-        """Number of these blocks that still have a holder, after `leaving` holders of each block have freed it."""
+        """Number of these blocks that still have a holder, after `leaving[block]` holders have freed each block."""
         ref_counts = self._ref_counts
         if not leaving:
             return sum(map(bool, map(ref_counts.__getitem__, blocks)))

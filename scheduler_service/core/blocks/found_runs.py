@@ -1,7 +1,7 @@
 """Runs of cached blocks that were found in a step, so that requests with the same prefix need no second lookup.
 
-A key stands for all tokens up to its block's end. If two prompts have the same key at one index, all keys before that
-index are the same too. So bisection finds the length of the common prefix.
+A key stands for all tokens up to its block's end. If two prompts have the same key at one index, all their earlier keys
+are the same too, so bisection finds their common prefix.
 """
 
 from bisect import bisect_left
@@ -15,12 +15,12 @@ class Run(NamedTuple):
     end: int
     """First index whose key finds no block."""
     num_looked_up: int
-    """Keys that were looked up or compared."""
+    """Number of keys that were looked up or compared."""
 
 
 class FoundRuns:
-    """The runs of one step. Runs are not kept for the next step, because the keys of a prompt can change. If a block
-    can no longer be found, all runs are forgotten."""
+    """The runs of cached blocks that were found in one step. Runs are not kept for the next step, because the keys of a
+    prompt can change. If a block can no longer be found, all runs are forgotten."""
 
     def __init__(self, blocks: BlockAllocator) -> None:
         self._blocks = blocks
@@ -28,7 +28,7 @@ class FoundRuns:
         self._runs: dict[bytes, tuple[Sequence[bytes], int]] = {}
 
     def find(self, keys: Sequence[bytes], start: int, end: int) -> Run:
-        """The run of found blocks from index `start` to index `end`."""
+        """The run of cached blocks that begins at index `start` and ends at index `end` at the latest."""
         if self._num_lost != self._blocks.num_lost:
             self._num_lost = self._blocks.num_lost
             self._runs.clear()

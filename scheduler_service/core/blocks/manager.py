@@ -4,9 +4,9 @@ A table covers at least the computed tokens of its sequence. A block can be in s
 to the block. A sequence receives a copy of a shared block before it writes to the block (copy on write).
 
 A swapped sequence has a table of host blocks. Blocks keep their keys when they are swapped in either direction. If the
-other pool has a block with the same key, the table shares that block, and nothing is copied. Blocks that are copied in
-a swap can be found as soon as the swap is planned. Finding a planned copy is safe, because every step copies before it
-reads, and steps are done in order.
+target pool has a block with the same key, the table shares that block, and nothing is copied. Blocks that are copied in
+a swap can be found as soon as the swap is planned. Finding a block whose copy is only planned is safe, because every
+step copies blocks before attention reads them, and steps are done in order.
 
 With a sliding window, a table's leading entries become NO_BLOCK when no later token attends to them.
 
@@ -72,16 +72,16 @@ class BlockManager:
         self.host_tables = self._on_host.tables
 
     def num_table_entries(self, sequence: Sequence, num_tokens: int) -> int:
-        """Number of entries of a device table that has room for `num_tokens` tokens after the computed tokens."""
+        """Number of entries that a sequence's device table must have, for room for `num_tokens` tokens after the
+        computed tokens."""
         num_ahead = self.sizes.blocks_ahead(sequence.num_computed_tokens + num_tokens)
         return max(num_ahead, len(self.tables[sequence.id]))
 
     def can_allocate(
         self, group: SequenceGroup, *, leave_watermark: bool, without: Iterable[SequenceGroup] = ()
     ) -> AllocStatus:
-        """Whether a waiting group fits, after the running groups in `without` have freed their blocks.
-
-        `leave_watermark` keeps blocks free, so that running groups can grow.
+        """Whether the device has blocks for a waiting group, after the running groups in `without` have freed their
+        blocks. `leave_watermark` keeps a reserve of blocks free, so that running groups can grow.
         """
         if self.sizes.never_fits(group):
             return AllocStatus.NEVER
@@ -100,7 +100,7 @@ class BlockManager:
         """Allocate the first blocks of a sequence without a table. Cached blocks are used first, and their tokens count
         as computed.
 
-        The encoder's input of the group receives all of its blocks.
+        The input of the group's encoder receives all of its blocks at once.
         """
         assert leader.id not in self.tables
         table, encoder = self.cache.cached_blocks(leader), leader.group.encoder
@@ -123,7 +123,7 @@ class BlockManager:
         self.tables[encoder.id] = cached or [self.device.allocate() for _ in range(num_blocks)]
 
     def shares_any(self, group: SequenceGroup, blocks: Container[int]) -> bool:
-        """Whether a running group shares any of these blocks with another group."""
+        """Whether a running group shares any of `blocks` with another group."""
         held = self._on_device.held_by(group)
         return any(block in blocks and self.device.ref_count(block) > count for block, count in held.items())
 
@@ -157,7 +157,7 @@ class BlockManager:
                 table[index] = NO_BLOCK
 
     def can_append_slots(self, chunks: Iterable[tuple[Sequence, int]]) -> bool:
-        """Whether enough blocks are free for the chunks of these sequences."""
+        """Whether enough blocks are free for these chunks, which are pairs of sequence and number of tokens."""
         return self._num_new_blocks(chunks, self.tables, self.device.ref_count) <= self.device.num_free
 
     def append_slots(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
@@ -177,16 +177,16 @@ class BlockManager:
                 copies.append((block, table[index]))
                 sequence.num_known_blocks = min(sequence.num_known_blocks, index)
             else:
-                # A fork may write its own tokens to a block that was published with its parent's tokens.
+                # A forked sequence may write its own tokens to a block that was published with its parent's tokens.
                 self.device.withdraw(block)
         self._extend_table(sequence, end)
         return copies
 
     def extend_slots(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Extend the room of a sequence to `num_tokens` tokens after the computed tokens, after a call of
-        `append_slots`.
+        """After a call of `append_slots`, extend the room of a sequence to `num_tokens` tokens after the computed
+        tokens.
 
-        Returns whether enough blocks were free. Blocks that the sequence has already need no copies.
+        Returns whether enough blocks were free. Blocks that the sequence already has are not copied.
         """
         end = self.num_table_entries(sequence, num_tokens)
         if end - len(self.tables[sequence.id]) > self.device.num_free:
@@ -205,7 +205,7 @@ class BlockManager:
         tables: Mapping[int, SequenceOf[Content]],
         num_holders: Callable[[Any], int],
     ) -> int:
-        """Number of blocks that the chunks of these sequences need: new blocks, and copies of shared blocks."""
+        """Number of free blocks that these chunks need: new blocks, and copies of shared blocks."""
         num_new = 0
         writers: Counter[Content] = Counter()  # number of sequences that write to each shared block
         for sequence, num_tokens in chunks:
@@ -233,10 +233,10 @@ class BlockManager:
         return move(group, self._on_device, self._on_host, self._num_filled)
 
     def can_swap_in(self, group: SequenceGroup, step_tokens: int, *, leave_watermark: bool) -> AllocStatus:
-        """Whether a swapped group fits, with room for the tokens that its sequences can compute in a step.
+        """Whether a swapped group fits the device, with room for the tokens that its sequences can compute in a step.
 
-        `step_tokens` is the number of tokens of a step. Room for a whole prompt is not required, because with a sliding
-        window a prompt can be larger than the pool.
+        `step_tokens` is the maximum number of tokens of a step. Room for a whole prompt is not required, because with a
+        sliding window a prompt can be larger than the pool.
         """
         tables = self._on_host.contents(group)
         own = own_contents(tables)
@@ -286,7 +286,7 @@ class BlockManager:
         return block is not None and self.device.ref_count(block) > held[block]
 
     def _num_filled(self, sequence: Sequence) -> int:
-        """Number of leading blocks of a table that contain tokens."""
+        """Number of leading blocks of a sequence's table that contain computed tokens."""
         return self.sizes.blocks_of(sequence.num_computed_tokens)
 
     # ---- freeing

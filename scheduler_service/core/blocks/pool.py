@@ -1,7 +1,7 @@
-"""The blocks of one memory and the tables of its sequences, and moves of a group from one memory to the other.
+"""The blocks of one memory (device or host), the block tables in it, and moves of a group from one memory to the other.
 
-Blocks keep their keys when they are moved. If the target pool has a block with the same key, the table shares that
-block, and nothing is copied.
+Blocks keep their keys when they are moved. If the target pool has a block with the same key, the moved table shares
+that block, and nothing is copied.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from scheduler_service.core.blocks.allocator import BlockAllocator, Content
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 
 NO_BLOCK = -1
-"""Entry of a table whose block was freed."""
+"""Entry of a block table in place of a block that was freed."""
 
 
 class Pool:
@@ -26,7 +26,7 @@ class Pool:
         self.tables: dict[int, list[int]] = {}
 
     def contents(self, group: SequenceGroup) -> dict[int, list[Content]]:
-        """A group's tables, with the contents of blocks in place of their numbers."""
+        """A group's block tables, with the contents of blocks in place of block numbers."""
         return {s.id: self.blocks.contents(self.tables[s.id]) for s in group.with_tables if s.id in self.tables}
 
     def held_by(self, group: SequenceGroup) -> Counter[int]:
@@ -38,7 +38,7 @@ class Pool:
         return [block for s in group.with_tables for block in self.tables.get(s.id, ())]
 
     def free(self, table: SequenceOf[int]) -> None:
-        """Free a table's blocks, the last block first, for the order of the `Evictor`."""
+        """Free a table's blocks, the last block first, so that the `Evictor` evicts it first."""
         for block in reversed(table):
             if block != NO_BLOCK:
                 self.blocks.free(block)
@@ -65,9 +65,9 @@ def move(
 ) -> list[tuple[int, int]]:
     """Move a group's tables. Returns the blocks to copy, as pairs of source and target.
 
-    Each content is moved once. If the target pool has a block with this content, the content is not copied. The first
-    `num_filled` blocks of a table contain tokens; the later blocks are not copied. Blocks that are found in the target
-    pool are held before any block is allocated, because an allocation can evict a free block.
+    A block that is in several tables is copied once. A block whose content the target pool already has is not copied.
+    The first `num_filled` blocks of a table contain tokens; the later blocks are not copied. Blocks that are found in
+    the target pool are held before any block is allocated, because an allocation can evict a free block.
     """
     contents = source.contents(group)
     arrived: dict[Content, int] = {}

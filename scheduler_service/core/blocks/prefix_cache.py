@@ -1,9 +1,10 @@
 """Finds a worker's blocks by their tokens, including blocks that are only planned or expected.
 
-A full block of known tokens can be found from the moment when the chunk that fills it is planned. In the same step,
-finding the block is safe because a worker stores the keys and values of all rows before any row reads them. In later
-steps, finding the block is safe because a worker does steps in order. In the step that fills a shared block, a sequence
-that shares the block may not be copied or swapped out.
+A full block of known tokens can be found from the moment when the chunk that fills it is planned. In the step that
+fills it, a block can be found safely, because a worker stores all rows' keys and values before any row attends to them.
+In later steps, finding a planned block is safe because a worker does steps in order. A step copies blocks before it
+fills blocks. A sequence that shares a block may therefore not be copied or swapped out in the step that fills the
+block.
 
 A running sequence's block is expected if no planned step computes it yet.
 """
@@ -22,7 +23,7 @@ class PrefixLook(NamedTuple):
     """The result of looking up a waiting sequence's blocks."""
 
     first: int
-    """Number of the first block that is not found."""
+    """Index of the first block that is not found."""
     awaited: bytes | None
     """Key of the first block that is not found; None if no running sequence will compute this block."""
     num_looked_up: int
@@ -33,7 +34,8 @@ _NOTHING_EXPECTED = PrefixLook(0, None, 0)
 
 
 class PrefixCache:
-    """Publishes the blocks of sequences in both pools, and finds blocks on the device for waiting sequences."""
+    """Publishes the blocks of sequences on the device and the host, and finds blocks on the device for waiting
+    sequences."""
 
     def __init__(self, device: Pool, host: Pool, sizes: TableSizes, *, prefix_caching: bool) -> None:
         self.keys = SequenceKeys(sizes, prefix_caching=prefix_caching)
@@ -44,11 +46,12 @@ class PrefixCache:
     # ---- changes of the cache
 
     def publish(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Make the full blocks of a sequence's first tokens findable, on the device or, if swapped out, on the host.
+        """Publish the full blocks of a sequence's first tokens, on the device or, if the sequence is swapped out, on
+        the host.
 
         The first `num_tokens` tokens must be known, and the steps that compute them must be planned. The last block of
-        an encoder's input counts as full, because that input does not grow. If a block was withdrawn, later blocks are
-        not published. Returns the published blocks.
+        an encoder's input counts as full, because that input does not grow. If a block of the sequence was withdrawn,
+        its later blocks are not published. Returns the published blocks.
         """
         num_full, start = num_tokens // self._sizes.block_size, sequence.num_published_blocks
         if sequence.is_encoder:
@@ -73,8 +76,8 @@ class PrefixCache:
         return table[start:num_full]
 
     def take_back(self, sequence: Sequence) -> None:
-        """Withdraw the blocks of a planned chunk that will not be computed. No other sequence may hold the blocks of
-        this chunk."""
+        """Remove the blocks of a planned chunk that will not be computed from the prefix cache. No other sequence may
+        hold the blocks of this chunk."""
         self.unexpect(sequence, sequence.num_expected_blocks)
         first, end = sequence.num_computed_tokens // self._sizes.block_size, sequence.num_published_blocks
         for block in self._device.tables[sequence.id][first:end]:
@@ -83,7 +86,8 @@ class PrefixCache:
         sequence.num_published_blocks = min(first, end)
 
     def expect(self, sequence: Sequence) -> None:
-        """Expect the blocks of a running sequence's remaining known tokens, so that other groups can wait for them."""
+        """Mark the blocks of a running sequence's remaining known tokens as expected, so that other groups can wait for
+        them."""
         num_full, num_published = sequence.num_tokens // self._sizes.block_size, sequence.num_published_blocks
         start = max(num_published, sequence.num_expected_blocks)
         if self._is_on and not sequence.is_encoder and num_full > start:
@@ -104,7 +108,8 @@ class PrefixCache:
     def withdraw(self, sequence: Sequence) -> None:
         """Remove the sequence's blocks from the prefix cache, because their contents cannot be trusted.
 
-        The blocks of its encoder's input are removed too, and all cached blocks whose keys continue a removed key.
+        The blocks of its encoder's input are removed too, and all cached blocks whose keys follow a removed key in a
+        chain.
         """
         encoder = sequence.group.encoder
         ids = [sequence.id] if encoder is None else [sequence.id, encoder.id]
@@ -122,7 +127,7 @@ class PrefixCache:
                     blocks.withdraw(found)
 
     def reset(self) -> int:
-        """Make every block unfindable, on the device and on the host; tables keep their blocks.
+        """Remove every block from the prefix cache, on the device and on the host; block tables keep their blocks.
 
         Returns the number of device blocks that could be found before the reset. If a sequence in flight publishes a
         block later, the block is found only after the blocks before it were computed again.
@@ -154,9 +159,10 @@ class PrefixCache:
     def look_up(self, sequence: Sequence, start: int, runs: FoundRuns) -> PrefixLook:
         """Find the first block of a waiting sequence that is not cached, and whether the block is expected.
 
-        `start` is the number of leading blocks that an earlier look found. If the last one of these leading blocks is
-        gone, all blocks are looked up again. `runs` were found for other sequences in this step. Copying the keys of a
-        prompt of 131,072 tokens would take 30 µs, so the keys are not copied.
+        `start` is the number of leading blocks that an earlier lookup found. If the last of these leading blocks is no
+        longer cached, all blocks are looked up again. `runs` contains the runs of blocks that were found for other
+        sequences in this step. Copying the keys of a prompt of 131,072 tokens would take 30 µs, so the keys are not
+        copied.
         """
         if not self._device.blocks.num_expected_keys:
             return _NOTHING_EXPECTED
@@ -169,11 +175,11 @@ class PrefixCache:
         return PrefixLook(first, keys[first] if is_expected else None, num_looked_up + 2)
 
     def has_encoded(self, group: SequenceGroup) -> bool:
-        """Whether the encoder's input of a waiting group is in the cache."""
+        """Whether the whole encoder input of a waiting group is in the cache."""
         return group.encoder is not None and bool(self.cached_encoder_blocks(group.encoder))
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
-        """The blocks of the longest cached prefix."""
+        """The blocks of a sequence's longest cached prefix."""
         return self._device.blocks.find_run(self.keys.cacheable(sequence))
 
     def cached_encoder_blocks(self, encoder: EncoderSequence) -> list[int]:

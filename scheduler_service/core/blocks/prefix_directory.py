@@ -1,13 +1,13 @@
-"""Stores which workers hold which cached blocks: the holders of a block's key are the bits of a number.
-
-A set for each key would need several times the memory. The workers that hold several consecutive blocks, and have room,
-are found by combining numbers with `&`. Combining two numbers takes 50 ns with a thousand workers.
+"""Stores which workers hold which cached blocks: the workers that hold a block's key are the bits of an integer. A
+Python set of workers for each key would need several times the memory. The workers that hold several consecutive
+blocks, and have room, are found by combining integers with `&`. Combining two integers takes 50 ns with a thousand
+workers.
 """
 
 
 class PrefixDirectory:
-    """The workers that hold each key. Block allocators add keys of their blocks and remove the keys of evicted
-    blocks."""
+    """The workers that hold the block of each key. Block allocators add keys of their blocks and remove the keys of
+    evicted blocks."""
 
     def __init__(self) -> None:
         self._holders: dict[bytes, int] = {}

@@ -1,9 +1,9 @@
 """Keys of blocks in the prefix cache: a SHA-256 chain, so that a key stands for all tokens up to its block's end.
 
 The root of a chain contains everything that must separate caches: the server's secret, the tenant's salt, the adapter.
-A collision would show a client another client's text. With a guessable key, a client could find out which prompts other
-clients have sent. So the hash is cryptographic. Hashing a block takes about 1 µs. Each key is computed once
-and stored in its sequence.
+If two different texts had the same key, a client could receive another client's text. With a guessable key, a client
+could find out which prompts other clients have sent. A cryptographic hash prevents collisions and guessable keys.
+Hashing a block takes about 1 µs. Each key is computed once and stored in its sequence.
 """
 
 import hashlib
@@ -30,7 +30,8 @@ def root_behind(root: bytes, encoder_input: EncoderInput | None) -> bytes:
 
 
 def encoder_keys(first: bytes, num_blocks: int) -> list[bytes]:
-    """The keys of an encoder's blocks. Each key stands for the whole input, so the last block need not be full."""
+    """The keys of an encoder's blocks. Each key stands for the whole input of the encoder, so the last block need not
+    be full."""
     return [root_key(first, index.to_bytes(8, "little"), b"encoder") for index in range(num_blocks)]
 
 
@@ -40,7 +41,7 @@ def first_key(group: SequenceGroup) -> bytes:
 
 
 def key_of_adapter(root: bytes, adapter: str) -> bytes:
-    """The start of the chain for an adapter. Without an adapter, the chain starts with the root."""
+    """The start of the chain for an adapter. Without an adapter, the chain starts with `root`."""
     return root_key(root, adapter.encode()) if adapter else root
 
 
@@ -58,7 +59,8 @@ def next_key(previous: bytes, token_ids: "array[int]") -> bytes:
 
 
 class SequenceKeys:
-    """The block keys of one worker. Without prefix caching no block is found, and there are no keys."""
+    """Computes the block keys of one worker's sequences. Without prefix caching no block is found, and there are no
+    keys."""
 
     def __init__(self, sizes: TableSizes, *, prefix_caching: bool) -> None:
         self._sizes = sizes
@@ -80,7 +82,7 @@ class SequenceKeys:
         """The keys of blocks that a sequence could find in the cache: all full blocks before the last token.
 
         The last token must be computed for its logits. The list is empty if log-probabilities or vectors need the
-        states of all tokens.
+        hidden states of all tokens.
         """
         num_blocks = self.num_cacheable(sequence)
         return self.leading(sequence, num_blocks)[:num_blocks]

@@ -1,4 +1,4 @@
-"""Computes how many blocks sequences need from their numbers of tokens, without looking at any block."""
+"""Computes from numbers of tokens how many blocks sequences need, without looking at any block."""
 
 from dataclasses import dataclass
 
@@ -33,8 +33,8 @@ class TableSizes:
         return num_blocks * self.block_size - self.num_lookahead_slots
 
     def first_blocks(self, sequence: Sequence) -> int:
-        """Number of blocks that a sequence without blocks receives: for all its tokens, or the maximum that it ever
-        holds."""
+        """Number of blocks that a sequence without blocks receives: blocks for all its tokens, or at most the blocks of
+        a sliding window."""
         return self._within_window(self.blocks_ahead(sequence.num_tokens))
 
     def blocks_of_group(self, group: SequenceGroup) -> int:
@@ -49,7 +49,7 @@ class TableSizes:
         """Whether a waiting group needs more than the whole pool when its outputs have their maximum length."""
         if not self.num_blocks:
             return len(group.prompt_token_ids) > self.max_sequence_tokens
-        most = group.max_num_tokens(self.max_sequence_tokens) - 1  # the last token is never computed
+        most = group.max_num_tokens(self.max_sequence_tokens) - 1  # the last token is never computed, only sampled
         num_prompt = len(group.prompt_token_ids)
         leader, *followers = [sequence.num_tokens for sequence in group.live]
         followers += [num_prompt + 1] * (group.num_seqs - 1 - len(followers))  # beams of later steps
@@ -64,12 +64,11 @@ class TableSizes:
         """Number of blocks that a follower shares with no other sequence when it has `num_tokens` tokens.
 
         `num_forked_with` is the follower's number of tokens when it forks. A follower without output computes the last
-        prompt token itself. So a block that ends with the prompt is not shared.
+        prompt token itself, so a block that ends with the prompt is not shared.
         """
         shared = min(len(group.prompt_token_ids), num_forked_with - 1) // self.block_size
         return self._within_window(self.blocks_ahead(num_tokens) - shared)
 
     def _within_window(self, num_blocks: int, num_sequences: int = 1) -> int:
-        """`num_blocks`, or the maximum number of blocks that sequences hold at a time if a sliding window frees
-        blocks."""
+        """`num_blocks`; with a sliding window, at most the blocks that `num_sequences` sequences hold at a time."""
         return min(num_blocks, num_sequences * self.max_blocks_per_sequence) if self.sliding_window else num_blocks

@@ -2,11 +2,12 @@
 
 The algorithm is that of transformers' `GenerationMixin._beam_search`. In each step the likeliest continuations of all
 beams compete by the sum of their log-probabilities. A continuation among the best `beam_width` that ends the output is
-a complete output. The score of a complete output is the sum divided by length ** length_penalty. The best `beam_width`
-continuations that do not end are the beams of the next step.
+a complete output. The score of a complete output is the sum of its log-probabilities divided by length **
+length_penalty. The best `beam_width` continuations that do not end the output are the beams of the next step.
 
 The search ends if no running beam can be better than the worst of `beam_width` complete outputs. With `early_stopping`
-the search ends as soon as there are `beam_width` complete outputs. The search also ends at the maximum length.
+the search ends as soon as there are `beam_width` complete outputs. The search also ends at the maximum length of an
+output.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from scheduler_service.core.groups.sampling_params import SamplingParams
 
 
 class Beam(Protocol):
-    """A sequence of the search. `score` is the sum of its tokens' log-probabilities."""
+    """A running sequence of a beam search. `score` is the sum of its tokens' log-probabilities."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -60,7 +61,8 @@ class Hypothesis(NamedTuple):
 
 
 class BeamSearch:
-    """The search of one group. `hypotheses` are the complete outputs so far, the best first, at most `beam_width`."""
+    """The beam search of one group. `hypotheses` are the complete outputs so far, the best first, at most
+    `beam_width`."""
 
     def __init__(self, sampling: SamplingParams) -> None:
         self._sampling = sampling
@@ -71,7 +73,8 @@ class BeamSearch:
         return self._sampling.beam_width
 
     def advance(self, beams: SequenceOf[B]) -> list[Continuation[B]]:
-        """The next beams, the best first; none if the search is over. Every beam must have its `candidates`."""
+        """The beams of the next step, the best first; an empty list if the search is over. Every beam must have its
+        `candidates`."""
         sampling = self._sampling
         num_output_tokens = beams[0].num_output_tokens + 1  # all beams have the same length
         may_end = num_output_tokens > sampling.min_tokens
@@ -109,7 +112,7 @@ class BeamSearch:
     def _is_over(self, best: Continuation[B], num_output_tokens: int) -> bool:
         if len(self.hypotheses) < self.width:
             return False
-        # The estimate of transformers, which is not a bound.
+        # As in transformers, this score is an estimate; a running beam can still become better.
         best_possible = self._penalized(best.score, num_output_tokens)
         return self._sampling.early_stopping or best_possible <= self.hypotheses[-1].score
 

@@ -1,10 +1,10 @@
 """The input of an encoder-decoder model's encoder, as a sequence of a request's group.
 
-The encoder's tokens are computed in one step, before any output attends to them. The blocks of this sequence store keys
-and values, not states: each decoder layer computes its keys and values from the encoder's states once. So the block
-table of this sequence is the cross-attention table of all outputs in the group. The table of an encoder's input never
-grows, and its blocks are written once. Each token of the input depends on all other tokens. So the prefix cache finds
-all blocks of an input, or none.
+The encoder's tokens are computed in one step, before any output attends to them. The blocks of an encoder's input store
+keys and values, which each decoder layer computes once from the encoder's hidden states. The block table of an
+encoder's input is the cross-attention table of all outputs in the group. The table of an encoder's input never grows,
+and its blocks are written once. Each token of the input depends on all other tokens, so the prefix cache finds all
+blocks of an encoder's input, or none.
 """
 
 import hashlib
@@ -17,8 +17,9 @@ from dataclasses import dataclass
 class EncoderInput:
     """Token ids, or audio features that the encoder turns into `num_tokens` tokens.
 
-    Equal inputs have equal digests. `features` are 32-bit numbers in little-endian order, as the worker's network reads
-    them. A replayed request has no features; `num_feature_bytes` stores the size of the original features.
+    Equal inputs have equal digests. `features` are 32-bit floats in little-endian order, as the worker's network reads
+    them. A request that is replayed from a recording has no features; `num_feature_bytes` stores the size of the
+    original features.
     """
 
     num_tokens: int

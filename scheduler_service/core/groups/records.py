@@ -17,7 +17,7 @@ class PlacementRecord:
     """Limits of a group's wait for a better worker. Times are in seconds of the scheduler's clock."""
 
     num_overtaken: int = 0
-    """Later groups that were taken before this group while it waited."""
+    """Number of later groups that were taken before this group while it waited."""
     left_until: float | None = None
     """Time until which a worker may leave the group to a better worker; None if no worker has left the group."""
     prefix_waits: dict[str, PrefixWait] = field(default_factory=dict)
@@ -41,4 +41,4 @@ class History:
     worker: str | None = None
     """Name of the worker that took the group last."""
     num_worker_changes: int = 0
-    """How often another worker took the group than the worker before."""
+    """How often the group was taken by another worker than the time before."""

@@ -1,6 +1,6 @@
 """The sampling parameters that planning reads: number of outputs, stop conditions, and log-probabilities.
 
-Planning does not read the parameters of a worker's sampler, which `wire.sampling` adds.
+Planning does not read the parameters that only a worker's sampler needs; `wire.sampling` adds them.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from scheduler_service.core.groups.transcript_params import TranscriptParams
 class SamplingParams:
     """How to choose tokens and when to stop, with every default filled in.
 
-    `eos_token_ids`: tokens that end the output silently; empty with ignore_eos. `stop_token_ids`: tokens that the
-    request named to end the output. `logprobs` is None for no log-probabilities, and 0 for only the chosen token's
-    log-probability. `beam_width`: 0 for no beam search. A beam search samples nothing, and returns the best `n` of its
-    `beam_width` outputs. `form`: the grammar that an output must follow, in the worker's format. `pooling`: the request
-    is for vectors, and samples nothing. `transcript`: rules for the order of tokens in a transcript, and tokens that
-    are never chosen.
+    `eos_token_ids`: end tokens of the model, which are not reported as stop tokens; empty with ignore_eos.
+    `stop_token_ids`: tokens that the request named to end the output. `logprobs` is None for no log-probabilities, and
+    0 for only the chosen token's log-probability. `beam_width` is 0 without a beam search. A beam search samples
+    nothing, and returns the best `n` of its `beam_width` outputs. `form`: the output form (such as a grammar) that an
+    output must follow, in the worker's format. `pooling`: parameters of a request for vectors, which samples nothing.
+    `transcript`: rules for the order of tokens in a transcript, and tokens that are never chosen.
     """
 
     max_tokens: int
@@ -47,8 +47,8 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of log-probabilities that the worker reports for a token. In a beam search, `beam_width` of the
-        candidates must not end the output."""
+        """Number of log-probabilities that the worker reports for a token. In a beam search, at least `beam_width` of
+        the reported tokens must not end the output."""
         return self.beam_width + len(self.end_token_ids) if self.beam_width else self.logprobs
 
     @property

@@ -5,9 +5,10 @@ followers. A follower has no blocks until it forks the prompt's blocks from the 
 in the same way: the leader first.
 
 Steps can be planned before earlier steps are answered. A sequence's computed tokens include all tokens that the steps
-sent so far compute. A sequence's tokens are only the known tokens. If all known tokens of a sequence are computed, a
-step in flight samples its next token. The worker does steps in order, and continues from the sampled token without the
-scheduler. If steps in flight have room for drafts, the number of computed tokens is an upper bound.
+sent so far compute. Only known tokens count as a sequence's tokens, not a token that is still being sampled. If all
+known tokens of a sequence are computed, a step in flight samples its next token. The worker does steps in order, and
+feeds a sampled token into its next step without the scheduler. If steps in flight have room for drafts, the number of
+computed tokens is an upper bound.
 """
 
 from array import array
@@ -76,20 +77,20 @@ class Sequence:
         self.num_stored_tokens = 0  # Number of tokens that answered steps have computed.
         self.status = SequenceStatus.WAITING
         self.is_known = False  # Whether the worker knows the sequence in this session.
-        self.num_known_blocks = 0  # Leading entries of its block table that the worker has in their present state.
+        self.num_known_blocks = 0  # Number of leading entries of the block table that are the same on the worker.
         self.stop_token_id: int | None = None
-        self.num_slots = 0  # Tokens that its device blocks have room for.
-        # Parent whose first tokens it shares; None once the worker knows the sequence.
+        self.num_slots = 0  # Number of tokens that the sequence's device blocks have room for.
+        # Parent sequence whose first tokens this sequence shares; None once the worker knows this sequence.
         self.forked_from: Sequence | None = None
-        self.num_forked_tokens = 0  # Number of tokens from the parent.
-        self.num_draft_tokens = 0  # Room for drafts in steps in flight, which counts as computed.
-        self.num_draft_tokens_wanted = 0  # Draft tokens that each further step should have room for.
-        self.score = 0.0  # Sum of its tokens' log-probabilities, for a beam.
-        # Likeliest next tokens of a beam; None before the answer.
+        self.num_forked_tokens = 0  # Number of first tokens that are shared with the parent sequence.
+        self.num_draft_tokens = 0  # Number of draft tokens in steps in flight, which count as computed.
+        self.num_draft_tokens_wanted = 0  # Number of draft tokens that each further step should have room for.
+        self.score = 0.0  # Sum of the log-probabilities of a beam's tokens.
+        # Likeliest next tokens of a beam; None before the worker's answer.
         self.candidates: list[tuple[int, float]] | None = None
-        self.block_keys: list[bytes] = []  # Keys of its leading full blocks, as far as they were needed.
-        self.num_published_blocks = 0  # Leading blocks whose keys are in the prefix cache.
-        self.num_expected_blocks = 0  # Leading blocks that other groups may wait for; 0 if all are published.
+        self.block_keys: list[bytes] = []  # Keys of the sequence's leading full blocks, as far as they were needed.
+        self.num_published_blocks = 0  # Number of leading blocks whose keys are in the prefix cache.
+        self.num_expected_blocks = 0  # Number of leading blocks that are published or expected; 0 if none is expected.
 
     @property
     def num_tokens(self) -> int:
@@ -118,13 +119,14 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens that a step can compute: the known tokens that are not computed yet.
 
-        If all known tokens are computed, the token that is being sampled counts. A beam's next token is chosen among
-        the candidates of all beams, so a beam can compute nothing before the answer.
+        If all known tokens are computed, the token that a step in flight samples counts as one token. A beam's next
+        token is chosen among the candidates of all beams, so a beam can compute nothing before its step is answered.
         """
         num_left = self.num_prompt_tokens + len(self.output_token_ids) - self.num_computed_tokens
         if num_left > 0 or self.sampling.beam_width:
             return max(0, num_left)
-        return 1 if self.num_computed_tokens + 1 < self.max_num_tokens else 0  # the last token is never computed
+        # the last token is never computed, only sampled
+        return 1 if self.num_computed_tokens + 1 < self.max_num_tokens else 0
 
     def leave_worker(self) -> None:
         """Return to waiting. The sequence has no blocks any more, and will be new to the next worker."""
@@ -145,8 +147,8 @@ class Sequence:
 
 
 class EncoderSequence(Sequence):
-    """The input of a group's encoder: prompt tokens that are computed in one step. The input is not an output, so
-    `live` does not contain it."""
+    """The input of a group's encoder: prompt tokens that are computed in one step. An encoder's input is not an output,
+    so `SequenceGroup.live` does not contain it."""
 
     is_encoder = True
 
@@ -156,12 +158,13 @@ class EncoderSequence(Sequence):
         super().__init__(group, 0)
         self.input = encoder_input
         self.reports = False
-        self.prompt_token_ids = encoder_input.token_ids  # type: ignore[assignment]  # `EncoderInput` made it an array
+        # `EncoderInput` makes `token_ids` an array
+        self.prompt_token_ids = encoder_input.token_ids  # type: ignore[assignment]
         self.num_prompt_tokens = self.max_num_tokens = encoder_input.num_tokens
 
     @property
     def is_computed(self) -> bool:
-        """Whether the steps sent so far compute the input."""
+        """Whether the steps sent so far compute the encoder's input."""
         return self.num_computed_tokens == self.num_prompt_tokens
 
 
@@ -169,14 +172,14 @@ class EncoderSequence(Sequence):
 class SequenceGroup:
     """One request: `sampling.n` sequences that start from the same prompt, or the running beams of a search.
 
-    A request can continue where another scheduler stopped. A continued request has `output_token_ids`, the outputs so
-    far by index. `ended` are the indices of its complete outputs. The scheduler treats a continued request like a
-    preempted group.
+    A request can continue where another scheduler stopped. A continued request has `output_token_ids`, the tokens of
+    its outputs so far, by index. `ended` contains the indices of a continued request's complete outputs. The scheduler
+    treats a continued request like a preempted group.
     """
 
     request_id: str
     priority: int
-    """Lower numbers run first, if the policy uses priorities."""
+    """Groups with lower numbers run first, if the queue's policy uses priorities."""
     tenant: str
     """The tenant whose share of service the request uses."""
     adapter_id: str
@@ -186,10 +189,10 @@ class SequenceGroup:
     rank: tuple[int, int]
     """Place of the group in its queue. No two groups have the same rank."""
     cache_root: bytes
-    """Root of the block keys. Groups with equal root and adapter can share cached prefixes."""
+    """Root of the chain of the group's block keys. Groups with equal root and adapter can share cached prefixes."""
     sampling: SamplingParams
     is_plain: bool
-    """Whether its sequences gain only tokens: no log-probabilities, no vectors, no beams."""
+    """Whether the group's sequences gain only tokens: no log-probabilities, no vectors, no beams."""
     prompt_token_ids: "array[int]"
     """Prompt tokens, four bytes each. A prompt that is passed as an array is not copied, and must not change."""
     beams: BeamSearch | None
@@ -255,8 +258,8 @@ class SequenceGroup:
     def disband(self) -> None:
         """Drop the sequences of a group that has ended, once no code needs the sequences.
 
-        The sequences refer to the group. A group with sequences would stay in memory until Python's garbage collector
-        runs.
+        Group and sequences refer to each other, so an ended group with sequences would stay in memory until Python's
+        garbage collector runs.
         """
         self.sequences = []
         self.encoder = None
@@ -272,13 +275,14 @@ class SequenceGroup:
         return frozenset() if self.suspicion is None else self.suspicion.lost_on
 
     def max_num_tokens(self, max_sequence_tokens: int) -> int:
-        """Tokens of the prompt and the longest output, at most `max_sequence_tokens`. At least one token is sampled."""
+        """Tokens of the prompt and the longest output, at most `max_sequence_tokens`. The result is more than the
+        prompt's tokens, so that at least one token can be sampled."""
         num_prompt_tokens = len(self.prompt_token_ids)
         return max(min(num_prompt_tokens + self.sampling.max_tokens, max_sequence_tokens), num_prompt_tokens + 1)
 
     @property
     def output_token_ids(self) -> tuple[SequenceOf[int], ...]:
-        """The outputs so far by index; an empty tuple if all outputs are empty."""
+        """The token ids of each output so far, by index; an empty tuple if all outputs are empty."""
         outputs = tuple(sequence.output_token_ids for sequence in self.sequences)
         return outputs if any(outputs) else ()
 

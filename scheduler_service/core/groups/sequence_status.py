@@ -17,7 +17,7 @@ class SequenceStatus(enum.Enum):
     FINISHED_FAILED = enum.auto()
     """The model's logits were not finite, so no token could be chosen."""
     FINISHED_BARRED = enum.auto()
-    """The request's parameters or its form allow no further token."""
+    """The request's parameters or its output form allow no further token."""
 
     is_finished: bool
     """Whether the sequence has ended. The value is an attribute and not a property, because every step reads it several

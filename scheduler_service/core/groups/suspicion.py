@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 CLEARING_TOKENS = 4
 """Number of tokens after which a loss no longer counts against a request. A larger number would also find requests that
-kill workers with their tenth token. But in a storm of losses, a larger number would make all requests run alone for
-long."""
+kill workers with their tenth token. In a storm of losses, however, a larger number would make all requests run alone
+for long."""
 
 
 @dataclass(slots=True)
@@ -18,9 +18,10 @@ class Suspicion:
     num_losses: int = 0
     """Number of losses in the row, which is a series of losses with the request in flight."""
     num_alone: int = 0
-    """Number of solitary losses in the row, except the first loss. A solitary loss has no other request in flight."""
+    """Number of solitary losses in the row of losses, except the row's first loss. At a solitary loss, no other request
+    was in flight."""
     lost_on: frozenset[str] = frozenset()
-    """Names of the workers that were lost in the row."""
+    """Names of the workers that were lost in the row of losses."""
     last_lost_on: str | None = None
     """Name of the worker that was lost last."""
     num_clean_tokens: int = 0
@@ -30,29 +31,29 @@ class Suspicion:
     seconds_alone: float = 0.0
     """Seconds since the first loss in which only this request was in flight."""
     fleet_losses_before: int = 0
-    """Losses of the whole fleet up to the first loss of the row, including this loss."""
+    """Number of losses of the whole fleet up to the first loss of the row, including this first loss."""
     fleet_seconds_before: float = 0.0
     """Seconds that the whole fleet had served at the first loss of the row."""
     others_at_last: float = 0.0
-    """Seconds that workers had served without the request at its last solitary loss, counted from the first loss."""
+    """Seconds that workers served without the request, from the first loss of the row to the last solitary loss."""
     num_looks: int = 0
-    """How often the rule was applied to the request, in all rows together."""
+    """How often the rule in suspects/rule.py was applied to the request, in all rows of losses together."""
 
     @property
     def is_grave(self) -> bool:
         """Whether the request must be scheduled alone.
 
         After the second loss, the request must run alone for one token. After each further loss, the request must run
-        alone for CLEARING_TOKENS tokens. So a request that kills workers with its second or a later token runs alone at
-        last.
+        alone for CLEARING_TOKENS tokens. A request that kills workers with its second or a later token therefore runs
+        alone after enough losses.
         """
         if self.num_losses <= 2:
             return self.num_losses == 2 and not self.num_clean_tokens
         return self.num_clean_tokens < CLEARING_TOKENS
 
     def reluctance(self, worker: str) -> int:
-        """How little another loss on that worker would prove. 0: the worker was not lost with the request. 1: the
-        worker was lost in this row. 2: the worker was lost last."""
+        """How little another loss on that worker would prove, as a number. 0: the worker was not lost with the request.
+        1: the worker was lost in this row. 2: the worker was lost last."""
         return (worker in self.lost_on) + (worker == self.last_lost_on)
 
     def run(self, seconds: float, *, alone: bool) -> None:
@@ -67,4 +68,5 @@ class Suspicion:
         if self.num_losses:
             self.num_clean_tokens += 1
             if self.num_clean_tokens >= CLEARING_TOKENS:
-                self.__init__(num_looks=self.num_looks)  # type: ignore[misc]  # the group keeps this object
+                # the group keeps a reference to this object
+                self.__init__(num_looks=self.num_looks)  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""Losses and serving time of the whole fleet, which the losses of one request's workers are compared with."""
+"""Counts lost workers and serving time of the whole fleet, for comparison with the workers that were lost with one
+request in flight."""
 
 
 class Background:
@@ -9,7 +10,7 @@ class Background:
     def __init__(self) -> None:
         self.num_losses = 0
         self._num_serving = 0
-        self._seconds = 0.0  # `seconds(now)` without `now` for each serving worker
+        self._seconds = 0.0  # `seconds(now)` minus `now` for each serving worker
 
     def join(self, now: float) -> None:
         """Note that a worker's session begins."""

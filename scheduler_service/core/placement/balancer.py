@@ -1,26 +1,28 @@
 """Decides which worker takes a waiting group, among the workers that share a queue.
 
 If a worker has room for a group, its scheduler asks the balancer whether to take the group or leave it to a better
-worker. The better worker would finish the group's tokens sooner. The balancer estimates the seconds from each worker's
-present work, its speed, and the part of the group's prefix that the worker has or computes. Only a worker that has room
-now can be better, so one of the workers that ask always takes the group.
+worker. A worker is better if it would finish the group's tokens sooner. The balancer estimates when a worker would
+finish from its present work, its speed, and the group's tokens that it has cached or computes. Only a worker that has
+room now can be better, so one of the workers that ask always takes the group.
 
-A group is left for a limited time only, because the work of workers changes. The limit is the time that the better
-worker would have saved, counted from when the group was first left. So a group waits at most twice as long as
-necessary. A group is no longer left after MAX_OVERTAKES later groups were taken before it. A group that was left for
-its maximum time or overtaken MAX_OVERTAKES times is taken by the first worker that asks.
+A group is left to a better worker for a limited time only, because the work of workers changes. The time limit is the
+time that the better worker would have saved, counted from when the group was first left. With this time limit, a group
+waits at most twice as long as necessary. A group is no longer left to a better worker after MAX_OVERTAKES later groups
+were taken before it. A group that was left for its maximum time or overtaken MAX_OVERTAKES times is taken by the first
+worker that asks.
 
-A worker passes over a group whose adapter has no free slot on this worker. A group without a slot is overtaken at most
-MAX_OVERTAKES times. A worker also passes over a group whose adapter it does not hold. The worker fetches this adapter
-only if the worker would still finish the group sooner than the workers that hold the adapter.
+A worker passes over a group if the worker has no free slot for the group's adapter. A group without a slot is overtaken
+at most MAX_OVERTAKES times. A worker also passes over a group whose adapter it does not hold. The worker fetches this
+adapter only if the worker would still finish the group sooner than the workers that hold the adapter.
 
-A suspect waits without a limit for a worker that was not lost with it, while there is such a worker.
+A suspect waits without a time limit for a worker that was not lost with this suspect in flight, while there is such a
+worker.
 
 If nothing is cached and many groups wait, a worker takes its share of the groups at once, not one group at a time. With
-its share, the worker has as much work as each worker will have when no group waits any more.
+its share, a worker has as much work as each worker will have when all waiting groups are placed.
 
-The balancer reads the figures of each worker's last step. Every operation takes O(log workers) or less, except for
-suspects: for a suspect all workers are examined.
+The balancer reads the load that each worker's scheduler reported in its last step. Every operation takes O(log workers)
+or less, except for suspects: for a suspect all workers are examined.
 """
 
 import heapq
@@ -35,7 +37,7 @@ from scheduler_service.core.placement.step_times import StepTimes
 from scheduler_service.core.placement.worker import SEQUENCE_TOKENS, Member, WorkerScheduler
 
 MAX_OVERTAKES = 16
-MAX_CANDIDATES = 4  # workers of each kind that are examined closely
+MAX_CANDIDATES = 4  # maximum number of workers with the prefix, with the adapter and without a slot that are examined
 
 
 class Balancer:
@@ -50,12 +52,13 @@ class Balancer:
         self.num_left = dict.fromkeys(PlacementReason, 0)
         """How often a worker left a group to another worker, by reason."""
         self.num_overtakes = 0
-        """How often a group was taken before an earlier group that was left, or whose adapter had no slot."""
+        """How often a group was taken before an earlier group that was left to another worker, or whose adapter had no
+        slot."""
         self.num_moved = 0
         """Number of swapped groups that moved to another worker."""
         self.background = Background()
         self._members: dict[int, Member] = {}
-        self._is_open = 0  # bits of the workers that admit groups
+        self._is_open = 0  # the workers that admit groups, one bit each
         self._num_open = 0
         self._work = 0  # total work of the workers that admit groups
         self._speed = 0
@@ -76,12 +79,13 @@ class Balancer:
         return member
 
     def leave(self, member: Member) -> None:
-        """Remove a worker that is gone, and the reference to its scheduler. Does nothing if the worker has left
+        """Remove a worker that is gone, and the reference to its scheduler. Does nothing if the worker was removed
         before."""
         if self._members.get(member.slot) is member:
             self.report(member, 0, 0, is_open=False)
             del self._members[member.slot]
-            # The scheduler refers to the member, so both would wait for the garbage collector.
+            # The scheduler and the member refer to each other. Without this `del`, both would stay in memory until
+            # Python's garbage collector runs.
             del member.scheduler
 
     def report(self, member: Member, backlog: int, num_seqs: int, *, is_open: bool) -> None:
@@ -123,24 +127,24 @@ class Balancer:
         return self._num_open > member.is_open
 
     def other_workers(self, member: Member) -> list[WorkerScheduler]:
-        """Other workers that admit groups, including workers that are full of swapped groups. All workers are
-        examined."""
+        """Other workers that admit groups, including workers that are full of swapped groups. The call examines all
+        workers."""
         return [other.scheduler for other in self._members.values() if other is not member and other.scheduler.admits]
 
     def is_overdue(self, group: SequenceGroup, now: float) -> bool:
-        """Whether a waiting group was left for its maximum time, or overtaken MAX_OVERTAKES times."""
+        """Whether a waiting group was left in the queue for its maximum time, or was overtaken MAX_OVERTAKES times."""
         placement = group.placement
         return placement.num_overtaken >= MAX_OVERTAKES or (
             placement.left_until is not None and now > placement.left_until
         )
 
     def offers(self, *, member: Member, group: SequenceGroup, here: Here, now: float) -> list[Offer]:
-        """The offers of workers with room for a group: the offer of `member`, which asks, and the offers of a few
-        others.
+        """The offers of workers with room for a group: the offer of `member`, which asks, and the offers of a few other
+        workers.
 
-        The few others are the worker with the least work, and workers that hold the longest prefix or the group's
-        adapter. If `member` lacks the adapter, only workers that hold the adapter are asked. If no other worker can be
-        better, there are no other offers.
+        The few other workers are the worker with the least work, and workers that hold the longest prefix or the
+        group's adapter. If `member` lacks the adapter, only workers that hold the adapter are asked. If no other worker
+        can be better, the result contains no offer of another worker.
         """
         match here:
             case Here.HAS_ROOM:
@@ -195,7 +199,7 @@ class Balancer:
         return placement._replace(reason=PlacementReason.LOAD, to=to)
 
     def _first_members(self, bits: int) -> list[Member]:
-        """Up to MAX_CANDIDATES workers whose bits are set."""
+        """Up to MAX_CANDIDATES workers whose bits are set in `bits`."""
         members: list[Member] = []
         while bits and len(members) < MAX_CANDIDATES:
             slot = bits.bit_length() - 1
@@ -235,10 +239,11 @@ class Balancer:
         return Offer(self._seconds(member, group, cached, now), member.entry, member, cached)
 
     def _next_lightest(self, member: Member, group: SequenceGroup) -> list[Member]:
-        """The other worker that has room and the least work, as a list of one worker, or an empty list.
+        """A list with the other worker that has room and the least work; an empty list if no other worker has room.
 
-        A worker without room is asked again only after its work has changed. A worker without a slot for the group's
-        adapter may have room for other groups. The search ends after MAX_CANDIDATES workers without a slot.
+        A worker without room leaves the heap until its work changes. A worker that only lacks a slot for the group's
+        adapter stays in the heap, because it may have room for other groups. The search ends after MAX_CANDIDATES
+        workers without a slot for the adapter.
         """
         aside: list[tuple[float, int, int]] = []
         found: list[Member] = []
@@ -263,7 +268,7 @@ class Balancer:
         return found
 
     def _holders(self, member: Member, group: SequenceGroup) -> list[Member]:
-        """Other workers that hold at least as long a prefix as this worker."""
+        """Up to MAX_CANDIDATES other workers that hold at least as long a prefix of the group as `member`."""
         leader = group.live[0]
         keys = member.scheduler.blocks.cache.keys.findable(leader)
         first = max(0, len(member.scheduler.blocks.device.find_run(keys)) - 1)
@@ -271,10 +276,10 @@ class Balancer:
         return self._first_members(bits)
 
     def _is_share(self, member: Member, group: SequenceGroup, cached: int, num_waiting: int) -> bool:
-        """Whether the worker, after taking the group, has at most its share of the fleet's work.
+        """Whether `member`, after taking the group, has at most its share of the fleet's work.
 
-        The share assumes that all waiting groups are as large as this group. The comparison is rounded: up to half of
-        the group may exceed the share.
+        The share assumes that all waiting groups are as large as this group. Up to half of the group's tokens may
+        exceed the share.
         """
         tokens = _num_tokens(group) - cached + SEQUENCE_TOKENS * group.num_seqs
         return (2 * member.work + tokens) * self._speed <= 2 * (self._work + num_waiting * tokens) * member.speed
@@ -287,8 +292,8 @@ class Balancer:
         return seconds + member.scheduler.seconds_to_copy(group) if group.adapter_id else seconds
 
     def _seconds_in_flight(self, member: Member, factor: float, now: float) -> float:
-        """Seconds that the worker's steps in flight still take. A step that is overdue is expected to take its overdue
-        time again."""
+        """Seconds that the worker's steps in flight still take. If the steps are overdue, they are expected to take as
+        many more seconds as they are overdue."""
         steps = member.scheduler.steps_in_flight
         if not steps:
             return 0.0

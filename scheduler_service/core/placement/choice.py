@@ -8,11 +8,11 @@ from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.placement.worker import Member, WorkerScheduler
 
 LAST = sys.maxsize
-"""Order of an offer that goes after all other offers."""
+"""Value of `Offer.order` for an offer that goes after all other offers."""
 
 
 class Here(enum.Enum):
-    """Whether the worker that asks can take the group."""
+    """Whether the worker that asks the balancer can take the group."""
 
     HAS_ROOM = enum.auto()
     IS_FULL = enum.auto()
@@ -21,7 +21,8 @@ class Here(enum.Enum):
 
 
 class Offer(NamedTuple):
-    """One worker's estimate for a group. The offer with the fewest seconds is the best."""
+    """One worker's estimate of when it would have computed a group's tokens. The offer with the fewest seconds is the
+    best."""
 
     seconds: float
     """Seconds until the group's tokens would be computed on the worker."""
@@ -40,13 +41,14 @@ class PlacementReason(enum.Enum):
     ALONE = enum.auto()
     """No other worker had room."""
     LOAD = enum.auto()
-    """The chosen worker finishes the group sooner, by its work and its speed."""
+    """The chosen worker finishes the group sooner, because it has less work or a higher speed."""
     AFFINITY = enum.auto()
     """The chosen worker finishes the group sooner, because it has the group's adapter or more of its prefix."""
     SHARE = enum.auto()
-    """This worker takes its share of the groups; another worker with less work will find enough other groups."""
+    """This worker takes its share of the waiting groups; another worker with less work will find enough other
+    groups."""
     OVERDUE = enum.auto()
-    """The group was left for its maximum time, or overtaken MAX_OVERTAKES times."""
+    """The group was left in the queue for its maximum time, or was overtaken MAX_OVERTAKES times."""
     ROOM = enum.auto()
     """This worker has no room, and another worker has room."""
     SUSPECT = enum.auto()
@@ -56,8 +58,9 @@ class PlacementReason(enum.Enum):
 class Placement(NamedTuple):
     """One choice: a group was taken by the worker whose step contains it, or was left `to` another worker.
 
-    `seconds` is the expected time on this worker, `seconds_there` the expected time on the other worker; 0 without a
-    comparison. `cached_tokens` and `cached_tokens_there` are the group's cached tokens on the two workers.
+    `seconds` is the expected time until this worker would finish the group, and `seconds_there` the same time for the
+    other worker. `seconds` and `seconds_there` are 0 if no two workers were compared. `cached_tokens` and
+    `cached_tokens_there` count the group's cached tokens on this worker and on the other worker.
     """
 
     group: SequenceGroup

@@ -1,22 +1,24 @@
-"""The duration of a step: a fixed part and a part for each token, learnt from the answers of all workers.
+"""Estimates the duration of a step: a fixed part and a part for each token, learnt from the answers of all workers.
 
-A single worker may decode the same number of sequences in every step. Steps of the same size do not tell the fixed part
-from the part for each token. In a fleet, some workers always compute prompts, so the sizes of steps differ. `Slowness`
-compares the speed of a single worker with the fleet.
+A single worker may decode the same number of sequences in every step. If all steps have the same size, the fixed part
+cannot be told from the part for each token. In a fleet, some workers always compute prompts, so the sizes of steps
+differ. `Slowness` compares the speed of a single worker with the fleet.
 """
 
 import math
 
 PRIOR_TOKENS_PER_SECOND = 10_000
-# In tokens squared. If the variance of step sizes is smaller than this, the steps hardly change a token's estimated
-# time.
+# Weight of the prior, in tokens squared. While the variance of step sizes is smaller than this weight, steps hardly
+# change the estimated time of a token.
 PRIOR_VARIANCE = 16.0**2
-NUM_REMEMBERED = 512  # Number of steps that the means remember.
-MAX_OFF = 8.0  # Limit of a step's time, as a multiple of the expected time; slower steps are stalls.
+NUM_REMEMBERED = 512  # Number of steps that the means of `StepTimes` remember.
+# Maximum time of a step that is learnt from, as a multiple of the expected time; slower steps are stalls.
+MAX_OFF = 8.0
 
 
 class StepTimes:
-    """A regression with decaying weights. A prior dominates until steps of different sizes were observed."""
+    """A linear regression of a step's seconds on its tokens, with decaying weights. A prior dominates until steps of
+    different sizes were observed."""
 
     def __init__(self) -> None:
         self.fixed = 0.0
@@ -27,7 +29,7 @@ class StepTimes:
         self._tokens = self._seconds = self._squares = self._products = 0.0  # means over the remembered steps
 
     def expect(self, tokens_per_second: int) -> None:
-        """Use a worker's own measurement as the prior, if no step was observed yet."""
+        """Use the speed that a worker measured as the prior, if no step was observed yet."""
         if not self._num_seen and tokens_per_second:
             self.per_token = self._prior = 1 / tokens_per_second
 
@@ -50,7 +52,8 @@ class StepTimes:
         variance = max(0.0, self._squares - self._tokens * self._tokens)
         covariance = self._products - self._tokens * self._seconds
         slope = (covariance + PRIOR_VARIANCE * self._prior) / (variance + PRIOR_VARIANCE)
-        # Neither part is negative. A token costs at least 1 % of the prior, so that a cache is always worth something.
+        # Neither part is negative. The estimated time of a token is at least 1 % of the prior, so that cached tokens
+        # always count as saved time.
         self.per_token = min(max(slope, self._prior / 100), self._seconds / self._tokens)
         self.fixed = self._seconds - self.per_token * self._tokens
         return ratio
@@ -59,11 +62,11 @@ class StepTimes:
 class Slowness:
     """How many times slower than the fleet a worker is: a geometric mean, which a single stalled step hardly changes.
 
-    The mean begins with one step of usual speed, so that a few slow steps at the start of a session show.
+    The mean begins with one assumed step of usual speed, so that a few slow steps at the start of a session count.
     """
 
-    NUM_REMEMBERED = 16  # Number of steps that the mean remembers.
-    NOISE = 1.25  # Workers whose speeds differ by less than this factor count as equally fast.
+    NUM_REMEMBERED = 16  # Number of steps that the geometric mean remembers.
+    NOISE = 1.25  # A worker whose speed differs from the fleet's by less than this factor counts as equally fast.
 
     def __init__(self) -> None:
         self._log = 0.0

@@ -9,11 +9,11 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.placement.step_times import Slowness
 
-# Tokens that a running sequence is expected to compute from now on. In public traces about half of the sequences stop
-# earlier.
+# Tokens that a running sequence is expected to compute from now on. In public traces about half of the sequences
+# compute fewer tokens.
 SEQUENCE_TOKENS = 128
-# Seconds that the first fetch of an adapter is expected to take. An adapter of rank 16 for 7 billion weights takes
-# about this time over a fast network.
+# Seconds that a worker's first fetch of an adapter is expected to take. Fetching an adapter of rank 16 for 7 billion
+# weights takes about 1 s over a fast network.
 ADAPTER_SECONDS = 1.0
 
 
@@ -46,15 +46,15 @@ class WorkerScheduler(Protocol):
 
     @property
     def answered_at(self) -> float:
-        """The time of the last answer."""
+        """The time of the worker's last answer to a step."""
 
     @property
     def steps_in_flight(self) -> SequenceOf[StepInFlight]:
-        """The steps without an answer, the oldest first."""
+        """The steps that the worker has not answered, the oldest first."""
 
     def room_for(self, group: SequenceGroup) -> int | None:
-        """Tokens of a waiting group that are cached or being computed here; None if the next step has no room for the
-        group."""
+        """Number of a waiting group's tokens that this worker has cached or is computing; None if the next step has no
+        room for the group."""
 
     def has_adapter_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
         """Whether the worker holds the group's adapter, and can run it together with the adapters of the running
@@ -64,12 +64,12 @@ class WorkerScheduler(Protocol):
         """
 
     def seconds_to_copy(self, group: SequenceGroup) -> float:
-        """Seconds that the first step with the group's adapter takes longer, if the adapter must be copied to the
-        device."""
+        """Seconds that a step needs to copy the group's adapter to the device; 0 if the adapter is on the device
+        already."""
 
 
 class Member:
-    """One worker, as of its scheduler's last report."""
+    """One worker, with the load that its scheduler reported last."""
 
     __slots__ = (
         "adapter_seconds",
@@ -93,7 +93,7 @@ class Member:
         self.is_open = False  # Whether waiting groups are admitted.
         self.slowness = Slowness()
         self.speed = self.slowness.speed  # The worker's speed, as of the last report.
-        self.entry = -1  # Number of the current heap entry; other entries are stale.
+        self.entry = -1  # Number of this worker's current heap entry; its other entries are stale.
         self.adapter_seconds = ADAPTER_SECONDS  # Expected seconds to fetch an adapter.
 
     @property
@@ -102,5 +102,6 @@ class Member:
         return self.backlog + SEQUENCE_TOKENS * self.num_seqs
 
     def brought_adapter(self, seconds: float) -> None:
-        """Record the seconds of a fetch. Adapters differ in size, so the mean changes slowly."""
+        """Record the seconds of an adapter's fetch. Adapters differ in size, so one fetch changes the mean by a quarter
+        of the difference only."""
         self.adapter_seconds += (seconds - self.adapter_seconds) / 4

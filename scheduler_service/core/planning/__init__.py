@@ -1,1 +1,2 @@
-"""Plans each step of one worker and applies its answers. Order, blocks and placement are decided in other packages."""
+"""Plans each step of one worker and applies its answers. Other packages decide the order of requests, the blocks of
+sequences, and the worker of each request."""

@@ -6,9 +6,10 @@ waiting groups one at a time, while the worker computes steps. `begin_fetch` cho
 adapter to drop for it. `end_fetch` reports the result.
 
 The adapter to drop is the least recently used adapter that no group on this worker needs. An adapter that was fetched
-for a group is kept while that group waits. If fetched adapters were not kept, two waiting groups could drop each
-other's adapters for ever. If no group on this worker needs any adapter, a fetched adapter is kept only until the next
-step is planned. Its group may wait behind the next group of the queue.
+for a group is kept while that group waits. Without this rule, two waiting groups could have each other's adapters
+dropped for ever. If no group on this worker needs any adapter, a fetched adapter is kept only until the next step is
+planned. If the adapter were kept longer, its group could wait behind a group that needs another adapter, and neither
+would start.
 """
 
 from collections import Counter, OrderedDict
@@ -43,12 +44,12 @@ class Adapters:
         self._bit = bit
         self.running: Counter[str] = Counter()  # Number of running groups that need each adapter.
         self._here: Counter[str] = Counter()  # Number of running or swapped groups that need each adapter.
-        # Held adapters that no group here needs; the first is dropped first.
+        # Held adapters that no group on this worker needs; the first adapter is dropped first.
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._fresh: set[str] = set()  # Idle adapters that were fetched for a group and not used since.
         self._untried: set[str] = set()  # Fresh adapters that were fetched after the last planned step.
         self._on_device: OrderedDict[str, None] = OrderedDict()  # Adapters on the device, least recently used first.
-        self._to_give_way: str | None = None  # Cached `_first_to_give_way()`; None after a change.
+        self._to_give_way: str | None = None  # Cached result of `_first_to_give_way()`; None if unknown.
         self._fetching = ""
         self.is_for_group = False
         """Whether the current or last fetch is for a waiting group. False for a preload."""
@@ -142,8 +143,8 @@ class Adapters:
         """Choose the adapter to fetch next; None if no adapter can be fetched now.
 
         The first adapter of `wanted` that is not held is fetched. If the worker holds `max_held` adapters, an adapter
-        is dropped first. If all of `wanted` are held, the first missing adapter of `preloads` is fetched. No adapter is
-        dropped for a preload. While an adapter is being fetched, the result is None.
+        is dropped first. If all of `wanted` are held, the first missing adapter of `preloads` is fetched. No held
+        adapter is dropped to make room for a preload. While an adapter is being fetched, the result is None.
         """
         if self._fetching:
             return None
@@ -162,8 +163,8 @@ class Adapters:
         return AdapterFetch(name, dropped)
 
     def end_fetch(self, *, is_held: bool) -> None:
-        """End the fetch that `begin_fetch` began. `is_held` is false if the fetch failed. Raises ValueError if there is
-        no fetch."""
+        """End the fetch that `begin_fetch` began. `is_held` is false if the fetch failed. Raises ValueError if no
+        adapter is being fetched."""
         if not self._fetching:
             raise ValueError("no adapter is being brought to the worker")
         name, self._fetching = self._fetching, ""
@@ -184,7 +185,7 @@ class Adapters:
         self._directory.add(adapter_id.encode(), self._bit)
 
     def planned(self) -> None:
-        """Note that a step was planned. The step could use every held adapter."""
+        """Note that a step was planned, in which every held adapter could be used."""
         self._untried.clear()
         self._to_give_way = None
 
@@ -193,7 +194,7 @@ class Adapters:
         self._to_give_way = None
 
     def drop(self, adapter_id: str) -> bool:
-        """Stop counting an adapter as held. Returns whether the worker held the adapter.
+        """Stop counting an adapter as held by the worker. Returns whether the worker held the adapter.
 
         Raises ValueError if a group on this worker needs the adapter.
         """
@@ -209,7 +210,7 @@ class Adapters:
         return True
 
     def withdraw_all(self) -> None:
-        """Drop all adapters after the worker is gone. The worker must have no groups any more."""
+        """Drop all adapters after the worker is gone. No group may be left on the worker."""
         for name in self.held:
             self.drop(name)
 

@@ -79,9 +79,11 @@ class Answers:
         return not (output.dropped or groups.accused or groups.swapped or self._waiting.charges)
 
     def _take_in_decodes(self, output: SchedulerOutput, token_ids: SequenceOf[int]) -> list[SequenceOutput]:
-        """Apply a plain answer to a plain step, in half the time of `take_in`. Most steps are plain."""
+        """Apply a plain answer to a plain step (see `is_plain`), in half the time of `take_in`. Most steps are
+        plain."""
         running, block_size, gained = SequenceStatus.RUNNING, self._config.block_size, []
-        # This is faster than the named tuple's constructor, which spends two thirds of its time in Python code.
+        # `tuple.__new__` is faster than the named tuple's constructor, which spends two thirds of its time in Python
+        # code.
         new = tuple.__new__
         for (sequence, _, _), token_id in zip(output.scheduled, token_ids, strict=True):
             if sequence.status is not running:
@@ -161,7 +163,7 @@ class Answers:
                     self._append_token(sequence, token_id)
                     goes_on = not sequence.status.is_finished
                     gained.append(SequenceOutput(sequence, token_id, logprobs, goes_on=goes_on))
-            # The caller adds all tokens of the chunk, so rejected draft tokens are subtracted here.
+            # The caller counts all tokens of the chunk as stored, so rejected draft tokens are subtracted here.
             num_unused = room - len(accepted)
             sequence.num_stored_tokens -= num_unused
             sequence.num_computed_tokens -= num_unused
@@ -170,7 +172,8 @@ class Answers:
     # ---- beams
 
     def _advance_beams(self, group: SequenceGroup) -> list[SequenceOutput]:
-        """Replace a group's beams by the next beams. Beams with the same parent share the parent's blocks."""
+        """Replace a group's beams by the beams of the next step. Beams with the same parent share the parent's
+        blocks."""
         assert group.beams is not None
         if group.suspicion is not None:
             group.suspicion.gain_token()

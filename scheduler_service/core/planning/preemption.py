@@ -29,15 +29,17 @@ class Preemption:
     def preempt_one(self, step: Step) -> SequenceGroup:
         """Preempt the group that the policy chooses as the victim, and return the group.
 
-        No other group reads blocks that the victim fills in this step. Running groups are planned before waiting groups
-        are admitted. Swapped groups resume only if there is room for their next tokens.
+        No other group shares a block that the victim fills in this step, because running groups are planned before
+        waiting groups are admitted. Resuming a swapped group needs no victim, because a group resumes only if there is
+        room for its next tokens.
         """
         victim = self._waiting.victim(self._groups.running)
         self._preempt(victim, step)
         return victim
 
     def victims(self, group: SequenceGroup, step: Step) -> list[SequenceGroup] | None:
-        """The running groups to preempt for a waiting group; None if the waiting group does not outrank enough of them.
+        """The running groups to preempt for a waiting group; None if the waiting group does not outrank enough running
+        groups.
 
         The waiting group needs at least one token of the step. If the budget has no token left and the next victim
         frees no token, the result is None.
@@ -64,7 +66,7 @@ class Preemption:
         return victims
 
     def preempt(self, victims: Iterable[SequenceGroup], step: Step) -> None:
-        """Preempt these running groups and remove their chunks from the step."""
+        """Preempt the running groups `victims`, and remove their chunks from the step."""
         step.unfold()
         for victim in victims:
             self._preempt(victim, step)
@@ -73,9 +75,9 @@ class Preemption:
         chunks = step.give_back(group)
         self._prefixes.taken_back(chunks)
         step.num_preempted += 1
-        # Blocks that this step copies on write are empty, so their group cannot be swapped out. Beams that are swapped
-        # out cannot be forked when the answer to their step in flight comes. A suspect that is swapped out would resume
-        # among other groups.
+        # The targets of this step's copies on write are not filled yet, so a group that holds such a block cannot be
+        # swapped out. Beams that are swapped out cannot be forked when the answer to their step in flight comes. A
+        # suspect that is swapped out would resume in a step with other groups.
         is_bound = (
             group.is_suspect
             or any(chunk.copies for chunk in chunks)

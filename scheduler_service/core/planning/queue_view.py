@@ -16,14 +16,15 @@ from scheduler_service.core.placement.balancer import MAX_OVERTAKES
 from scheduler_service.core.placement.choice import Placement
 from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
-MAX_LEFT = 8  # Groups for other workers that a step passes over.
-MAX_SLOTLESS = 32  # Groups without an adapter slot that a step passes over.
-MAX_AWAITING = 256  # Groups waiting for an adapter that a step passes over; each group costs little.
-MAX_SHARING = 256  # Groups of one lane that a step passes over because they wait for a prefix.
+MAX_LEFT = 8  # Maximum number of groups that a step passes over because they are left to other workers.
+MAX_SLOTLESS = 32  # Maximum number of groups that a step passes over because their adapters have no slot.
+MAX_AWAITING = 256  # Limit of groups that a step passes over because they wait for an adapter; each group costs little.
+MAX_SHARING = 256  # Maximum number of groups of one lane that a step passes over because they wait for a prefix.
 
 
 class QueueView:
-    """The queue in one step; every step creates a new view. `slotless` can contain swapped groups too."""
+    """One step's view of the waiting queue; every step creates a new view. `slotless` can contain swapped groups
+    too."""
 
     __slots__ = ("_num_sharing", "_upcoming", "_waiting", "_worker", "awaiting", "held", "left", "sharing", "slotless")
 
@@ -34,9 +35,9 @@ class QueueView:
         self.slotless: dict[SequenceGroup, None] = {}
         self.awaiting: dict[SequenceGroup, None] = {}
         self.sharing: dict[SequenceGroup, None] = {}
-        self._num_sharing: Counter[str] = Counter()  # Groups in `sharing`, by lane.
-        self.held: dict[SequenceGroup, float] = {}  # Suspects, and the time at which each wait ends.
-        self._upcoming: list[SequenceGroup] = []  # The next groups of the queue as far as known, in reverse order.
+        self._num_sharing: Counter[str] = Counter()  # Number of groups in `sharing`, by lane of the queue.
+        self.held: dict[SequenceGroup, float] = {}  # Suspects that must wait, and the time at which each wait ends.
+        self._upcoming: list[SequenceGroup] = []  # The groups that were read from the queue, in reverse order.
 
     @property
     def next(self) -> SequenceGroup | None:
@@ -69,7 +70,7 @@ class QueueView:
 
     @property
     def is_slotless_overdue(self) -> bool:
-        """Whether a group without a slot was overtaken MAX_OVERTAKES times."""
+        """Whether a group without an adapter slot was overtaken MAX_OVERTAKES times."""
         return any(group.placement.num_overtaken >= MAX_OVERTAKES for group in self.slotless)
 
     @property
@@ -84,7 +85,7 @@ class QueueView:
         )
 
     def leave(self, placement: Placement) -> None:
-        """Pass over a group that is for another worker."""
+        """Pass over a group that is left to another worker."""
         self.left[placement.group] = placement
         self.renew()  # if `left` is not empty, only groups of equal priority may overtake
 

@@ -1,8 +1,9 @@
 """Schedules the next tokens of running groups, and preempts other groups if blocks run out.
 
-`ChunkSizes` sets the sizes of chunks in the first round of a step. Groups that are admitted start with chunks of the
-same sizes as running groups. In a second round, prompts receive the tokens that are left. `DraftRoom` gives the
-remaining tokens to drafts. So drafts, which may be rejected, never delay a prompt or take its blocks.
+`ChunkSizes` sets the sizes of chunks in the first round of a step. The same sizes apply to running groups and to newly
+admitted groups. In a second round, prompts receive the tokens that are left in the step. `DraftRoom` gives the tokens
+that remain after this round to drafts. Drafts, which may be rejected, therefore never delay a prompt or take its
+blocks.
 """
 
 from scheduler_service.core.config import PhaseRule
@@ -14,8 +15,8 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class ChunkSizes:
-    """Limits a chunk to the tokens and bytes that the step has left. While other sequences need tokens, `max_chunk` is
-    a further limit."""
+    """Limits a chunk to the tokens and bytes that the step has left. While other sequences need tokens of the step,
+    `max_chunk` is a further limit."""
 
     def __init__(self, session: Session) -> None:
         config = session.config
@@ -25,12 +26,12 @@ class ChunkSizes:
         self._blocks = session.blocks
 
     def of(self, group: SequenceGroup, step: Step) -> list[Chunk]:
-        """The chunks of a group that fit the step now. The step's budget does not change.
+        """The chunks of a group that fit the step now. The call does not change the step's budget.
 
         The first long chunk of a step has at most `max_chunk` tokens. Each further long chunk has at most half as many
-        tokens as the long chunk before. So there is room for short chunks after any number of long chunks. A follower
-        has no block table, and so no chunk, before its leader's prompt is computed. The encoder's input comes first, in
-        one chunk. Until a step has room for this chunk, the group's sequences compute nothing.
+        tokens as the long chunk before, so that long chunks leave room for short chunks. A follower has no block table,
+        and so no chunk, before its leader's prompt is computed. The encoder's input is the group's first chunk, and is
+        never divided. Until a step has room for the encoder's chunk, the group's sequences compute nothing.
         """
         num_tokens_left, num_bytes_left, num_long = step.budget.num_tokens, step.budget.num_bytes, step.num_long
         chunks: list[Chunk] = []
@@ -68,8 +69,8 @@ class ChunkSizes:
         return chunks
 
     def _due(self, group: SequenceGroup) -> list[Sequence]:
-        """The live sequences that a step may schedule. With separate phases, only sequences that are behind are
-        returned, so that no sequence decodes in a step of prompts."""
+        """The group's live sequences that a step may schedule. With separate phases, only sequences with several
+        uncomputed tokens are returned, so that no sequence decodes in a step of prompts."""
         live = group.live
         if not self._is_separate or len(live) == 1:
             return live
@@ -100,7 +101,7 @@ class RunningPlanner:
         return ready, behind
 
     def schedule(self, groups: list[SequenceGroup], step: Step) -> None:
-        """Schedule groups in this order. A group that was preempted for an earlier group is skipped."""
+        """Schedule running groups in the given order. A group that was preempted for an earlier group is skipped."""
         for group in groups:
             if group in self._groups.running:
                 self.schedule_one(group, step)
@@ -108,7 +109,8 @@ class RunningPlanner:
     def schedule_one(self, group: SequenceGroup, step: Step) -> None:
         """Schedule as many tokens of a group as the step has room for.
 
-        If blocks run out, the group itself can be the victim that is preempted. A group that outgrows the worker ends.
+        If blocks run out, the group itself can be the victim that is preempted. A group that needs more blocks than the
+        worker has is ended.
         """
         if group.live[0].id not in self._blocks.tables:  # the leader ended before the followers could fork
             step.budget.give_back(num_seqs=group.num_seqs)
@@ -140,8 +142,8 @@ class RunningPlanner:
     def hand_out_rest(self, step: Step) -> None:
         """Give prompts the tokens that are left in the step, in order, in addition to their first chunks.
 
-        Tokens can be left even if no prompt is too long for the step, because a group that is preempted after its turn
-        gives its tokens back.
+        Tokens can be left even if no prompt is too long for the step: a group that is preempted after its turn gives
+        its tokens back.
         """
         if not step.budget.num_tokens:
             return
@@ -160,7 +162,8 @@ class RunningPlanner:
 
 
 class DraftRoom:
-    """Room for drafts in one worker's steps: equal shares of the tokens left, and free blocks above the watermark."""
+    """Assigns room for drafts in one worker's steps: equal shares of the tokens that are left, and free blocks above
+    the watermark."""
 
     def __init__(self, session: Session) -> None:
         self._blocks = session.blocks
@@ -183,16 +186,17 @@ class DraftRoom:
         """The maximum number of drafts of a sequence in one step.
 
         Drafts fill at most half of the remaining output, so that further steps can be planned before the drafts are
-        verified. Drafts in flight and new drafts together have at most as many tokens as a prompt's chunk. The pool has
-        blocks for a prompt's chunk, even with a sliding window.
+        verified. Drafts in flight and new drafts together have at most as many tokens as the largest chunk of a prompt.
+        The pool always has blocks for a chunk of that size, even with a sliding window.
         """
-        num_left = sequence.max_num_tokens - sequence.num_computed_tokens - 2  # the last token is never computed
+        # the last token is never computed, only sampled
+        num_left = sequence.max_num_tokens - sequence.num_computed_tokens - 2
         num_in_flight = sequence.num_draft_tokens + 1
         return min(sequence.num_draft_tokens_wanted, num_left // 2, self._max_num_batched_tokens - num_in_flight)
 
     def _within_blocks(self, step: Step, sequence: Sequence, room: int) -> int:
-        """`room`, if enough blocks are free above the watermark. If too few blocks are free, the number of drafts that
-        fit the sequence's present blocks."""
+        """The number of drafts, at most `room`, that the sequence has blocks for. The sequence receives new blocks only
+        if enough blocks are free above the watermark."""
         blocks, num_tokens = self._blocks, sequence.num_computed_tokens + 1
         num_new = blocks.sizes.blocks_ahead(num_tokens + room) - len(blocks.tables[sequence.id])
         if num_new > max(0, blocks.device.num_free - blocks.num_watermark_blocks):

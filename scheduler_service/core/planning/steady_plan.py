@@ -1,9 +1,9 @@
 """Plans steady steps, in which every running sequence computes one token, by repeating the plan of the step before.
 
-Most steps are steady. A steady step reuses the plan of the step before, and only checks which sequences need a block. A
-sequence that has ended leaves the plan. A sequence that becomes ready to decode joins the plan. The plan ends if a
-sequence must compute several tokens, is preempted, or is suspected. Sequences with log-probabilities can be in the
-plan, because steady steps report log-probabilities too.
+Most steps are steady. A steady step reuses the plan of the step before, and only checks which sequences need another
+block. A sequence that has ended leaves the plan. A sequence that becomes ready to decode joins the plan. The plan is no
+longer repeated if a sequence must compute several tokens, is preempted, or is suspected. Sequences with
+log-probabilities can be in the plan, because steady steps report log-probabilities too.
 """
 
 from scheduler_service.core.config import PhaseRule
@@ -60,10 +60,10 @@ class SteadyPlan:
     def _next_plan(self, step: Step) -> list[ScheduledSequence] | None:
         """The plan of the next step; None if the next step is not steady.
 
-        In a steady step each sequence computes one token; sequences that computed their last token are left out. A beam
-        is never steady. Sequences of the same group may share the block that they write next. They join the plan only
-        after a step that was planned in full has copied this shared block. A group's only sequence never shares the
-        block that it writes next.
+        In a steady step each sequence computes one token; sequences that computed their last token are left out. A step
+        with beams is never steady. Sequences of the same group may share the block that they write to next. These
+        sequences join the plan only after a fully planned step has copied the shared block. If a group has a single
+        sequence, this sequence never shares the block that it writes to next.
         """
         plan = [s for s in step.steady if s.sequence.num_computed_tokens + 1 < s.sequence.max_num_tokens]
         for group in step.chunks if step.steady else self._groups.running:

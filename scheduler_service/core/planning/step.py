@@ -1,20 +1,22 @@
 """A step while it is planned: what is left of its budget, and what is decided so far.
 
 The size of a step on the wire is bounded by arithmetic, without encoding the step. Most of a step is small: a few
-numbers for each sequence that the worker knows. Three parts can be large: a sequence that is new to the worker, the
-input of its encoder, and a block table that changed in a swap. The bytes of the three large parts are counted, like the
-tokens of chunks. A step describes sequences until `SchedulerConfig.max_step_bytes` are spent. The last description may
-exceed the budget, so that a sequence of any size fits an empty step. The other sequences are described in later steps.
+numbers for each sequence that the worker knows. Three parts of a step can be large: the description of a new sequence,
+the input of its encoder, and a block table after a swap. The bytes of these three large parts are subtracted from a
+byte budget, as the tokens of chunks are from the token budget. A step describes sequences until
+`SchedulerConfig.max_step_bytes` are spent. The last description in a step may exceed this budget, so that a sequence of
+any size fits an empty step. Sequences for which no bytes are left are described in later steps.
 
-A message has at most 64 MiB, and no step comes near this limit. Descriptions take at most `max_step_bytes`, which is 8
-MiB, and one more sequence. A sequence takes at most 5 bytes for each token of the context, and at most 16 MiB for its
-sampling parameters, like the request that names them. Lists of blocks to swap take at most 16 MiB, because the lists
-name each of a worker's 4,194,304 blocks at most once. Each sequence in the step takes at most 64 bytes.
+A gRPC message to a worker has at most 64 MiB, and no step comes near this limit. The descriptions of sequences take at
+most `max_step_bytes`, which is 8 MiB by default, and one more description. A description takes at most 5 bytes for each
+token of the sequence's context. The sampling parameters take at most 16 MiB, because the client's request has at most
+16 MiB. Lists of blocks to swap take at most 16 MiB, because the lists name each of a worker's 4,194,304 blocks at most
+once. Besides its description, each sequence in a step takes at most 64 bytes.
 
 Answers need no byte budget, because the number of tokens in a step bounds the size of its answer. In an answer, a
-prompt position takes at most 194 bytes for 20 log-probabilities and the log-probability of its own token. In an answer,
-a beam takes less than 2 KB. The settings allow at most 131,072 tokens and 8,192 sequences in a step. The answer to the
-largest step takes at most 42 MB.
+prompt position takes at most 194 bytes for 20 log-probabilities and the log-probability of the prompt's token. In an
+answer, a beam takes less than 2 KB. The settings allow at most 131,072 tokens and 8,192 sequences in a step. The answer
+to the largest possible step takes at most 42 MB.
 """
 
 from scheduler_service.core.blocks.found_runs import FoundRuns
@@ -28,19 +30,20 @@ from scheduler_service.core.planning.queue_view import QueueView
 NUMBER_BYTES = 5
 """Maximum bytes of a 32-bit number in a packed column."""
 FIELDS_BYTES = 256
-"""Maximum bytes of all fields of fixed size together: ids, counts, parameters, and headers of columns."""
+"""Maximum bytes of all fields of fixed size in a sequence's description: ids, counts, parameters, and headers of
+columns."""
 CHARACTER_BYTES = 4
-"""Maximum bytes of a character."""
+"""Maximum bytes of a character in UTF-8."""
 ENTRY_BYTES = 16
-"""Maximum bytes of the header of a list entry: a word, or a token with its bias."""
+"""Maximum bytes of the header of an entry of `bad_words`, or of an entry of `logit_bias`."""
 
 
 def bytes_to_tell(sequence: Sequence, num_blocks: int) -> int:
     """The maximum bytes that describe a sequence to the worker, if its block table has `num_blocks` entries.
 
     A worker that knows the sequence receives only the sequence's block table. A worker that knows only the parent
-    receives the table, and the tokens that the parent does not have. A worker that knows neither the sequence nor the
-    parent receives the complete sequence.
+    sequence receives the block table, and the tokens that the parent does not have. A worker that knows neither the
+    sequence nor the parent receives the complete sequence.
     """
     parent = sequence.forked_from
     num_numbers = num_blocks
@@ -61,7 +64,7 @@ def bytes_to_tell(sequence: Sequence, num_blocks: int) -> int:
 
 
 def sampling_bytes(sampling: SamplingParams) -> int:
-    """The maximum bytes of the lists and texts in the sampling parameters."""
+    """The maximum bytes of the lists and the output form in a request's sampling parameters."""
     num_numbers = len(sampling.eos_token_ids) + len(sampling.stop_token_ids) + len(sampling.allowed_token_ids)
     num_numbers += sum(map(len, sampling.bad_words))
     if sampling.transcript is not None:
@@ -78,8 +81,8 @@ def swap_bytes(num_pairs: int) -> int:
 class SchedulingBudget:
     """Tokens, sequences (not groups), bytes and encoder tokens that a step has left. Every step creates a new budget.
 
-    If a sequence is preempted, exactly the amounts that were taken for it are given back. The bytes can fall below 0
-    once, because the last sequence is described completely.
+    If a sequence is preempted, exactly the amounts that were taken for it are given back. The remaining bytes can fall
+    below 0, because the last sequence that fits is described completely.
     """
 
     __slots__ = ("num_bytes", "num_encoder_tokens", "num_seqs", "num_tokens")
@@ -131,8 +134,8 @@ class Chunk:
 
 
 class Step:
-    """A step while it is planned. `steady` is the last step's plan, if this step repeats it. `chunks` are the parts of
-    all other groups."""
+    """A step while it is planned. `steady` is the plan of the step before, if this step repeats that plan. `chunks` are
+    the chunks of all groups that are not in `steady`."""
 
     __slots__ = (
         "_most_reserved",
@@ -173,23 +176,23 @@ class Step:
         self.now = now
         self.chunks: dict[SequenceGroup, list[Chunk]] = {}
         self.given_up: set[bytes] = set()  # Keys of blocks for which a group gave up waiting.
-        self.num_looked_up = 0  # Block hashes, for waiting groups.
-        self.runs: FoundRuns | None = None  # Runs of prefix blocks; None before the first lookup.
-        self.backlog: int | None = None  # Tokens that running groups have not computed; None before the first use.
-        self.num_reserved = 0  # Sequences of groups that wait for a prefix.
-        self.filled: set[int] = set()  # Published blocks that this step fills.
+        self.num_looked_up = 0  # Block hashes that were looked up for waiting groups.
+        self.runs: FoundRuns | None = None  # Runs of cached prefix blocks; None before the first lookup.
+        self.backlog: int | None = None  # Tokens that running groups have not computed; None until needed.
+        self.num_reserved = 0  # Sequences that are reserved for groups that wait for a prefix.
+        self.filled: set[int] = set()  # Blocks in the prefix cache that this step fills.
         self.ignored: list[SequenceGroup] = []
         self.lacking_adapters: dict[str, None] = {}  # adapters that are worth fetching for this worker
         self.moved: list[Placement] = []
         self.placements: list[Placement] = []
-        self.prompts: list[SequenceGroup] = []  # running groups that were behind, admitted or resumed
+        self.prompts: list[SequenceGroup] = []  # groups that compute prompts, or are admitted or resumed
         self.num_preempted = 0
-        self.num_long = 0  # long chunks in the step
+        self.num_long = 0  # number of long chunks in the step
         self.prompts_began: float | None = None
-        self.steady: list[ScheduledSequence] = []  # The last step's plan, if this step repeats it.
-        # Sequences whose block tables grew, because they are in `steady` or have drafts.
+        self.steady: list[ScheduledSequence] = []  # The plan of the step before, if this step repeats it.
+        # Sequences in `steady` or with room for drafts, whose block tables grew in this step.
         self.needy: list[Sequence] = []
-        self.rooms: dict[Sequence, int] = {}  # Number of draft tokens that each sequence has room for.
+        self.rooms: dict[Sequence, int] = {}  # Number of draft tokens that each sequence has room for in this step.
         self.any_last = False  # Whether a sequence of `steady` samples its last token.
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
@@ -205,13 +208,15 @@ class Step:
         return num_repeated + _sizes(self.chunks.get(group, []))["num_tokens"]
 
     def take(self, group: SequenceGroup, chunks: list[Chunk]) -> None:
-        """Add a group's chunks to the step. The group's sequences must be in the budget already."""
+        """Add a group's chunks to the step. The caller must have taken the group's sequences from the budget
+        already."""
         self.chunks[group] = chunks
         self.num_long += sum(chunk.is_long for chunk in chunks)
         self.budget.take(**_sizes(chunks))
 
     def give_back(self, group: SequenceGroup) -> list[Chunk]:
-        """Remove a group from the step, and return its amounts to the budget. Returns the group's chunks."""
+        """Remove a group from the step, and give its tokens, bytes and sequences back to the budget. Returns the
+        group's chunks."""
         chunks = self.chunks.pop(group, [])
         self.num_long -= sum(chunk.is_long for chunk in chunks)
         self.budget.give_back(num_seqs=group.num_seqs, **_sizes(chunks))

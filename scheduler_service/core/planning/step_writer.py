@@ -1,8 +1,8 @@
 """Writes a planned step as a `SchedulerOutput`, and updates the sequences in it.
 
-Each fact is sent once. A sequence's first step describes the sequence completely, or as a fork of another sequence.
-Later steps send only new entries of the sequence's block table. Each step also names the sequences that left the worker
-since the step before.
+Each fact about a sequence is sent to the worker once. A sequence's first step describes the sequence completely, or as
+a fork of another sequence. Later steps send only new entries of the sequence's block table. Each step also names the
+sequences that left the worker since the step before.
 """
 
 from scheduler_service.core.groups.sequence import Sequence
@@ -21,8 +21,8 @@ class StepWriter:
         self._step_id = 0
 
     def write_nothing(self, step: Step | None = None) -> SchedulerOutput:
-        """Write an empty step. An empty step is written if there is no work, or if the plan of `step` must wait for
-        answers."""
+        """Write an empty step. An empty step is written if there is no work, or if the plan of `step` must wait for the
+        worker's answers."""
         output = SchedulerOutput(self._step_id + 1)
         if step is not None:
             output.lacking_adapters = [*step.lacking_adapters]
@@ -30,8 +30,7 @@ class StepWriter:
         return output
 
     def write(self, step: Step) -> SchedulerOutput:
-        """Write the step that is sent to the worker. The tokens that the step computes count as computed from now
-        on."""
+        """Write the step that is sent to the worker. After this call, the tokens of the step count as computed."""
         output = SchedulerOutput(
             self._step_id + 1,
             ignored=step.ignored,
@@ -48,7 +47,7 @@ class StepWriter:
         output.scheduled = steady + scheduled if scheduled else steady
         output.num_samples = len(step.steady) + sum(chunk.samples for chunk in scheduled)
         decodes = output.num_samples == len(output.scheduled) == output.num_tokens and not step.rooms
-        output.is_plain = decodes and all(group.beams is None for group in step.chunks)  # the steady part has no beams
+        output.is_plain = decodes and all(group.beams is None for group in step.chunks)  # `step.steady` has no beams
         output.finished, output.preempted = self._groups.departures()
         if step.placements or step.moved or step.queue.left or step.queue.held:
             self._write_placements(step, output)
@@ -68,8 +67,8 @@ class StepWriter:
         step.any_last = any_last
 
     def _write_rooms(self, step: Step, output: SchedulerOutput) -> list[ScheduledSequence]:
-        """Write the steady part with room for drafts. `step.steady` does not change, because the next step may repeat
-        it."""
+        """Write the entries of `step.steady` with room for drafts added. `step.steady` itself does not change, because
+        the next step may repeat it."""
         output.num_draft_tokens = step.rooms
         for sequence, room in step.rooms.items():
             sequence.num_draft_tokens += room
@@ -103,12 +102,12 @@ class StepWriter:
             output.ask_again_at = queue.ask_again_at(step.now)
 
     def _fork_followers(self, leader: Sequence) -> None:
-        """After the leader's prompt is computed, fork the followers that have no blocks. The followers compute in later
-        steps.
+        """After the leader's prompt is computed, fork the followers that have no blocks. The followers compute their
+        first tokens in later steps.
 
         A follower without output computes the last prompt token itself, because it needs that token's logits, not its
-        keys and values. If the leader has no output yet, every follower computes that token. If the leader turns out to
-        be late, the worker counts that token as not computed.
+        keys and values. If the leader has no output yet, every follower computes the last prompt token. If the leader
+        turns out to be late, the worker counts the last prompt token as not computed.
         """
         group = leader.group
         if leader.num_computed_tokens < leader.num_prompt_tokens:
@@ -121,8 +120,8 @@ class StepWriter:
                 follower.num_forked_tokens = follower.num_prompt_tokens
 
     def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:
-        """Write the parts of a sequence and its block table that the worker does not know. The encoder's input comes
-        first."""
+        """Write the parts of a sequence and its block table that the worker does not know. The input of the group's
+        encoder is written first."""
         encoder = sequence.group.encoder
         if encoder is not None and encoder is not sequence:
             self._write_table(encoder, output)

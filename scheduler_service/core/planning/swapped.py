@@ -1,4 +1,4 @@
-"""Resumes swapped groups, in turn, while there is room for them."""
+"""Resumes swapped groups, one after another, while there is room for them."""
 
 from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.groups.sequence import SequenceGroup
@@ -24,11 +24,12 @@ class SwappedPlanner:
         self._admission = admission
 
     def schedule(self, step: Step, *, are_behind: bool | None = None) -> None:
-        """Resume groups in turn while there is room.
+        """Resume swapped groups, one after another, while there is room for them.
 
-        `are_behind`: True for only groups that are behind, False for only groups that decode next, None for both. If a
-        waiting group outranks a swapped group, the swapped group resumes later, and leaves its room to the waiting
-        group. A group whose adapter has no slot is passed over, as in the waiting queue.
+        `are_behind` selects the groups that may resume: True for groups that are behind (`SequenceGroup.is_behind`),
+        False for groups that decode next, None for both. If a waiting group outranks a swapped group, the swapped group
+        resumes later, and leaves its room to the waiting group. A swapped group whose adapter has no free slot is
+        passed over, as in the waiting queue.
         """
         groups = self._groups
         for group in list(groups.swapped):
@@ -67,8 +68,9 @@ class SwappedPlanner:
     def _is_outranked(self, swapped: SequenceGroup, step: Step) -> bool:
         """Whether the next waiting group is admitted before a swapped group.
 
-        The result is False for a suspect, because a suspect has separate steps. The result is False for a group whose
-        adapter the worker does not hold. The swapped group may have to end before that adapter can be fetched.
+        The result is False if the waiting group is a suspect, because a suspect has separate steps. The result is also
+        False if the worker does not hold the waiting group's adapter. The worker may be able to fetch that adapter only
+        after the swapped group has ended.
         """
         group = step.queue.next if self._admission.admits and self._waiting else None
         if group is None or group.is_suspect or not self._adapters.holds(group.adapter_id):
@@ -79,8 +81,8 @@ class SwappedPlanner:
         """Return a swapped group to the queue, if another worker would compute its tokens again in less time than the
         group has been swapped out.
 
-        So the group waits at most twice as long as necessary. Each move doubles the time that the group must be swapped
-        out before its next move.
+        Under this condition for a move, a swapped group waits at most twice as long as necessary. Each move doubles the
+        time that the group must be swapped out before its next move.
         """
         offers = self._balancer.offers(member=self._member, group=group, here=Here.IS_FULL, now=step.now)
         placement = self._balancer.choose(member=self._member, group=group, offers=offers, now=step.now)

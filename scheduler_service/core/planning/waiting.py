@@ -19,12 +19,12 @@ class Verdict(enum.Enum):
     """The decision about the waiting group that is next in a step."""
 
     REJECT = enum.auto()
-    """The group ends, because it never fits the worker."""
+    """The group is ended, because it can never fit the worker."""
     TAKE = enum.auto()
     MAKE_ROOM = enum.auto()
     """The group is admitted after running groups that it outranks were preempted."""
     PASS = enum.auto()
-    """The group waits for a prefix or an adapter. The step looks at the next groups of the queue."""
+    """The group waits for a prefix or an adapter, and the step goes on to the next group of the queue."""
     LEAVE = enum.auto()
     """The group waits for another worker to take it."""
     STOP = enum.auto()
@@ -32,13 +32,13 @@ class Verdict(enum.Enum):
 
 
 class Decision(NamedTuple):
-    """A verdict, and the data that carrying it out requires."""
+    """A verdict about a waiting group, and the data that carrying out the verdict requires."""
 
     verdict: Verdict
     placement: Placement | None = None
-    """The balancer's choice, if the balancer was asked."""
+    """The balancer's choice; None if the balancer was not asked."""
     victims: SequenceOf[SequenceGroup] = ()
-    """The running groups to preempt."""
+    """The running groups to preempt before the group is admitted."""
 
     def placement_of(self, group: SequenceGroup) -> Placement:
         """The balancer's choice, or the placement on this worker if the balancer was not asked."""
@@ -65,7 +65,7 @@ class WaitingPlanner:
         self._chunk_sizes = chunk_sizes
         self._preemption = preemption
         self._prefixes = prefixes
-        self._has_reported = False  # whether the balancer has a report from this call of `schedule`
+        self._has_reported = False  # whether this call of `schedule` has reported the load to the balancer
         self.admits = True
 
     # ---- room on this worker
@@ -89,7 +89,7 @@ class WaitingPlanner:
         if not budget.num_tokens or group.num_seqs > budget.num_seqs or not self._adapters.has_slot(group):
             return AllocStatus.LATER
         if self._config.is_encoder and len(group.prompt_token_ids) > budget.num_tokens:
-            return AllocStatus.LATER  # an encoder computes a text in one step
+            return AllocStatus.LATER  # an encoder model computes a prompt in one step
         if not self._has_encoder_tokens(group, budget):
             return AllocStatus.LATER
         return self._blocks.can_allocate(group, leave_watermark=bool(self._groups.running))
@@ -107,7 +107,8 @@ class WaitingPlanner:
         return group.num_encoder_tokens <= budget.num_encoder_tokens or self._blocks.cache.has_encoded(group)
 
     def is_time(self, now: float) -> bool:
-        """Whether the earliest arrival has waited long enough for prompts to batch up."""
+        """Whether the waiting group that arrived first has waited long enough for further prompts to join it in a
+        step."""
         if not self._waiting or not self._groups.running:
             return True
         return now - self._waiting.earliest_arrival >= self._config.delay_factor * self._in_flight.prompt_seconds
@@ -127,7 +128,8 @@ class WaitingPlanner:
     # ---- admission
 
     def schedule_sharing(self, step: Step) -> bool:
-        """Admit groups that waited for a prefix which the step computes by now. Returns whether any group waited."""
+        """Admit waiting groups whose missing prefix this step has meanwhile been planned to compute. Returns whether
+        any group waited for a prefix."""
         if not step.queue.sharing:
             return False
         step.queue.look_again()
@@ -136,10 +138,10 @@ class WaitingPlanner:
         return True
 
     def schedule(self, step: Step, suspect: SequenceGroup | None = None) -> None:
-        """Admit groups in turn, or only the `suspect` that is next.
+        """Admit waiting groups one after another, or only the `suspect` that is next.
 
-        If groups are swapped out, only waiting groups that outrank them are admitted. Because requests age, only a
-        bounded number of waiting groups can overtake a swapped group.
+        If groups are swapped out, only waiting groups that outrank the next swapped group are admitted. Because
+        requests age, only a bounded number of waiting groups can overtake a swapped group.
         """
         if step.num_preempted:
             return
@@ -165,17 +167,17 @@ class WaitingPlanner:
                     placement = decision.placement_of(group)
                     self.leave(placement, step)
                     if placement.reason in (PlacementReason.LOAD, PlacementReason.ROOM):
-                        return  # later groups would be left too, because this worker has too much to do
+                        return  # later groups would be left to other workers too, because this worker has too much work
                 case Verdict.STOP:
                     return
 
     def _decide(self, group: SequenceGroup, step: Step, *, is_turn: bool) -> Decision:
-        """The decision about the group that is next. `is_turn`: the group is a suspect, and the step is planned for it
-        alone."""
+        """The decision about the waiting group that is next. `is_turn`: the group is a suspect, and the step is planned
+        for it alone."""
         if not is_turn and (group.is_suspect or self._yields_to_swapped(group, step)):
             return Decision(Verdict.STOP)  # A suspect is admitted in a separate step.
-        # A group that waits for a prefix was checked before. The check is skipped then, because a look at a waiting
-        # group must be cheap.
+        # A group that waits for a prefix was checked when the wait began. Checking a waiting group again in every step
+        # would cost too much time.
         if self._worker not in group.placement.prefix_waits and self._never_fits(group):
             return Decision(Verdict.REJECT)
         if not is_turn:
@@ -201,8 +203,8 @@ class WaitingPlanner:
                 return Decision(Verdict.TAKE if placement.to is None else Verdict.LEAVE, placement)
 
     def _decide_without_room(self, group: SequenceGroup, step: Step, *, is_turn: bool, has_choice: bool) -> Decision:
-        """Decide about a group without room: preempt other groups, leave it to another worker, pass over it, or
-        stop."""
+        """Decide about a group that this worker has no room for: preempt other groups, leave the group to another
+        worker, pass over it, or stop."""
         if step.queue.is_at_head and self._may_preempt_for(group, step):
             if has_choice and (elsewhere := self.elsewhere(group, step)) is not None:
                 return Decision(Verdict.LEAVE, elsewhere)
@@ -224,7 +226,7 @@ class WaitingPlanner:
     def _may_preempt_for(self, group: SequenceGroup, step: Step) -> bool:
         """Whether running groups may be preempted for a waiting group.
 
-        An encoder's groups are never preempted, because they end after one step.
+        Groups of an encoder model are never preempted, because they end after one step.
         """
         if self._config.is_encoder or not self._adapters.holds(group.adapter_id) or not self.could_make_room(group):
             return False
@@ -233,13 +235,15 @@ class WaitingPlanner:
     # ---- choices between workers
 
     def here_or_elsewhere(self, group: SequenceGroup, step: Step) -> Placement:
-        """The balancer's choice for a group that has room here: take it, or leave it to another worker."""
+        """The balancer's choice for a group that this worker has room for: take the group, or leave it to another
+        worker."""
         placement = self._choose(group, Here.HAS_ROOM, step)
         assert placement is not None
         return placement
 
     def elsewhere(self, group: SequenceGroup, step: Step) -> Placement | None:
-        """The balancer's choice for a group without room here: another worker, or None if no other worker has room."""
+        """The balancer's choice for a group that this worker has no room for: another worker, or None if no other
+        worker has room."""
         return None if self._balancer.is_overdue(group, step.now) else self._choose(group, Here.IS_FULL, step)
 
     def _choose(self, group: SequenceGroup, here: Here, step: Step) -> Placement | None:
@@ -249,7 +253,7 @@ class WaitingPlanner:
         )
 
     def pass_over(self, group: SequenceGroup, step: Step) -> bool:
-        """Pass over a group whose adapter has no slot here. Returns whether the group was passed over.
+        """Pass over a group whose adapter has no slot on this worker. Returns whether the group was passed over.
 
         If the budget has no sequence or no token left, no group is passed over, because no later group could start.
         """
@@ -260,12 +264,12 @@ class WaitingPlanner:
     def await_adapter(self, group: SequenceGroup, step: Step) -> bool:
         """Pass over a group whose adapter this worker does not hold. Returns whether the group was passed over.
 
-        If a worker that holds the adapter is better, the group is left to that worker. For any other group, the step
-        lists the adapter as lacking, so that the adapter is fetched.
+        If a worker that holds the adapter is better, the group is left to that worker. If no such worker is better,
+        `step.lacking_adapters` lists the adapter, so that this worker fetches it.
         """
         if self._adapters.holds(group.adapter_id):
             return False
-        # The balancer's choice is the same for all groups with this adapter.
+        # The balancer is asked once for each adapter, because its choice is the same for all groups with this adapter.
         if group.adapter_id not in step.lacking_adapters:
             if not self._balancer.is_overdue(group, step.now):
                 placement = self._choose(group, Here.LACKS_ADAPTER, step)

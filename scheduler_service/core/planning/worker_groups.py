@@ -1,7 +1,7 @@
 """The groups in one worker's session: how they are admitted, swapped, returned to the queue, and ended.
 
-A group runs here, is swapped out here, or waits in the shared queue. If a sequence ends for any reason, its blocks are
-freed. Other modules decide which group is admitted, swapped or preempted.
+A group runs on this worker, is swapped out on this worker, or waits in the shared queue. If a sequence ends for any
+reason, its blocks are freed. Other modules decide which group is admitted, swapped or preempted.
 
 `StepsInFlight` contains the steps that the worker has not answered. `Session` contains everything that the planners of
 a worker share.
@@ -26,8 +26,8 @@ from scheduler_service.core.queues.waiting_queue import WaitingQueue
 class StepsInFlight:
     """The steps that a worker received and has not answered, and the time of its last answer.
 
-    `outputs` are the steps without an answer, the oldest first. `prompt_seconds` is the duration of the last step of
-    only prompts.
+    `outputs` are the steps that the worker has not answered, the oldest first. `prompt_seconds` is the duration of the
+    last step that computed only prompts.
     """
 
     __slots__ = ("answered_at", "outputs", "prompt_seconds")
@@ -39,7 +39,8 @@ class StepsInFlight:
 
     @property
     def began_at(self) -> float:
-        """The time when the worker could begin the oldest step: the step was sent, and the step before was answered."""
+        """The time when the worker could begin the oldest step in flight: this step had been sent, and the step before
+        had been answered."""
         return max(self.outputs[0].planned_at, self.answered_at)
 
     @property
@@ -52,7 +53,8 @@ class StepsInFlight:
             output.dropped.update(sequences)
 
     def answer(self, output: SchedulerOutput, answer: ModelOutput, now: float) -> float:
-        """Remove the oldest step and return its seconds. Raises ValueError if the answer is not to this step."""
+        """Remove the oldest step in flight, and return its duration in seconds. Raises ValueError if `answer` does not
+        answer the step `output`."""
         if not self.outputs or self.outputs[0] is not output:
             raise ValueError(f"step {output.step_id} is not the oldest without an answer")
         if answer.step_id != output.step_id:
@@ -77,7 +79,7 @@ def groups_in(output: SchedulerOutput) -> dict[SequenceGroup, None]:
 
 
 class WorkerGroups:
-    """Running and swapped groups, and sequences of whose departure the worker must still be told.
+    """The running and swapped groups of one worker, and the sequences that left since the last step was sent.
 
     `running` is in the order of admission. The first group of `swapped` resumes first. `accused` contains the running
     groups that were in flight when a worker was lost.
@@ -97,17 +99,18 @@ class WorkerGroups:
         self._in_flight = in_flight
         self._adapters = adapters
         self.running: dict[SequenceGroup, None] = {}
-        self.num_running_seqs = 0  # sequences of all running groups, as in a budget
+        self.num_running_seqs = 0  # sequences of all running groups, counted as in a budget
         self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()
         self.accused: dict[SequenceGroup, None] = {}
         self._by_id: dict[str, SequenceGroup] = {}  # running and swapped groups
         self._sequence_ids = itertools.count(1)
-        self._finished: list[Sequence] = []  # sequences of which the worker was not told yet
+        self._finished: list[Sequence] = []  # finished sequences that no step has named to the worker yet
         self._preempted: list[int] = []
 
     @property
     def has_work(self) -> bool:
-        """Whether a group is here, or the worker must still be told that a sequence left."""
+        """Whether a group runs or is swapped out on this worker, or the next step must tell the worker that a sequence
+        left."""
         return bool(self.running or self.swapped or self._finished or self._preempted)
 
     @property
@@ -124,7 +127,8 @@ class WorkerGroups:
         return next(self._sequence_ids)
 
     def departures(self) -> tuple[list[int], list[int]]:
-        """Ids of finished sequences and of preempted sequences that the worker knows. Each id is returned once."""
+        """Ids of finished sequences and of preempted sequences that the worker still knows. Each id is returned by one
+        call only."""
         departures = [sequence.id for sequence in self._finished], self._preempted
         for sequence in self._finished:
             sequence.is_known = False
@@ -134,7 +138,7 @@ class WorkerGroups:
     # ---- admission, swaps and returns
 
     def admit(self, group: SequenceGroup) -> None:
-        """Take a group out of the queue and start it."""
+        """Take a waiting group out of the queue, and start to run it."""
         self._waiting.remove(group.request_id)
         if group.encoder is not None:
             group.encoder.id = self.new_sequence_id()
@@ -147,7 +151,8 @@ class WorkerGroups:
         self._by_id[group.request_id] = group
 
     def swap_out(self, group: SequenceGroup, now: float) -> list[tuple[int, int]]:
-        """Swap out a running group, as the first group to resume. Returns the blocks to copy."""
+        """Swap out a running group, and place it first among the swapped groups. Returns the pairs of device block and
+        host block to copy."""
         pairs = self._blocks.swap_out(group)
         self._stop_running(group)
         self.swapped[group] = None
@@ -158,7 +163,7 @@ class WorkerGroups:
         return pairs
 
     def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
-        """Resume a swapped group. Returns the blocks to copy."""
+        """Resume a swapped group. Returns the pairs of host block and device block to copy."""
         pairs = self._blocks.swap_in(group)
         del self.swapped[group]
         self._start_running(group)
@@ -260,7 +265,8 @@ def _with_encoder(group: SequenceGroup) -> str:
 class Session:
     """One session of a worker, from its first step to its loss.
 
-    The schedulers of all workers share `waiting` and `balancer`. All other fields belong to this worker only.
+    The schedulers of all workers share `waiting` and `balancer`. All other fields of a `Session` belong to its worker
+    only.
     """
 
     config: SchedulerConfig

@@ -1,12 +1,12 @@
 """Shares service among tenants by virtual token counters.
 
 The method is that of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. A tenant's counter is the
-service that the tenant received, divided by the tenant's weight. A prompt token counts once, an output token twice. The
+service that the tenant received, divided by the tenant's weight. A prompt token counts as 1, an output token as 2. The
 tenant with the lowest counter is next. The requests of one tenant are served first come, first served.
 
-If a tenant returns after a pause, the tenant's counter is raised to the lowest counter of the waiting tenants. If no
-tenant waits, the returning tenant's counter is raised to the counter of the tenant that waited last. So no tenant saves
-up service while it is idle.
+If a tenant returns after a pause without waiting requests, the tenant's counter is raised to the lowest counter of the
+waiting tenants. If no tenant waits, the returning tenant's counter is raised to the counter of the tenant that waited
+last. Because the counters of returning tenants are raised, a tenant saves up no service while it is idle.
 """
 
 import heapq
@@ -20,13 +20,14 @@ from scheduler_service.core.queues.waiting_queue import MAX_STALE, WaitingQueue,
 
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
-# Clients choose the names of tenants. At most this many counters of tenants without waiting requests are kept.
+# Maximum number of counters that are kept for tenants without waiting requests, because clients can invent names of
+# tenants.
 MAX_IDLE_TENANTS = 4096
 
 
 class FairQueue(WaitingQueue):
-    """A queue for each tenant, and a heap of tenants. Counters only grow, so stale heap entries are renewed at the
-    top."""
+    """A queue for each tenant, and a heap of tenants. The tenants' counters only grow, so a stale heap entry is renewed
+    when it reaches the top of the heap."""
 
     charges = True
 
@@ -65,8 +66,8 @@ class FairQueue(WaitingQueue):
         equals: bool = True,  # noqa: ARG002
         without: Collection[str] = (),
     ) -> list[SequenceGroup]:
-        """The next groups, tenant by tenant, from the least served tenant on. A tenant that is passed over stays
-        first."""
+        """The next groups, tenant by tenant, from the least served tenant on. A tenant whose groups are passed over
+        stays first in this order."""
         tenants: list[str] = []
         groups: list[SequenceGroup] = []
         while self._heap and len(groups) < most and len(tenants) < len(self._tenants):
@@ -114,8 +115,8 @@ class FairQueue(WaitingQueue):
             self._in_heap = set(self._tenants)
 
     def _forget_idle_tenants(self, lowest: float) -> None:
-        """Drop counters that would be raised to the lowest counter anyway. Of the remaining idle tenants, the most
-        served ones are kept."""
+        """Drop the counters of idle tenants that would be raised to the lowest counter anyway. If too many counters of
+        idle tenants remain, only the highest counters are kept."""
         ahead = sorted((c, t) for t, c in self.counters.items() if t not in self._tenants and c > lowest)
         kept = {t: c for c, t in ahead[-MAX_IDLE_TENANTS // 2 :]}
         self.counters = {t: self.counters[t] for t in self._tenants} | kept

@@ -1,9 +1,9 @@
 """Lower priority numbers run first, and ageing limits how often a request is overtaken.
 
-A later request of a better priority overtakes a waiting request. For each level of difference in priority, only the
-next `overtakes` arrivals can overtake the waiting request. All requests age at the same speed, so the order of two
-requests never changes. The order is given by a number that is fixed at arrival: priority x overtakes + arrival. If two
-requests have the same number, the older request goes first.
+A later request of a better priority can overtake a waiting request. For each level of difference between the two
+priorities, only the next `overtakes` arrivals after the waiting request can overtake it. All requests age at the same
+speed, so the order of two requests never changes. Requests are sorted by a number that is fixed at arrival: priority x
+overtakes + arrival number. If this number is equal for two requests, the older request goes first.
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from scheduler_service.core.queues.waiting_queue import GroupHeap, WaitingQueue
 
 
 class PriorityQueue(WaitingQueue):
-    """A queue by priority and age. Appending and removing take O(log n)."""
+    """A waiting queue that is sorted by priority and age. Appending and removing take O(log n)."""
 
     def __init__(self, overtakes: int = 64) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class PriorityQueue(WaitingQueue):
         return groups
 
     def victim(self, running: dict[SequenceGroup, None]) -> SequenceGroup:
-        """The group that ranks last. The ranks of two groups never change, so the two cannot preempt each other for
-        ever."""
+        """The running group that ranks last. The ranks of two groups never change, so the two cannot preempt each other
+        for ever."""
         return max(running, key=lambda group: group.rank)
 
     def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:

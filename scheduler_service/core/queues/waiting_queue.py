@@ -1,7 +1,8 @@
-"""The queue of requests that no worker has been given yet. The schedulers of all workers share this queue.
+"""The queue of requests that wait for a worker. The schedulers of all workers share this queue.
 
-A policy is an order of the waiting queue and a choice of victims. `WaitingQueue` is first come, first served. The other
-policies are `PriorityQueue` and `FairQueue`. The balancer decides which worker takes the next group.
+A policy decides the order of the waiting queue, and which running group is preempted. `WaitingQueue` has the policy
+first come, first served. The other policies are `PriorityQueue` and `FairQueue`. The balancer decides which worker
+takes the next group.
 """
 
 import heapq
@@ -15,7 +16,7 @@ from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.placement.balancer import Balancer
 
-MAX_STALE = 64  # number of stale entries that are kept, besides one entry for each waiting group
+MAX_STALE = 64  # number of stale heap entries that are kept, besides one entry for each waiting group
 
 Key = TypeVar("Key", float, tuple[int, int])
 
@@ -33,7 +34,7 @@ class GroupHeap(Generic[Key]):
         self._heap: list[tuple[Key, str]] = []
 
     def __len__(self) -> int:
-        """The number of entries, including entries of groups that have left."""
+        """The number of heap entries, including stale entries of groups that have left the queue."""
         return len(self._heap)
 
     def add(self, group: SequenceGroup) -> None:
@@ -54,15 +55,16 @@ class GroupHeap(Generic[Key]):
             heapq.heappop(self._heap)
 
     def pop(self) -> SequenceGroup:
-        """Remove the first group until it is added again, and return it. At least one group in the heap must wait."""
+        """Remove the first group and return it; the caller may add the group again. At least one group in the heap must
+        wait."""
         group, entry = self.first, self._heap[0]
-        while self._heap and self._heap[0] == entry:  # a group that left and came back has several entries
+        while self._heap and self._heap[0] == entry:  # a group that left and came back has several heap entries
             heapq.heappop(self._heap)
         return group
 
 
 def insert_by_rank(queue: OrderedDict[str, SequenceGroup], groups: Iterable[SequenceGroup]) -> None:
-    """Return groups to the head of a queue, sorted by rank together with the groups at the head."""
+    """Return groups to the head of a queue, merged by rank with the groups there."""
     returned = list(groups)
     newest = max(group.rank for group in returned)
     while queue and (first := next(iter(queue.values()))).rank < newest:
@@ -73,8 +75,8 @@ def insert_by_rank(queue: OrderedDict[str, SequenceGroup], groups: Iterable[Sequ
 
 
 class WaitingQueue:
-    """A queue that is first come, first served. Preempted groups return to the head. Every operation is O(log n) or
-    less.
+    """A waiting queue that is first come, first served. Preempted groups return to the head of the queue. Every
+    operation is O(log n) or less.
 
     `balancer` places groups on the workers that share the queue. `live` maps the ids of all requests that have not
     ended, waiting or on any worker, to their adapters. `live_adapters` counts the requests that have not ended, by
@@ -103,7 +105,7 @@ class WaitingQueue:
         return iter(self._groups.values())
 
     def append(self, group: SequenceGroup) -> None:
-        """Add a new group. Raises ValueError if a request with its id waits, runs or is swapped out anywhere."""
+        """Add a new group. Raises ValueError if a request with the same id waits, runs or is swapped out anywhere."""
         if group.request_id in self.live:
             raise ValueError(
                 f"request_id is {group.request_id!r}, and a request of that id waits, runs or is swapped out; "
@@ -128,12 +130,12 @@ class WaitingQueue:
 
     @property
     def earliest_arrival(self) -> float:
-        """The least `arrived_at` of all waiting groups. The queue must not be empty."""
+        """The earliest arrival time of all waiting groups. The queue must not be empty."""
         return self._arrivals.first.arrived_at
 
     @property
     def head(self) -> SequenceGroup:
-        """The group that is next. The queue must not be empty."""
+        """The next group in the order of the policy. The queue must not be empty."""
         return next(iter(self._groups.values()))
 
     def upcoming(
@@ -145,21 +147,22 @@ class WaitingQueue:
     ) -> list[SequenceGroup]:
         """The next groups in order, at most `most` groups.
 
-        `equals`: only groups of the same priority as the first group. `without`: lanes to leave out.
+        `equals` restricts the result to groups of the same priority as the first group. `without` contains lanes whose
+        groups are left out.
         """
         return [] if without else list(itertools.islice(self._groups.values(), most))
 
     def lane(self, group: SequenceGroup) -> str:  # noqa: ARG002
-        """The part of the queue in which a group waits, such as a tenant's. Only a group of another lane can overtake a
-        whole lane."""
+        """The lane of a group: a part of the queue, such as the groups of one tenant. If all groups of a lane are
+        passed over, only groups of other lanes can be next."""
         return ""
 
     def get(self, request_id: str) -> SequenceGroup | None:
         return self._groups.get(request_id)
 
     def remove(self, request_id: str) -> None:
-        """Remove a group that a worker takes, from any place in the queue. Does nothing if the group does not wait
-        here."""
+        """Remove a group that a worker takes, from any place in the queue. Does nothing if the group does not wait in
+        this queue."""
         self._groups.pop(request_id, None)
 
     def end(self, request_id: str) -> None:
@@ -172,7 +175,8 @@ class WaitingQueue:
                 del self.live_adapters[adapter_id]
 
     def withdraw(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
-        """End a waiting group, or only its output `index`. No worker knows the group, so no worker is told."""
+        """End a waiting group, or only its output `index`. A waiting group is on no worker, so no worker must be
+        told."""
         for sequence in group.live:
             if index is None or sequence.index == index:
                 sequence.status = status
@@ -184,8 +188,9 @@ class WaitingQueue:
         return next(reversed(running))
 
     def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:  # noqa: ARG002
-        """Whether a waiting group goes before a running or swapped group, so that the running group is preempted."""
+        """Whether a waiting group goes before a running or swapped group, so that the running group is preempted for
+        it."""
         return False
 
     def charge(self, group: SequenceGroup, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Count the service that a group received."""
+        """Count tokens as service that the group's tenant received."""

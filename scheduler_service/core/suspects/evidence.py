@@ -7,8 +7,8 @@ from scheduler_service.core.outputs import SchedulerOutput
 from scheduler_service.core.planning.worker_groups import Session, groups_in
 from scheduler_service.core.suspects import rule
 
-# A worker has failed if a step takes MAX_OVERDUE times its expected time and at least OVERDUE_SECONDS. A failed worker
-# may count as lost much later, but its time after the failure is not serving time.
+# A worker counts as failed if a step takes MAX_OVERDUE times its expected time and at least OVERDUE_SECONDS. A failed
+# worker may count as lost much later, but its time after the failure is not serving time.
 MAX_OVERDUE = 4
 OVERDUE_SECONDS = 1.0
 
@@ -24,7 +24,7 @@ class Evidence:
         self._in_flight = session.in_flight
 
     def join(self, now: float) -> None:
-        """Note that the session begins."""
+        """Note that the worker's session begins."""
         self._balancer.background.join(now)
 
     def answered(self, output: SchedulerOutput, seconds: float) -> None:
@@ -37,8 +37,8 @@ class Evidence:
                 group.suspicion.run(max(0.0, seconds), alone=len(in_step) == 1)
 
     def lost(self, now: float, *, blames: bool) -> list[SequenceGroup]:
-        """Judge the requests after the worker is gone. Returns a list with the group that was ended for the loss, or an
-        empty list.
+        """Judge the requests that were in flight when the worker was lost. Returns a list with the group that was ended
+        as the cause of the loss, or an empty list.
 
         If `blames` is true, the loss counts against the requests of all steps in flight, including requests that were
         preempted since. Requests that have ended, or are on another worker now, are not judged. While there are other
@@ -68,7 +68,7 @@ class Evidence:
         return ended
 
     def _seconds_in_flight(self, now: float) -> float:
-        """Seconds that a worker lost now may have worked on its steps in flight; see MAX_OVERDUE."""
+        """If the worker is lost now, the seconds that it may have computed its steps in flight; see MAX_OVERDUE."""
         if not self._in_flight.outputs:
             return 0.0
         expected = self._balancer.times.seconds(self._in_flight.num_tokens)

@@ -2,9 +2,9 @@
 
 If a request causes the loss of workers, the streams of other requests must go on. A request that was in flight in two
 consecutive worker losses is a suspect. A suspect is scheduled alone, with no other request in flight, until it has
-gained a token. After further losses, a suspect must gain more tokens. A suspect is ended if its losses cannot be
-coincidence: see rule.py. The cause of the losses may also be the worker. If there is a worker that was not lost with
-the suspect, the suspect runs there before it is ended.
+gained a token. After further losses, a suspect must gain more tokens before it runs with other requests again. A
+suspect is ended if its losses cannot be coincidence: see rule.py. A worker can also be the cause of its losses. If
+there is a worker that was not lost with the suspect, the suspect runs there before it is ended.
 """
 
 from scheduler_service.core.blocks.manager import AllocStatus
@@ -32,7 +32,8 @@ class SuspectTurns:
         self._admission = admission
 
     def next(self, step: Step) -> SequenceGroup | None:
-        """The suspect that runs here. If no suspect runs, the first waiting suspect that is not for another worker."""
+        """The suspect that runs on this worker. If no suspect runs, the result is the first waiting suspect that is not
+        left to another worker, or None."""
         if self._groups.accused and (running := self._groups.suspect) is not None:
             return running
         if not (self._admission.admits and self._waiting and self._waiting.head.is_suspect):
@@ -54,7 +55,7 @@ class SuspectTurns:
         return bool(step.chunks)
 
     def _hold(self, suspect: SequenceGroup, step: Step) -> bool:
-        """Hold a suspect if a further loss would prove nothing. Returns whether the suspect is held."""
+        """Let a suspect wait if a further loss would prove nothing yet. Returns whether the suspect must wait."""
         if (suspicion := suspect.suspicion) is None:
             return False
         background = self._balancer.background
@@ -67,7 +68,8 @@ class SuspectTurns:
         """Leave a suspect to a worker that is better, or on which a loss would prove more. Returns whether the suspect
         is left."""
         if (placement := self._untried(suspect)) is not None:
-            # No time limit: after losses on one worker only, request and worker are equally suspect.
+            # A suspect waits for such a worker without a time limit: after losses on one worker only, request and
+            # worker are equally suspect.
             self._balancer.num_left[placement.reason] += 1
             step.queue.leave(placement)
             return True
@@ -80,10 +82,12 @@ class SuspectTurns:
         return placement is not None and self._admission.leave(placement, step)
 
     def _untried(self, suspect: SequenceGroup) -> Placement | None:
-        """The placement of a suspect on a worker where a loss would prove more; None if there is no such worker.
+        """The placement of a suspect on a worker where a loss would prove more than here; None if there is no such
+        worker.
 
-        The best worker was never lost with the suspect. If all workers were lost with the suspect, the best worker is
-        one that was not lost last. After losses of several workers, no single worker can be the only cause.
+        A loss proves most on a worker that was never lost with the suspect. If all workers were lost with the suspect,
+        a loss proves more on a worker that was not lost last. After losses of several workers, no single worker can be
+        the only cause.
         """
         suspicion = suspect.suspicion
         if suspicion is None or not (most := suspicion.reluctance(self._worker)):
