@@ -31,7 +31,9 @@ Metadata = Sequence[tuple[str, str]] | None
 
 
 def direction(target: str, tls: Path | None, port_hint: str) -> Direction:
-    """How the channel of `connect` reaches the server. Explanations of errors contain facts about this connection."""
+    """How the channel of `connect` reaches the server. Advice about a failed call quotes these properties of the
+    connection.
+    """
     return Direction(target, tls is not None, "--tls", port_hint, may_use_proxy=True)
 
 

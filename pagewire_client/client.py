@@ -26,7 +26,7 @@ from pagewire_client.retry import Backoff
 RETRY_SECONDS = 60.0
 
 MAX_TEXTS = 2048
-"""Maximum number of texts in one call. A longer list is sent in several calls."""
+"""Maximum number of texts in one call. The client splits a longer list of texts into several calls."""
 
 T = TypeVar("T")
 
@@ -80,8 +80,8 @@ class Client:
             raise TimeoutError(f"the server was not ready within {timeout} s") from None
 
     async def _is_serving(self, backoff: Backoff) -> bool:
-        """Watch until the server serves or the watch ends. After the watch, pause: a load balancer without servers ends
-        each watch at once.
+        """Watch the server's health until the server serves or the watch ends. A pause follows a watch that ended,
+        because a load balancer without servers ends each watch at once.
         """
         watch = self._health.Watch(health_pb2.HealthCheckRequest())
         try:
@@ -273,8 +273,7 @@ class Client:
     async def abort(self, request_id: str, *, tenant: str = "") -> bool:
         """End a tenant's call in flight. Returns whether the call existed.
 
-        A call of this client ends and is not resumed, even if the server that receives the abort does not know the
-        call.
+        If this client made the call, the call ends and is not resumed, even if the server does not know the call.
         """
         request = pb.AbortRequest(request_id=request_id, tenant=tenant)
         stream = self._streams.get((tenant, request_id))

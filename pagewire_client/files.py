@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 MAX_TEXT_BYTES = 16 << 20
-"""Maximum size of a prompt or a form in bytes. No server accepts a longer message."""
+"""Maximum size of a prompt or a form in bytes. No server accepts a larger gRPC message."""
 
 
 def read_file(path: Path, most: int) -> bytes:

@@ -1,7 +1,8 @@
 """A Generate call that continues after its connection or its scheduler is lost.
 
 The client stores the seed, the tokens of each output, and which outputs have ended. When the stream breaks, the client
-sends the same request again with this state. The server sends only the tokens that are missing.
+sends the same request again, together with the stored seed and tokens. The server then sends only the tokens that the
+client lacks.
 """
 
 import asyncio
@@ -15,8 +16,9 @@ from pagewire_client.retry import PASSING, Backoff, passes
 
 Metadata = tuple[tuple[str, str], ...]
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
-# Status codes after which the client repeats a resumed request. The server may still be checking an attempt that broke
-# early. A restarted server may receive more resumed requests at once than it accepts.
+# Status codes after which the client repeats a resumed request. ALREADY_EXISTS: the server may still be checking the
+# previous attempt of this request. RESOURCE_EXHAUSTED: a restarted server may receive more resumed requests at once
+# than it accepts.
 PASSING_AGAIN = PASSING | {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
@@ -110,11 +112,11 @@ class ResumableStream:
                     raise
                 break
             finally:
-                self._call.cancel()  # without cancel the call would stay open
+                self._call.cancel()  # a call that is not cancelled stays open on the server
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._aborted.wait(), pause)
             self._request.resume.CopyFrom(self._received.state)
-        for index in self._received.open:  # the open outputs were aborted while no server had the request
+        for index in self._received.open:  # the unfinished outputs were aborted while no server had the request
             yield pb.GenerateResponse(
                 request_id=self._request.request_id, index=index, finish_reason=pb.FINISH_REASON_ABORT
             )

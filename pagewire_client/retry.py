@@ -25,12 +25,12 @@ FIRST_WAIT_SECONDS = 2.0
 
 
 class Backoff:
-    """The pauses between attempts. A pause is about twice as long as the previous pause. The length of a pause is
-    random, so that clients do not return at the same time.
+    """The pauses between two attempts of a call. Each pause is about twice as long as the pause before it. The length
+    of a pause is random, so that many clients do not retry at the same time.
 
-    `limit` is the number of seconds since the first failure. The time that a server waits for a worker counts towards
-    `limit`. After a success the time begins again at 0. If `limit` is 0, no call is retried, and the server decides how
-    long a call waits for a worker. Log messages contain `target`.
+    `limit` is the maximum number of seconds from the first failure to the last attempt. The time that a server waits
+    for a worker counts towards `limit`. A successful attempt sets the measured time back to 0. If `limit` is 0, no call
+    is retried, and the server decides how long a call waits for a worker. Log messages contain `target`.
     """
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic, target: str = "") -> None:
@@ -84,7 +84,7 @@ def passes(error: grpc.aio.AioRpcError, codes: Collection[grpc.StatusCode] = PAS
 
 
 def _is_reset(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a proxy lost its server. A proxy can only reset a stream that has begun, and gRPC reports the reset as
-    INTERNAL.
+    """Whether the error means that a proxy lost its connection to the server. A proxy can only reset a stream that has
+    begun, and gRPC reports the reset as INTERNAL.
     """
     return error.code() is grpc.StatusCode.INTERNAL and "RST_STREAM" in (error.details() or "")

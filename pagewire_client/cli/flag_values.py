@@ -1,4 +1,4 @@
-"""Parsers for flags and environment variables. An empty variable counts as unset."""
+"""Parsers for flags and environment variables. An empty environment variable counts as unset."""
 
 import argparse
 import os
@@ -58,7 +58,7 @@ def folder(text: str) -> Path:
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """Return a parser of integers from `least` to `most`. The parser raises ArgumentTypeError for any other text."""
+    """Return a parser of integers from `least` to `most`. The parser raises ArgumentTypeError for an invalid text."""
 
     def parse(text: str) -> int:
         try:
@@ -78,7 +78,7 @@ def integer_of(message: type[Message], field: str) -> Callable[[str], int]:
 
 
 def seconds(least: float, most: float = float("inf")) -> Callable[[str], float]:
-    """Return a parser of seconds from `least` to `most`. The parser raises ArgumentTypeError for any other text."""
+    """Return a parser of seconds from `least` to `most`. The parser raises ArgumentTypeError for an invalid text."""
 
     def parse(text: str) -> float:
         try:

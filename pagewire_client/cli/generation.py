@@ -29,7 +29,7 @@ async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, **
         text += response.text
         sys.stdout.write(response.text)
         sys.stdout.flush()
-        metrics = response.metrics  # metrics of the last message
+        metrics = response.metrics  # the stream's last message contains the request's metrics
     ended = time.perf_counter()
     sys.stdout.write("\n")
     sys.stdout.flush()

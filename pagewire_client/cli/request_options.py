@@ -170,7 +170,7 @@ def _text_or_file(text: str) -> str:
 
 
 def _bias(text: str) -> tuple[int, float]:
-    """Parse TOKEN_ID=BIAS. Raises ArgumentTypeError for any other text."""
+    """Parse TOKEN_ID=BIAS. Raises ArgumentTypeError for an invalid text."""
     token_id, _, bias = text.partition("=")
     try:
         return int(token_id), float(bias)

@@ -58,7 +58,7 @@ class View:
         self._sample: Sample | None = None
         self._is_lost = False
         self._news = "connecting …"
-        self._has_news = False  # whether the last event changed `_news`
+        self._has_news = False  # whether the last event changed the text `_news`
 
     def take(self, event: Sample | Lost) -> None:
         news = ""
@@ -84,7 +84,9 @@ class View:
     # ---- output as a line
 
     def line(self) -> str:
-        """The state as key=value pairs. If the connection has a new event, the event comes first."""
+        """The cluster's state as key=value pairs. A new event of the connection (such as its loss) stands before the
+        state.
+        """
         if self._sample is None or self._is_lost:
             return self._news
         state, rates = self._sample.state, self.rates

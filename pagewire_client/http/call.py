@@ -48,7 +48,7 @@ class Held:
 
 
 MAX_TEXTS = 2048
-"""Maximum number of texts in one call. The scheduler has the same limit."""
+"""Maximum number of texts in one HTTP call. The scheduler has the same limit for gRPC calls."""
 Number = Annotated[int, Field(ge=0, lt=1 << 32)]
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 T = TypeVar("T")
@@ -65,7 +65,7 @@ Texts = (
 
 
 def each_text(given: Texts) -> list[str | list[int]]:
-    """The texts of a field. A list of numbers is one text."""
+    """The texts of a JSON field. A list of numbers is the token ids of one text."""
     is_one = isinstance(given, str) or (given and isinstance(given[0], int))
     texts: Any = [given] if is_one else given
     return list(texts)

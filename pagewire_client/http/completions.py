@@ -45,7 +45,7 @@ class _Choice:
     reason: str | None = None
     stop_reason: str | int | None = None
     offset: int = 0
-    """Number of characters before the tokens of the current message."""
+    """Number of characters of the output before the tokens of the current gRPC message."""
 
     def add(self, message: pb.GenerateResponse) -> None:
         self.text += message.text
@@ -121,8 +121,8 @@ class _Completions:
         return await answer_in_parts(self._call.request, whole, b"choices", self._finished())
 
     async def _prepare(self, given: str | list[int], sampling: pb.SamplingParams) -> _Prompt:
-        """Tokenize a prompt and look up token texts. These scheduler calls use the key of this process, so they do not
-        count for the client.
+        """Tokenize a prompt and look up token texts. These scheduler calls use this process's API key, so they do not
+        count towards the client's quota.
         """
         call, fields = self._call, self._fields
         asked = pb.GenerateRequest(
@@ -204,8 +204,8 @@ class _Completions:
     # ---- streams
 
     async def _stream(self) -> web.StreamResponse:
-        """Stream the choices as events. After the first message of a prompt, any prompt's error becomes the
-        last event.
+        """Stream the choices as events. If a prompt fails after the first message of the stream, the error becomes the
+        stream's last event.
         """
         try:
             await self._follow_all(self._write)
@@ -247,7 +247,7 @@ class _Completions:
 
     async def _send(self, event: str) -> None:
         assert self._response is not None
-        async with self._sending:  # a large event is written in several parts
+        async with self._sending:  # a large event takes several writes; the lock keeps events apart
             await write(self._response, f"data: {event}\n\n".encode())
 
     # ---- for whole answers and for streams

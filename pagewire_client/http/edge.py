@@ -1,15 +1,16 @@
 """The two proxies around the gateway. The proxies provide TLS, API keys, and the routes that the gateway lacks.
 
-The gateway supports neither API keys nor TLS: it calls schedulers in plain text and forwards no credentials. To add
-both, this process has a proxy on each side of the gateway.
+The gateway supports neither API keys nor TLS: it calls schedulers in plain text and forwards no credentials. To add API
+keys and TLS, this process has a proxy on each side of the gateway.
 
 The front proxy receives HTTP requests and has the scheduler check the API key. The front proxy gives each request a
-random id. The gateway passes this id on. The back proxy accepts gRPC from the gateway, on this machine only. The back
-proxy finds the request's API key by the id.
+random id. The gateway sends this id with its call to the scheduler. The back proxy accepts gRPC from the gateway, on
+this machine only. The back proxy finds the request's API key by the id.
 
-Clients see ids in their answers and can name an id in a request. To prevent misuse, each id is valid for only one call.
-The scheduler decides which requests are refused. Only the gateway routes in ROUTES are forwarded, because other routes
-reach beyond the scheduler. The routes of OWN call the scheduler without the gateway.
+Clients see these ids in their answers, and can name such an id in a request. So that a client cannot use another
+client's API key in this way, each id is valid for only one call. The scheduler decides which requests are refused. Only
+the gateway routes in ROUTES are forwarded, because other routes reach beyond the scheduler. The routes of OWN call the
+scheduler without the gateway.
 """
 
 import logging
@@ -94,13 +95,14 @@ class _Request:
 
 
 class Edge:
-    """The front proxy and the back proxy. The scheduler is at `target`, and its model has the name `model`.
+    """The front proxy and the back proxy in one object. `target` is the scheduler's address, and `model` is the name of
+    the scheduler's model.
 
     `api_key` is for calls of the gateway and of this process: for the model's files and for token texts.
 
-    Create the object inside the event loop. Call `start` before the gateway starts; the gateway's scheduler is this
-    object's `target`. Call `serve_http` after the gateway has started. Raises StartError if the certificates in the
-    folder `tls` cannot be used.
+    Create the object inside the event loop. Call `start` before the gateway starts. The attribute `target` is the
+    address that the gateway uses as its scheduler. Call `serve_http` after the gateway has started. Raises StartError
+    if the certificates in the folder `tls` cannot be used.
     """
 
     def __init__(
@@ -137,7 +139,9 @@ class Edge:
     # ---- to the scheduler
 
     async def _relay(self, method: str, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        """Forward a call. The call has the key of its request, or this process's own key."""
+        """Forward a call of the gateway. The forwarded call has the API key of its HTTP request, or this process's own
+        key.
+        """
         first = await anext(messages, b"")
         if (found := self._owner_of(method, first)) is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is for the gateway's own calls")
@@ -229,7 +233,8 @@ class Edge:
         key = _bearer(request.headers.getall("Authorization", []))
         route = f"{request.method} {path}"
         own = models if _MODELS.fullmatch(route) else OWN.get(route)
-        # These HTTP requests become scheduler calls with the client's key, so the scheduler counts them.
+        # Requests to these routes become scheduler calls with the client's key, so the scheduler counts them for the
+        # client's quota.
         is_counted = own is not None or path.endswith("completions")
         check: Any = scheduler.unary_unary(f"{_SERVICE}{'HealthCheck' if is_counted else 'GetModelInfo'}")
         try:
@@ -272,7 +277,7 @@ class Edge:
         """
         fields = read_object(body)
         parses = fields.pop(PARSE, False)
-        fields.pop("rid", None)  # the gateway would use the client's rid in place of the id that this process sets
+        fields.pop("rid", None)  # the gateway would use the client's `rid` as the request's id
         unread = take_out(fields, self._model)
         try:
             if parses is not True:

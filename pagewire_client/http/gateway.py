@@ -28,7 +28,7 @@ FLAGS = (
     "--disable-retries",
     "--disable-circuit-breaker",
     "--disable-load-monitoring",
-    "--max-concurrent-requests=0",  # the scheduler has a queue and limits
+    "--max-concurrent-requests=0",  # the scheduler itself queues and limits requests
     "--request-timeout-secs=86400",
     "--history-backend=none",
     "--max-background-responses=0",
@@ -59,7 +59,8 @@ class Gateway:
         command = [sys.executable, "-c", _LAUNCH, "launch", f"--worker-urls=grpc://{target}", *FLAGS]
         command += [f"--host={host}", f"--port={port}"]
         command.append(f"--prometheus-port={_free_port()}")  # The gateway's metrics cannot be switched off.
-        # Calls that change the gateway's backends require a random key. The key is not stored.
+        # Calls that change the gateway's backends require a random key. The key is not stored, so such calls always
+        # fail.
         command.append(f"--control-plane-api-keys=none:none:admin:{secrets.token_urlsafe()}")
         # The gateway exports spans only at log level info. The gateway writes info lines to stdout.
         command.append(f"--log-level={'info' if traces_endpoint else 'error'}")
@@ -107,7 +108,7 @@ def is_ready(url: str, tls: Path | None = None) -> bool:
     """
     try:
         context = TlsFolder(tls).client_context() if tls else ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the readiness need not be secret
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the gateway's readiness is no secret
         opener = direct_opener(urllib.request.HTTPSHandler(context=context))
         with opener.open(f"{url}/readiness", timeout=5) as answer:
             return bool(answer.status == 200)
@@ -124,7 +125,7 @@ def url_of(scheme: str, host: str, port: int) -> str:
 def check_free(listen: str) -> tuple[str, int]:
     """Return the host and the port of HOST:PORT, or of [HOST]:PORT.
 
-    Raises ServerError if the port cannot be used. The gateway itself would print a traceback.
+    Raises ServerError if the port cannot be used. Without this check, the gateway would print a traceback.
     """
     host, _, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -149,6 +150,6 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-if __name__ == "__main__":  # the health check of a container: HOST:PORT
+if __name__ == "__main__":  # the container's health check runs this module with HOST:PORT
     folder = os.environ.get("PAGEWIRE_HTTP_TLS")
     sys.exit(not is_ready(f"{'https' if folder else 'http'}://{sys.argv[1]}", Path(folder) if folder else None))

@@ -1,7 +1,7 @@
 """Special tokens that are spelled in a chat. A special token in a chat is treated as text, as over gRPC.
 
-The gateway would parse the text as special tokens. With this, a user's message could close its turn and begin a system
-turn. If a chat spells a special token and all its messages are text, the scheduler renders and encodes the chat. The
+The gateway would parse such text as special tokens, so a user's message could close its turn and begin a system turn.
+If a chat spells a special token and all its messages are text, the scheduler renders and encodes the chat. The
 scheduler's token ids replace the gateway's token ids. Any other chat that spells a special token is refused: for
 example, a chat with tools. For a chat with tools, only the gateway knows the template's input.
 """
@@ -87,14 +87,15 @@ def _texts(value: Any) -> Iterator[str]:
     """Yield all strings of a JSON value, names included.
 
     The text parts of one content are also yielded as one string, because a template joins text parts. If a string is
-    JSON itself, for example a call's arguments, its strings are yielded too: a template receives them as values.
+    JSON itself, for example the arguments of a tool call, the strings in this JSON are yielded too: a chat template
+    receives them as values.
     """
     rest = [value]
     while rest:
         match rest.pop():
             case str(text):
                 yield text
-                if "\\" in text:  # without a backslash, the text contains its values unchanged
+                if "\\" in text:  # without escapes, the JSON text contains its strings unchanged
                     with contextlib.suppress(ValueError, RecursionError):
                         rest.append(json.loads(text))
             case dict(members):
@@ -130,7 +131,7 @@ def _any_of(words: list[str]) -> str:
     branches = []
     for _, group in groupby(words, key=lambda word: word[0]):
         same = list(group)
-        # the first and the last word differ at every place where any two words differ
+        # the words are sorted, so the first and the last word have only the prefix in common that all words have
         pairs = zip(same[0], same[-1], strict=False)
         start = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         branches.append(re.escape(start) + _any_of([word[len(start) :] for word in same]))

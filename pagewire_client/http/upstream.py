@@ -13,7 +13,7 @@ from pagewire_common.connection.tls import TlsFolder, secure_channel
 
 @dataclass(slots=True)
 class _Made:
-    """A channel that uses the files of one `generation`."""
+    """A channel that uses one `generation` of the TLS files."""
 
     channel: grpc.aio.Channel
     generation: int

@@ -30,7 +30,7 @@ class EmbeddingsFields(Fields):
 
 
 class Document(BaseModel):
-    """A document's text. Other fields of the document are ignored."""
+    """A document's text. All fields of a document except its text are ignored."""
 
     text: str
 
