@@ -20,7 +20,8 @@ def variable(name: str) -> str:
 
 
 def from_environment(old_names: Mapping[str, str]) -> dict[str, str]:
-    """The values of variables that are set under old names, by old name. An empty variable counts as unset."""
+    """The values of variables that are set under old names, by old name. Variables with an empty value count as unset.
+    """
     return {old: value for old in old_names if (value := os.environ.get(variable(old)))}
 
 

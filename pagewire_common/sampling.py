@@ -36,8 +36,8 @@ class Bounds(NamedTuple):
     def hold(self, value: float) -> bool:
         """Whether the value is finite and lies in the range. The result is false for NaN.
 
-        Messages carry 32-bit numbers. In 32 bits the number 0.01 becomes slightly smaller. Therefore the lower bound is
-        rounded to 32 bits, too.
+        Messages carry 32-bit numbers. In 32 bits the number 0.01 becomes slightly smaller, so the range's lower bound
+        is rounded to 32 bits before the comparison.
         """
         low = min(self.low, struct.unpack("f", struct.pack("f", self.low))[0])
         return -math.inf < value < math.inf and low <= value <= self.high and not (self.excludes_low and value == low)
@@ -79,7 +79,7 @@ class Number(NamedTuple):
     help: str
     """The parameter's text in --help."""
     in_files: bool
-    """Whether a model's generation config may set its default."""
+    """Whether a model's generation config may set the parameter's default."""
     edits_logits: bool
     """Whether the parameter changes logits before temperature and filters."""
 

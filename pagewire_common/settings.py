@@ -1,8 +1,9 @@
-"""Settings from flags and PAGEWIRE_ environment variables. Each service has one typed class.
+"""Settings from flags and PAGEWIRE_ environment variables. The settings of each service are the fields of one typed
+class.
 
-Flags override the environment, and the environment overrides defaults. An empty variable counts as unset. If the
-variable restricts access, an empty value is refused, because it would open the service by mistake. A bad value ends the
-process with one sentence.
+Flags override the environment, and the environment overrides defaults. An empty environment variable counts as unset.
+If the variable restricts access, an empty value is refused, because it would open the service by mistake. If a setting
+has an invalid value, the process prints one sentence and ends.
 """
 
 import os
@@ -104,7 +105,9 @@ class ServiceSettings(BaseSettings):
 
     @classmethod
     def translate(cls, values: Mapping[str, str]) -> dict[str, str]:
-        """Translate values by old names to values by new names. Raises ValueError if an old value has no equivalent."""
+        """Translate values by old names to values by new names. Raises ValueError if an old setting's value has no
+        equivalent in the new setting.
+        """
         return {cls.old_names[old]: value for old, value in values.items()}
 
     def log_old_names(self) -> None:

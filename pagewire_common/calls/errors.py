@@ -33,8 +33,8 @@ Behavior = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
 
 
 MAX_FIELDS = 6 << 10
-"""Maximum number of fields of a request. All lists of a valid request together have fewer fields. A message with this
-number of fields can be counted and parsed quickly.
+"""Maximum number of fields of a request. A valid request never reaches this number, even if all its lists have their
+maximum length. A message with this number of fields can be counted and parsed quickly.
 """
 
 
@@ -63,7 +63,8 @@ class RequestLimits(NamedTuple):
     num_opaque_bytes: int = 0
     """Additional bytes for fields that are not parsed, for example the field of a sound."""
     will_grow: str = ""
-    """The reason why a larger request may be accepted later. The text is empty if a larger request is never accepted.
+    """The reason why a request above these limits may be accepted later; an empty text if such a request is never
+    accepted.
     """
 
 
@@ -133,8 +134,8 @@ def _readable_in_a_stream(parse: Callable[[bytes], Any]) -> Callable[[bytes], An
 
 
 def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return a parser that returns `_Unparsed` for invalid bytes. If a parser raises, gRPC reports UNKNOWN with its
-    message.
+    """Return a parser that returns `_Unparsed` for invalid bytes. If a parser raises an exception, gRPC reports UNKNOWN
+    with the exception's message.
     """
 
     def readable(data: bytes) -> Any:
@@ -209,7 +210,8 @@ def _guard_generator(behavior: Behavior) -> Behavior:
 
 
 def _short(sentence: str) -> str:
-    """Cut a message to the size of a status. The message may quote a client's input or a model's file.
+    """Cut an error's message to the maximum size of a gRPC status message. The message may quote a client's input or a
+    model's file.
 
     gRPC sends the message in a header, percent-encoded. Many gRPC libraries drop calls whose headers are larger than 8
     KiB.
@@ -230,9 +232,9 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
         error.__traceback__ = error.__context__ = None
         try:
             await context.abort(error.code, _short(str(error)))
-        except grpc.aio.InternalError:  # the client is gone, or an unread message blocks the end
+        except grpc.aio.InternalError:  # the client is gone, or has not read a message
             log.info("call cancelled", code=error.code.name, reason=str(error))
-            raise asyncio.CancelledError from None  # now gRPC accepts only a cancellation
+            raise asyncio.CancelledError from None  # after the failed abort, gRPC accepts only a cancellation
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, NotImplementedError):  # a method that the servicer does not implement

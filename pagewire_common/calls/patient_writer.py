@@ -53,7 +53,7 @@ class PatientWriter:
             self.give_up(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
 
     def give_up(self, error: RequestError) -> None:
-        """End the current write with this error. Without a current write the call has no effect."""
+        """End the current write with this error. If no write is in progress, this method has no effect."""
         if self._began is not None and self._error is None:
             self._error = error
             self._task.cancel()

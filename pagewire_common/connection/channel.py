@@ -14,7 +14,9 @@ import grpc
 
 DIRECT = (("grpc.enable_http_proxy", 0),)
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""Environment variables in gRPC's order. The first variable that is set counts, with TLS and in plain text."""
+"""Environment variables that may contain the proxy's URL, in gRPC's order. The first variable that is set is used, for
+TLS and for plain text.
+"""
 EXCEPTION_VARIABLES = ("no_grpc_proxy", "no_proxy")
 
 
@@ -74,9 +76,9 @@ def _http_address(variable: str, url: str) -> str:
 
 
 def _matches(host: str, exception: str) -> bool:
-    """Whether an exception of no_proxy matches a host, by gRPC's rules.
+    """Whether an entry of no_proxy matches a host, by gRPC's rules.
 
-    An exception is the end of a host's name, or a network. "*" matches every host, as in curl.
+    An entry of no_proxy is the end of a host's name, or a network. The entry "*" matches every host, as in curl.
     """
     if not exception:
         return False

@@ -46,7 +46,7 @@ class Direction:
         if code is not grpc.StatusCode.UNAVAILABLE:
             return error
         if not any(words in details for words in _OF_THE_CONNECTION):
-            return error  # the error comes from the server
+            return error  # the server sent the error, so the connection works
         if _OTHER_NAME in details:
             return _with(error, f"the certificate of {self.target} is not for {self._host}", MisdirectedError)
         if _NOT_VERIFIED in details:

@@ -25,8 +25,8 @@ log = structlog.get_logger()
 
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 SETTLE_SECONDS = 1.0
-"""Seconds without a change before files count as complete. Without the pause, a half-written list of authorities would
-count as a valid, shorter list.
+"""Seconds without a change, after which TLS files count as complete. If files were read at once, a half-written list of
+authorities would count as a valid, shorter list.
 """
 
 
@@ -96,22 +96,22 @@ class TlsFolder:
     def refresh(self) -> int:
         """Load files that have changed, if they can be used. Returns the generation of the files in use.
 
-        Each server compares the generation with the generation that it has loaded, because several servers may use a
-        folder.
+        The generation is a number that grows with each change of the files. Several servers may use one folder, so each
+        server compares this number with the generation that the server itself has loaded.
         """
         with self._lock:
             stamp, now = self._look(), time.monotonic()
             if stamp != self._seen:
                 self._seen, self._seen_at = stamp, now
             if self._seen_at and (now - self._seen_at >= SETTLE_SECONDS or self._is_old()):
-                self._seen_at = 0.0  # 0 prevents a second look, so that each change is logged once
+                self._seen_at = 0.0  # 0 means "checked": each change of the files is checked and logged once
                 if stamp != self._stamp:
                     self._take(stamp)
             return self._generation
 
     def _is_old(self) -> bool:
-        """Whether the last change of folder and files is at least SETTLE_SECONDS ago. If nothing changed for so long, a
-        single look at the files is enough.
+        """Whether the last change of folder and files is at least SETTLE_SECONDS ago. Files that are as old as this are
+        complete at the first look.
         """
         paths = (self._folder, *(self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)))
         try:
@@ -129,7 +129,7 @@ class TlsFolder:
                 reason, folder = str(error), str(self._folder)
                 log.error("changed certificates cannot be used; the old ones stay", folder=folder, reason=reason)
             return
-        if self._look() == stamp:  # if the state differs, the files are being replaced now
+        if self._look() == stamp:  # a different state means that the files are being replaced now
             self._stamp, self._files = stamp, files
             self._generation += 1
             log.info("certificates read again", folder=str(self._folder))
@@ -141,7 +141,7 @@ class TlsFolder:
             raise StartError(f"clients' certificates are checked with {AUTHORITY}, which {self._folder} has not")
 
     def server_credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
-        """Credentials of a gRPC server. With `mutual`, clients require certificates. Raises StartError."""
+        """Credentials of a gRPC server. With `mutual`, a client must present a certificate. Raises StartError."""
         self._need_own(mutual=mutual)
         loaded = self.refresh()
 
@@ -210,7 +210,7 @@ def _no_password() -> str:
 
 
 class Security(NamedTuple):
-    """The conditions for calling a server.
+    """The conditions under which a server accepts a connection.
 
     A server with a TLS folder requires TLS. `mutual` requires a client certificate. If `identity` is not empty, the
     client certificate must contain this name.
@@ -243,6 +243,6 @@ def secure_channel(
 
 
 def peer_names(context: grpc.aio.ServicerContext[Any, Any]) -> set[str]:
-    """The names in the certificate of the call's peer. The set is empty without a certificate."""
+    """The names in the certificate of the call's peer. The set is empty if the peer has presented no certificate."""
     names = context.auth_context().get("x509_subject_alternative_name", ())
     return {name.decode(errors="replace") for name in names}

@@ -58,7 +58,9 @@ class GenerationConfig:
 
     @property
     def chosen_by_requests(self) -> dict[str, Any]:
-        """The keys of the decoding method that the file prefers. The method applies only if a request asks for it."""
+        """The keys of the decoding method that the file prefers. This decoding method applies only to requests that
+        choose it.
+        """
         return {
             key: self.keys[key]
             for key, (_, nothing) in CHOSEN_BY_REQUESTS.items()
@@ -126,7 +128,7 @@ class GenerationDefaults(SamplerParams):
 
     @property
     def num_listed(self) -> int:
-        """Number of entries in all lists of the defaults. Each request carries the lists."""
+        """Number of entries in all lists of the defaults. Each request's message contains the lists."""
         words = sum(map(len, self.bad_words)) + len(self.bad_words)
         return words + 2 * len(self.logit_bias) + len(self.suppressed) + len(self.begin_suppressed)
 

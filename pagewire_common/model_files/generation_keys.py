@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 from pagewire_common.sampling import MAX_BIAS, MAX_STOP_STRINGS, MAX_STRING, NUMBERS, Bounds, Number
 
 MAX_LISTED = 1024
-"""Maximum number of token ids or words in one list. Each request carries its lists to its worker."""
+"""Maximum number of token ids or words in one list. The message to the worker contains the lists of each request."""
 _LONGEST_WORD = 256
 """Maximum number of token ids of a banned word."""
 _MAX_HEADS = 1024
 
 
 class Kind(NamedTuple):
-    """The allowed values of a key. `expected` completes the sentence "it must be …". `holds` receives a value and the
-    vocabulary size.
+    """The allowed values of a key. The text `expected` completes the sentence "it must be …". The function `holds`
+    tells whether a value is allowed, given the vocabulary size.
     """
 
     expected: str
@@ -163,8 +163,8 @@ CHOSEN_BY_REQUESTS: Mapping[str, tuple[Kind, object]] = {
 }
 """Keys of the decoding method that the model's author prefers (usually beam search), with their neutral value.
 
-Each request chooses its own method, because another method changes the shape and the cost of the answer. As in vLLM, a
-model is served without the preferred method. The log reports once that the preferred method is not used.
+Each request chooses its decoding method, because another decoding method changes the structure and the cost of an
+answer. As in vLLM, a model is served without the decoding method that its author prefers. The log reports this once.
 """
 
 _NEUTRAL: Mapping[str, Kind] = {

@@ -60,8 +60,8 @@ class SentenceConfig:
 
 
 def _check_prompts(sentences: Mapping[str, Any]) -> None:
-    """Refuse a default prompt for all texts. Prompts with a name are allowed: callers put the text of a prompt before
-    their texts.
+    """Refuse a file that sets a default prompt for all texts. Prompts that a caller chooses by name are allowed:
+    pagewire's callers put the text of such a prompt before their own texts.
     """
     prompts, default = sentences.get("prompts") or {}, sentences.get("default_prompt_name")
     if not (isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())):

@@ -106,7 +106,7 @@ class TokenizerConfig:
         _check("model_specific_special_tokens", named, dict, "an object of tokens")
         special |= {key: _token(key, value) for key, value in named.items()}
         others: dict[str, Token] = {}  # Tokens by text, because two keys may list the same token.
-        # The name "extra_special_tokens" is newer in transformers.
+        # "extra_special_tokens" is transformers' newer name of this list.
         for key in ("additional_special_tokens", "extra_special_tokens"):
             listed = config.get(key) or []
             if isinstance(listed, dict):
@@ -198,10 +198,11 @@ def _id(written: object) -> int:
 
 
 def _chat_template(config: Mapping[str, Any], files: Mapping[str, Path]) -> ChatTemplateSource | None:
-    """The chat template. The file chat_template.jinja has priority, as in transformers.
+    """The model's chat template. If the file chat_template.jinja exists, it is used and not the config's template, as
+    in transformers.
 
-    If there are several named templates, "default" is used. The other templates are for tools and documents, which
-    pagewire's chats do not support.
+    If there are several named templates, "default" is used. The templates with other names are for tools and documents,
+    which pagewire's chats do not support.
     """
     if (name := "chat_template.jinja") in files:
         return ChatTemplateSource(_text(files[name]), name)

@@ -1,4 +1,6 @@
-"""Starts child processes of a service, for work that may have to be killed. The children end with the service."""
+"""Starts child processes of a service, for work that may have to be killed. The child processes end when the service
+ends.
+"""
 
 import ctypes
 import signal
@@ -32,6 +34,8 @@ def end_with_the_parent() -> None:
 
 
 def leave_signals_to_the_parent() -> None:
-    """Ignore Ctrl-C and SIGTERM. The parent receives the same signals and ends its children in order."""
+    """Ignore Ctrl-C and SIGTERM. The parent process receives the same signals and ends its child processes in the right
+    order.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

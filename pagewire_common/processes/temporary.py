@@ -1,8 +1,8 @@
 """A process's temporary folders, for sockets and copies of adapters. The folders are removed when the process ends.
 
 If a process is killed, its folders remain. Each folder is locked while its process lives, so that the next start finds
-the abandoned folders. All users share the parent folder. A folder is skipped unopened if it belongs to another user or
-if other users may open it.
+the abandoned folders. All users' temporary folders are in one parent folder. A folder is skipped unopened if it belongs
+to another user or if other users may open it.
 """
 
 import contextlib
@@ -22,7 +22,9 @@ _MAX_TRIES = 5
 
 
 class TemporaryFolder:
-    """A new folder that only its owner may enter, until it is closed or the process ends. Raises OSError."""
+    """A new folder that only its owner may enter. The folder is removed by `close` or at the process's end. Raises
+    OSError.
+    """
 
     def __init__(self, kind: str) -> None:
         for _ in range(_MAX_TRIES):
@@ -63,7 +65,7 @@ def remove_dead_folders() -> None:
 def _locked(path: Path) -> int | None:
     """Lock a folder. Returns None if a process holds the lock, or if the folder is not private to this user."""
     try:
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # child processes close the descriptor
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # child processes do not inherit it
     except OSError:
         return None
     with contextlib.suppress(OSError):

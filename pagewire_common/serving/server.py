@@ -23,10 +23,10 @@ from pagewire_common.start_error import StartError
 log = structlog.get_logger()
 
 # Clients may ping every 10 s, even between calls. The server pings every client each minute. The server closes the
-# connection if the client does not answer for another minute. Without the server's pings the unread answers of a frozen
-# client would stay in memory: 1.5 MB for a text of 131,000 tokens. The event loop accepts new calls one by one. By
-# default gRPC would cancel calls that wait for 30 s, and some calls if more than a thousand wait. The services have
-# their own limits.
+# connection if the client does not answer a ping for another minute. Without the server's pings the unread answers of a
+# frozen client would stay in memory: 1.5 MB for a text of 131,000 tokens. The event loop accepts new calls one by one.
+# By default gRPC would cancel calls that wait for the event loop for 30 s, and some calls if more than a thousand wait.
+# The scheduler and the worker limit waiting calls themselves.
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.server_max_unrequested_time_in_server", 86_400),
     ("grpc.server.max_pending_requests", 1 << 16),
@@ -109,7 +109,9 @@ class GrpcServer:
         return address
 
     async def set_alive(self, alive: bool) -> None:
-        """Set the status of liveness probes. The status is SERVING from the start."""
+        """Set the status that liveness probes receive. Until the first call of this method, liveness probes receive
+        SERVING.
+        """
         self._health.set(LIVENESS, serving=alive)
 
     async def set_serving(self, serving: bool) -> None:

@@ -36,7 +36,7 @@ MAX_SECONDS = 30.0
 MAX_CONNECTIONS = 16
 MAX_HEAD_BYTES = 16 << 10
 _PEER_NAMES = "pagewire.peer_names"
-"""Key in a request's WSGI environment. The key's value contains the names in the client's certificate."""
+"""Key in a request's WSGI environment, under which the names in the client's certificate are stored."""
 
 Families = Callable[[], Awaitable[Iterable[Metric]]]
 MayRead = Callable[[str], bool]
@@ -142,7 +142,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def _renew(self, tls: TlsFolder) -> None:
         if (generation := tls.refresh()) != self._loaded:
-            # the files are being replaced: the next connection tries again
+            # the TLS files are being replaced: the next connection reads them again
             with contextlib.suppress(OSError, StartError):
                 self._context, self._loaded = tls.server_context(mutual=self._mutual), generation
 
