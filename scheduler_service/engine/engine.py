@@ -40,7 +40,7 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.keyring = keyring
-        """The API keys that calls may use. None if calls need no API key."""
+        """The API keys that calls may use, or None if calls need no API key."""
         self.cache_secret = secrets.token_bytes(32)  # makes keys of the prefix cache unpredictable for clients
         self.is_draining = False
         """Whether the server is shutting down. During a shutdown, further requests are refused."""
@@ -70,16 +70,18 @@ class Engine:
         call.adapter_name, call.adapter_id = adapter_name, adapter
 
     def hold(self, call: Call, num_bytes: int) -> None:
-        """Add the memory of texts to an admitted call. Raises RESOURCE_EXHAUSTED or INVALID_ARGUMENT, as `admit`."""
+        """Count further texts of an admitted call towards the memory limit. Raises RESOURCE_EXHAUSTED or
+        INVALID_ARGUMENT if memory is lacking.
+        """
         call.has_texts = True
         self.requests.admission.hold(call, num_bytes)
 
     def submit(self, call: Call, submission: pb.Submit) -> None:
         """Queue an admitted request, or a text of an admitted call.
 
-        Raises UNAVAILABLE during a shutdown. Texts of an admitted call are refused only after the grace period. Raises
-        ALREADY_EXISTS if the request to be superseded has a different prompt. Raises RESOURCE_EXHAUSTED or
-        INVALID_ARGUMENT if memory is lacking.
+        During a shutdown raises UNAVAILABLE: at once for a request, but only after the grace period for a text of an
+        admitted embedding call. Raises ALREADY_EXISTS if the request to be superseded has a different prompt. Raises
+        RESOURCE_EXHAUSTED or INVALID_ARGUMENT if memory is lacking.
         """
         if self.is_draining and (call.parent is None or self._is_over):
             raise SHUTTING_DOWN
@@ -108,7 +110,9 @@ class Engine:
             self._recorder.close()
 
     def set_keys(self, keyring: Keyring) -> None:
-        """Require one of these API keys from now on. The tenants' weights change too, except during a recording."""
+        """Require one of these API keys from now on. Except during a recording, the weights of tenants in the fair
+        queue are also replaced.
+        """
         self.keyring = keyring
         self.requests.admission.quotas.set_keys(keyring, time.monotonic())
         if self.settings.record is None:

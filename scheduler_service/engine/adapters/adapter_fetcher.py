@@ -2,9 +2,10 @@
 from the worker.
 
 The session's scheduler chooses the next adapter, and the adapter that the worker removes to make room. Adapters that an
-operator loads are sent first. Adapters that waiting requests lack are sent next. The other named adapters fill the
-places that are left. An adapter is removed after the worker has answered the steps in flight. A failed delivery is
-retried with growing pauses. While an adapter is sent, its requests wait and other requests continue.
+operator loads are sent first, then adapters that waiting requests need and the worker lacks. Other adapters that
+requests can name are sent while the worker has free places. An adapter is removed after the worker has answered the
+steps in flight. A failed delivery is retried with growing pauses. While an adapter is sent, its requests wait and other
+requests continue.
 """
 
 import asyncio
@@ -57,7 +58,7 @@ class AdapterFetcher:
         self._fetched = fetched
         self._delivery = Delivery()
         self.refused: dict[str, str] = {}
-        """Adapters that the worker cannot use, by fingerprint. The value is the reason."""
+        """The reasons why the worker cannot use an adapter, by the adapter's fingerprint."""
         self.lost: list[tuple[Adapter, str]] = []
         """Adapters whose copies cannot be read, with the reason. An adapter stays in the list until it is given up."""
         self._lacking: Sequence[str] = ()
@@ -66,7 +67,7 @@ class AdapterFetcher:
         self._to_try: dict[str, None] = {}  # Adapters that another worker cannot use.
         self._retries: dict[
             str, tuple[float, float]
-        ] = {}  # Failed deliveries: time of the next attempt, and the pause.
+        ] = {}  # After a failed delivery, by fingerprint: time of the next attempt, and length of the pause.
         self._to_forget: deque[str] = deque()
         self._handing: asyncio.Future[None] | None = None
         self._failure: WorkerError | None = None
@@ -143,7 +144,7 @@ class AdapterFetcher:
             self._wake.set()
 
     def end(self, failure: WorkerError) -> None:
-        """The session is over: end deliveries and the waits of operators with this failure."""
+        """Called at the session's end: end deliveries, and fail the calls of operators that wait for an adapter."""
         self._failure = failure
         if self._handing is not None:
             self._handing.cancel()
@@ -166,7 +167,7 @@ class AdapterFetcher:
                     await self._bring(fetch)
                 else:
                     for fingerprint in list(self._asked):
-                        # if the worker does not hold the adapter, no place is free
+                        # the worker either holds the adapter by now, or has no free place for an adapter
                         self._answer(fingerprint, self.holds(fingerprint))
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(self._pause()):
@@ -176,7 +177,7 @@ class AdapterFetcher:
             self._is_over = True
             for future in self._asked.values():
                 future.set_exception(_over())
-                future.exception()  # marks the exception as read, as in `_answer`
+                future.exception()  # asyncio warns of an exception that is never read
 
     def _next(self) -> AdapterFetch | None:
         now = time.monotonic()
@@ -192,7 +193,7 @@ class AdapterFetcher:
     def _pause(self) -> float | None:
         """Seconds after which `run` looks for the next adapter, even without a change."""
         now = time.monotonic()
-        # A retry whose time has come waits for a free place in the worker.
+        # A retry that is already due waits for a free place in the worker, not for a time.
         pauses = [again_at - now for again_at, _ in self._retries.values() if again_at > now]
         if any(one not in self.refused and one not in self._retries for one in self._lacking):
             pauses.append(LONG_FETCH_SECONDS)  # the adapter may be on its way to another worker
@@ -239,7 +240,7 @@ class AdapterFetcher:
     def _retry_later(self, fingerprint: str, reason: str) -> None:
         pause = min(LAST_RETRY_SECONDS, 2 * self._retries.get(fingerprint, (0.0, FIRST_RETRY_SECONDS / 2))[1])
         self._retries[fingerprint] = time.monotonic() + pause, pause
-        self._to_forget.append(fingerprint)  # the worker may hold the adapter in spite of the failure
+        self._to_forget.append(fingerprint)  # a failed delivery may still have reached the worker
         log.warning("adapter not taken", worker=self._client.address, fingerprint=fingerprint, reason=reason)
 
     async def _hand_over(self, fingerprint: str) -> float | None:

@@ -20,7 +20,7 @@ NAME = re.compile(r"(?!\.+$)[\w.@:-]{1,128}")
 
 
 class CopyLostError(Exception):
-    """An adapter's copy can no longer be read. The message contains the reason."""
+    """An adapter's copy can no longer be read. The exception's text is the reason."""
 
 
 @dataclass(frozen=True)

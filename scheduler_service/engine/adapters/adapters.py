@@ -57,7 +57,8 @@ class Adapters:
     async def load(self, name: str) -> Adapter:
         """Let requests name an adapter of --lora-dir. The adapter replaces another adapter of the same name.
 
-        Raises RequestError, for example if a worker cannot use the adapter. After an error nothing has changed.
+        Raises RequestError, for example if a worker cannot use the adapter. After a failed call, requests can name the
+        same adapters as before.
         """
         catalogue, folder = self.catalogue, self.catalogue.folder_of(name)
         async with self._lock(name):
@@ -77,7 +78,7 @@ class Adapters:
                 old = catalogue.named.get(name)
                 catalogue.named[name] = adapter
                 self.when_changed()
-            finally:  # runs also if the call is cancelled
+            finally:  # also needed if the operator's call is cancelled
                 del catalogue.loading[name]
                 for one in (adapter, old):
                     if one is not None:
@@ -87,7 +88,7 @@ class Adapters:
         return adapter
 
     def _lock(self, name: str) -> asyncio.Lock:
-        """The lock for a name. With the lock, operators' calls for the same name run one after the other."""
+        """The lock of an adapter's name. The lock makes operators' calls for the same name run one after the other."""
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def _bring(self, adapter: Adapter) -> None:
@@ -154,8 +155,8 @@ class Adapters:
     # ---- calls of the workers' sessions
 
     def begin(self, worker: Worker, scheduler: Scheduler, held: Sequence[str]) -> AdapterFetcher:
-        """Create the fetcher of a new session. Before the session the worker holds the adapters `held`. Call `end`
-        after the session.
+        """Create the fetcher of a new session. `held` are the adapters that the worker holds before the session. Call
+        `end` after the session.
         """
         fetcher = AdapterFetcher(
             self.catalogue, worker.client, scheduler, worker.in_flight, worker.fetch_counts, self._fetched

@@ -92,7 +92,9 @@ class Catalogue:
         return read_adapter(name, folder, self._place())
 
     def _place(self) -> Path:
-        """The folder for copies. The folder is removed with this object. Raises ValueError."""
+        """The temporary folder for copies of adapters. The folder is removed when this object is garbage-collected.
+        Raises ValueError.
+        """
         if self._copies is None:
             try:
                 self._copies = TemporaryFolder("adapters")

@@ -1,7 +1,7 @@
 """Reserves a TCP port that the processes of one service share, and that no other service can use.
 
-One race remains. Two services start within a fraction of a millisecond, the first at one address and the second at all
-addresses. Both services may then bind the same port.
+One race remains: two services may bind the same port if they start within a fraction of a millisecond, the first at one
+address and the second at all addresses.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def _taken(host: str, port: int) -> tuple[contextlib.ExitStack, int]:
     """Reserve the port. Returns the reserving sockets and the port's number. Raises OSError if the port is in use."""
     with contextlib.ExitStack() as stack:
         for family, address in _addresses(host.strip("[]")):
-            with _bound(family, address, port) as alone:  # fails while another server listens
+            with _bound(family, address, port) as alone:  # fails while another server listens at this port
                 port = alone.getsockname()[1]
                 stack.enter_context(_claimed(f"{address}:{port}"))
             stack.enter_context(_held(family, address, port))
@@ -65,7 +65,7 @@ def _has_family(family: socket.AddressFamily) -> bool:
     try:
         with socket.socket(family) as probe:
             probe.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
-    except OSError:  # many containers have no IPv6, for example
+    except OSError:  # for example in a container without IPv6
         return False
     return True
 
@@ -73,8 +73,8 @@ def _has_family(family: socket.AddressFamily) -> bool:
 def _held(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
     """A socket that shares the port with front ends, and excludes other services even before a front end listens.
 
-    Exception: if connections of an earlier server linger that did not share the port, other services are excluded only
-    once a front end listens.
+    In one case other services are excluded only when a front end listens: if an earlier server did not share the port,
+    and its connections linger.
     """
     try:
         return _bound(family, address, port, shares=True, lingers=False)
@@ -105,7 +105,8 @@ def _bound(
 
 
 def _claimed(address: str) -> socket.socket:
-    """Claim an address by a socket's name, which one process at a time can use (Linux only).
+    """Claim an address by binding an abstract socket with the address as its name (Linux only). One process at a time
+    can bind a name.
 
     Sockets that share a port do not exclude each other. Raises OSError if another process has claimed the address.
     """

@@ -74,8 +74,8 @@ class FrontEndProcesses:
     async def stop(self, told: Set[int]) -> None:
         """Wait until the processes in `told` have ended. `told` contains the ids of processes that were asked to end.
 
-        All other processes are killed at once, because they have no calls yet, or hang. After END_SECONDS, every
-        process is killed.
+        Front ends that were not asked to end are killed at once, because they have no calls yet, or hang. After
+        END_SECONDS, all remaining front ends are killed.
         """
         self._is_over = True
         processes = list(self._processes)
@@ -93,7 +93,7 @@ class FrontEndProcesses:
 async def _end(process: asyncio.subprocess.Process, listens: Callable[[int], bool]) -> int:
     """Wait until a process ends, and return its exit status.
 
-    A process that does not listen after MAX_DEAF_SECONDS hangs while it starts or ends, and is killed.
+    The process is killed if it has not listened for MAX_DEAF_SECONDS, because it hangs while it starts or ends.
     """
     while True:
         try:

@@ -36,7 +36,7 @@ class Agreement:
         self._model_name = model_name(settings.model) if settings.model is not None else ""
         """The name under which workers know the model. The name is empty until the first worker has reported it."""
         self._limits: asyncio.Future[pb.ModelLimits] = asyncio.get_running_loop().create_future()
-        self._asked: asyncio.Event | None = None  # set while the scheduler asks a worker for the model
+        self._asked: asyncio.Event | None = None  # an event while the scheduler fetches the model's files from a worker
 
     async def wait_for_model(self) -> pb.ModelLimits:
         """Wait for the limits of the served model, without a time limit."""
@@ -75,8 +75,8 @@ class Agreement:
     async def _learn_model(self, client: WorkerClient, info: WorkerInfo) -> None:
         """Get the model's files and limits from this worker, unless another worker has already sent them.
 
-        The scheduler asks one worker. If the first worker that was asked is slow, the scheduler also asks another
-        worker. Raises WorkerError.
+        The scheduler asks one worker at a time for the files. If a worker is slow to answer, the scheduler also asks
+        another worker. Raises WorkerError.
         """
         with contextlib.suppress(TimeoutError):
             while not self._limits.done() and self._asked is not None:

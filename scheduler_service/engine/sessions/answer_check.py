@@ -66,8 +66,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                 _check_entry(sequence, entry, token_id, width, vocabulary_size)
         entries = answer.prompt_logprobs.get(sequence.id, [])
         if sampling.prompt_logprobs is not None:
-            # A step reports log-probabilities of the prompt tokens that follow its computed tokens. After a sequence
-            # has ended, its stored tokens are not counted.
+            # For each token that a step computes, the worker reports the log-probability of the next token if that is a
+            # prompt token. For a sequence that has ended, the number of these entries is not checked.
             first = sequence.num_stored_tokens + 1
             due = max(0, min(first + num_tokens, sequence.num_prompt_tokens) - first)
             if len(entries) > num_tokens or (len(entries) != due and not sequence.status.is_finished):
@@ -80,8 +80,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
 
 
 def _check_nothing_else(output: SchedulerOutput, answer: ModelOutput) -> None:
-    """Raise ValueError for reports that the step did not request. Applied reports without a request would cause errors
-    later.
+    """Raise ValueError if the answer contains results that the step did not request, because these results would cause
+    errors later.
     """
     for sequence, _, samples in output.scheduled:
         if sequence in output.dropped:

@@ -62,13 +62,13 @@ END_SECONDS = 1.0
 
 
 LONG_ENCODING_NS = 1_000_000
-"""Nanoseconds of encoding. A step that takes longer to encode is written in a separate turn of the event loop. Writing
-takes half as long as encoding.
+"""Nanoseconds of encoding a step. A step that takes longer to encode is written in a separate turn of the event loop.
+Writing a step takes half as long as encoding the step.
 """
 
 
 class WorkerError(Exception):
-    """The worker cannot be used. The message contains the reason."""
+    """The worker cannot be used. The exception's text is the reason."""
 
     blames_requests = True
     """Whether a request in flight may have crashed the worker."""
@@ -85,7 +85,7 @@ class DrainedError(WorkerError):
 
 
 class AdapterRefusedError(WorkerError):
-    """The worker cannot use an adapter. The message contains the reason."""
+    """The worker cannot use an adapter. The exception's text is the reason."""
 
     blames_requests = False
 
@@ -126,14 +126,15 @@ class Session:
         self.last_answer = pb.ModelOutput()  # the last answer in serialized form, for a recording
         self._call = call
         self._answers = aiter(call)  # Yields even answers that arrived before a failed write; `read` would not.
-        self._status: tuple[grpc.StatusCode, str | None]  # Set at the end of the call.
+        self._status: tuple[grpc.StatusCode, str | None]  # Unset until the call has ended.
         call.add_done_callback(self._ended)
         self._split = split
         self._round_trips = RoundTrips(split)
 
     @property
     def waiting_since(self) -> float | None:
-        """Start of the current wait: the oldest step's sending or the previous answer's arrival, whichever is later.
+        """The time since which the scheduler waits for the answer to the oldest step in flight: the step was sent, or
+        the previous answer arrived, whichever is later.
 
         The value is in seconds of `time.perf_counter`, or None if no step is in flight.
         """
@@ -236,8 +237,8 @@ class WorkerClient:
             raise await self._unreachable(error) from None
 
     async def fetch_tokenizer(self) -> dict[str, bytes]:
-        """Fetch the worker's tokenizer files. Returns their contents by file name. Raises WorkerError for any other
-        file.
+        """Fetch the worker's tokenizer files. Returns the contents of the files by file name. Raises WorkerError if the
+        worker sends a file that is not a tokenizer file.
         """
         files: dict[str, bytearray] = {}
         left = MAX_TOKENIZER_BYTES
@@ -260,12 +261,12 @@ class WorkerClient:
         failures: list[Exception] = []
 
         async def sent() -> AsyncIterator[worker_pb.TakeAdapterRequest]:
-            epoch = self.epoch  # the epoch that the first piece contains
+            epoch = self.epoch  # only the first piece of the adapter contains the epoch
             try:
                 async for piece in pieces:
                     piece.epoch, epoch = epoch, 0
                     yield piece
-            except Exception as error:  # gRPC would end the call with this error and hide the error
+            except Exception as error:  # gRPC would report a cancelled call in place of this error
                 failures.append(error)
                 raise
 

@@ -1,17 +1,18 @@
 """The time of a worker's steps, split into ten phases. The time of each phase is summed over all steps since the
 scheduler started.
 
-The scheduler measures schedule, encode, decode, update and publish, around the calls of the functions with these names.
-The worker's answers contain move, forward, sample and guess. wire is the rest of the round trip.
+The scheduler measures the phases schedule, encode, decode, update and publish, around the calls of the functions with
+these names. The worker measures the phases move, forward, sample and guess, and reports them in its answers. The phase
+wire is the rest of the round trip.
 
-A step that was sent ahead first waits for the previous step. The wait for the previous step is not part of wire.
-Therefore a round trip begins when its step is sent or when the previous answer arrives, whichever is later. Round trips
+A step that was sent ahead first waits for the previous step. The wait for the previous step is not part of wire. A
+round trip therefore begins when its step is sent or when the previous answer arrives, whichever is later. Round trips
 follow each other without overlap, and each moment belongs to one step.
 
 wire is therefore the time in which steps were in flight and the worker was in none of its four phases. wire contains
 protobuf, gRPC and the network in both directions, the worker's codec and bookkeeping, and delays of this event loop.
 wire does not contain transfers while the worker computes another step. The scheduler's phases are counted in full, even
-if they overlap the worker's. The sum of all phases is therefore at least the elapsed time.
+if they overlap the worker's phases. The sum of all phases is therefore at least the elapsed time.
 
 Measuring the phases of a step takes 1.3 µs on an EPYC (Zen 5). The 1.3 µs include nine readings of the clock.
 """
@@ -32,8 +33,8 @@ class StepSplit:
     """Nanoseconds of planning, empty plans included."""
     encode: int = 0
     wire: int = 0
-    """Nanoseconds of transfer. The sum over few steps may be negative: the delay of a late answer is subtracted from
-    the next step.
+    """Nanoseconds of transfer. The sum over few steps may be negative: if an answer arrives late, its delay is
+    subtracted from the transfer time of the next step.
     """
     move: int = 0
     forward: int = 0

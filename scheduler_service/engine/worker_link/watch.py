@@ -36,7 +36,7 @@ async def _answers(client: WorkerClient, timeout: float) -> bool:
     try:
         await client.is_serving(timeout)
     except UnreachableError:
-        # the pause has its full length even if the check failed early
+        # after a check that failed early, wait until `timeout` is over
         await asyncio.sleep(began + timeout - perf_counter())
         return False
     return True
@@ -57,7 +57,7 @@ async def watch_steps(session: Session, timeout: float) -> Never:
 
 
 async def watch_leaving(client: WorkerClient, tell: Callable[[bool], None]) -> Never:
-    """Report to `tell` whether the worker shuts down: now, and after each change."""
+    """Call `tell` with whether the worker shuts down: at once, and after each change."""
     async for is_serving in client.watch_serving():
         tell(not is_serving)
     await asyncio.Event().wait()  # the connection broke; the other watches decide whether the worker is lost

@@ -13,7 +13,7 @@ from scheduler_service.statistics.counts import STEP_BOUNDS, Histogram
 
 _FEATURE = "speculate:"
 MAX_NAME = 16
-"""Maximum number of characters of a proposer's name. The name is a metrics label."""
+"""Maximum number of characters of a proposer's name, which becomes a metrics label."""
 
 
 class Drafts:
@@ -28,11 +28,13 @@ class Drafts:
         """Add the draft counts of an answer."""
         if any(answer.num_draft_tokens):
             self.verified.count(filter(None, answer.num_draft_tokens))
-            self.right.count(number - 1 for number in answer.num_tokens if number > 1)  # a late sequence has 0 tokens
+            self.right.count(number - 1 for number in answer.num_tokens if number > 1)  # 0 while its form is parsed
 
 
 def proposer_of(features: Iterable[str]) -> str:
-    """The proposer in a worker's features. The name is empty if the worker does not draft."""
+    """The name of the worker's proposer, from the features that the worker reports. The name is empty if the worker
+    does not propose drafts.
+    """
     named = (feature.removeprefix(_FEATURE) for feature in features if feature.startswith(_FEATURE))
     return next((name[:MAX_NAME] for name in named if name.replace("_", "").isalnum()), "")
 
@@ -80,7 +82,7 @@ class Worker:
         self.epoch = 0
         self.num_steps = 0
         self.split = StepSplit()  # Sum over all sessions.
-        self.step_tokens = Histogram(STEP_BOUNDS)  # Tokens of each step, over all sessions.
+        self.step_tokens = Histogram(STEP_BOUNDS)  # Number of tokens of each step, over all sessions.
         self.num_preemptions = 0  # Number of preemptions in earlier sessions.
         self.num_losses = 0  # Number of sessions that ended without a drain.
         self.fetch_counts = FetchCounts()  # Sum over all sessions.

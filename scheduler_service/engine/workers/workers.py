@@ -1,8 +1,9 @@
 """All currently known workers, whether connected or not, and outages.
 
-In an outage requests wait for a limited time, and health stays SERVING for the same time. New requests are accepted,
-because a worker may return in a moment. If the server left its load balancer at once, short pauses would become errors.
-When waiting requests begin to end with UNAVAILABLE, health changes, and clients should use other servers.
+In an outage requests wait for a limited time, and the server's health stays SERVING for the same time. During this time
+new requests are accepted, because a worker may return in a moment. If the health changed at once, the load balancer
+would send no calls to this server, and a short outage would cause errors. When waiting requests begin to end with
+UNAVAILABLE, the health becomes NOT_SERVING, and clients should use other servers.
 """
 
 import asyncio
@@ -18,8 +19,8 @@ from scheduler_service.engine.workers.worker import Worker
 
 
 class Outage:
-    """An outage. `set` begins and ends the outage. At the start of the server an outage lasts until the first worker
-    accepts requests.
+    """Whether an outage lasts now. `set` begins or ends the outage. At the start of the server an outage lasts until
+    the first worker accepts requests.
     """
 
     def __init__(self, patience: float) -> None:
@@ -164,7 +165,7 @@ class Workers:
                 self.serving[placement.to].wake()
 
     def finish(self, request_id: str, status: SequenceStatus) -> bool:
-        """End a request, whether it is computed or waits. Returns whether a session contained the request."""
+        """End a request, in the waiting queue or on a worker. Returns whether a session contained the request."""
         return any(scheduler.finish_requests([request_id], status) for scheduler in self.schedulers)
 
     def reset_prefix_cache(self) -> int:
