@@ -151,7 +151,7 @@ async def announce(engine: Engine, front_ends: FrontEnds) -> None:
         log.info("ready", model=model.name, context_length=model.context_length)
 
     async with asyncio.TaskGroup() as tasks:
-        async for serving in engine.fleet.watch_health():  # the first event is always SERVING
+        async for serving in engine.fleet.watch_health():  # watch_health first yields True
             front_ends.tell_serving(serving=serving)
             if serving:
                 saying = tasks.create_task(say_ready())

@@ -139,7 +139,9 @@ def main() -> None:
 
 
 def _import_plot(path: Path) -> Callable[[Mapping[str, Result], str, Path], None]:
-    """Import the plotting module. If the module cannot be used, the program ends before the simulation."""
+    """Import the plotting module. If matplotlib is missing or cannot write this kind of file, the program ends before
+    the simulation.
+    """
     try:
         from scheduler_service.simulation.plot import check, save
     except ModuleNotFoundError:

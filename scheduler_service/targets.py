@@ -6,7 +6,9 @@ SCHEME = "dns:///"
 
 
 def parse_target(target: str) -> str:
-    """Check that a target is HOST:PORT or dns:///NAME:PORT, and return it. Raises ValueError for any other text."""
+    """Check that a target is HOST:PORT or dns:///NAME:PORT, and return it. Raises ValueError for a text of another
+    form.
+    """
     address = target.removeprefix(SCHEME)
     try:
         parse_address(address)

@@ -1,7 +1,7 @@
-"""The file format: frames, each with its length and the checksum of its event.
+"""The format of a recording's file: frames, each with its length and the checksum of its event.
 
-The reader does not trust lengths. A length beyond the file or beyond an event's limit is refused before any byte of the
-event is read.
+The reader does not trust the lengths in the file. A length beyond the file or beyond an event's limit is refused before
+any byte of the event is read.
 """
 
 import io

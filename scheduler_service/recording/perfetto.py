@@ -30,7 +30,7 @@ class _Lane:
 
 
 class TraceWriter:
-    """Writes the moments of a replay to a file. `close` completes the file, even if the replay stopped early."""
+    """Writes a replay to a trace file, event by event. `close` completes the file, even if the replay stopped early."""
 
     def __init__(self, file: TextIO, replayer: Replayer) -> None:
         self._file = file

@@ -2,13 +2,14 @@
 
 Without a recording the engine has a `NoRecorder`, which provides plain schedulers. A `Recorder` provides schedulers
 that record each call after its end. A call that raises an error is recorded too, so the recording of a bug ends with
-the call that failed. If the recorder itself fails, the error is logged and the recording ends. The call is not
-affected.
+the call that failed. If the recorder itself fails, the error is logged and the recording ends, but the recorded call
+continues as without a recording.
 
 The following costs were measured on two cores of an EPYC (Zen 5), in steady decoding. Recording a step costs 16 µs at 1
-sequence, 26 µs at 32 and 76 µs at 256. Without recording, planning a step and processing its answer cost 4, 29 and 209
-µs. A model takes milliseconds for a step. A recorded step takes 90 bytes at 1 sequence, 200 at 32 and 1,200 at 256.
-Recording a request costs 24 µs with a prompt of 128 tokens and 175 µs with 8,192.
+sequence, 26 µs at 32 and 76 µs at 256. Planning a step and processing its answer cost 4 µs at 1 sequence, 29 µs at 32
+and 209 µs at 256, without recording. For comparison: a worker takes milliseconds to compute a step. A recorded step
+takes 90 bytes at 1 sequence, 200 at 32 and 1,200 at 256. Recording a request costs 24 µs with a prompt of 128 tokens
+and 175 µs with 8,192.
 """
 
 import time
@@ -45,7 +46,7 @@ class Wire(Protocol):
 
     epoch: int
     last_answer: wire.ModelOutput
-    """The serialized answer. The answer has more fields than the core reads."""
+    """The worker's last answer as protobuf message. The message has more fields than the core reads."""
 
 
 class Sink(Protocol):
@@ -71,8 +72,8 @@ class NoRecorder:
         """A request has joined the waiting queue."""
 
     def withdrawn(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
-        """A waiting request was ended without a scheduler. If `index` is given, only the output with this index was
-        ended.
+        """A waiting request was ended before any worker's scheduler had it. If `index` is given, only the output with
+        this index was ended.
         """
 
     def close(self) -> None:
@@ -80,7 +81,7 @@ class NoRecorder:
 
 
 class Recorder(NoRecorder):
-    """Writes a recording to a sink. `clock` returns the time of a call that has no time argument."""
+    """Writes a recording to a sink. `clock` provides the time of recorded calls that have no time argument."""
 
     def __init__(
         self,

@@ -35,8 +35,8 @@ from scheduler_service.wire.fields import decode_enum, decode_fields
 T = TypeVar("T")
 
 MAX_REPLAYED_BLOCKS = 4 * MAX_BLOCKS
-"""Maximum number of blocks, summed over all workers of a recording. The maximum number of blocks takes 1.1 GB. Without
-a limit, the numbers in an untrusted file could use up the memory.
+"""Maximum number of blocks, summed over all workers of a recording. The replay of so many blocks takes 1.1 GB of
+memory. Without this limit, the numbers of blocks in an untrusted file could use up the memory.
 """
 
 
@@ -76,7 +76,7 @@ class Moment(NamedTuple):
     groups: Sequence[SequenceGroup] = ()
     """Groups that arrived, or ended without an answer."""
     step: Step | None = None
-    """The planned or answered step."""
+    """The step that the event planned or answered."""
     gained: Sequence[SequenceOutput] = ()
     kind: str = ""
     """The name of the event's field in RecordedEvent."""

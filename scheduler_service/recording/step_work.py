@@ -23,7 +23,7 @@ class StepWork(NamedTuple):
         """The work of a step without drafts. Call this function before the next step is planned."""
         prefill = decode = context = 0
         for sequence, num_tokens, _ in output.scheduled:
-            # the number includes the tokens of this step
+            # num_computed_tokens includes the tokens of this step
             context += sequence.num_computed_tokens - sequence.num_draft_tokens
             if num_tokens == 1 + output.num_draft_tokens.get(sequence, 0):
                 decode += 1

@@ -39,7 +39,9 @@ def _list(items: Sequence[str], first: int) -> str:
 
 
 def _tokens(token_ids: Sequence[int]) -> str:
-    """Number and checksum of tokens, because terminal output may be passed on and prompts must stay private."""
+    """Number and checksum of tokens. The tokens are not shown, because a user may pass on the terminal's output, and
+    prompts must stay private.
+    """
     return f"{len(token_ids)} tokens (checksum {zlib.crc32(array('I', token_ids).tobytes()):08x})"
 
 

@@ -36,8 +36,8 @@ class FileWriter:
         self._path = path
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._num_added = 0  # Bytes; only the adding thread writes this number.
-        self._num_written = 0  # Bytes; only the writing thread writes this number.
+        self._num_added = 0  # Number of bytes that were queued; only the thread that calls `add` writes this attribute.
+        self._num_written = 0  # Number of bytes in the file; only the writing thread writes this attribute.
         self._failure = ""
         self.is_open = True
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)

@@ -8,7 +8,7 @@ from typing import Any
 from scheduler_service.core import SchedulerOutput
 from scheduler_service.recording.step_work import StepWork
 
-# Fields that may be 0. All other fields are positive.
+# Fields that may be 0. The other fields must be positive.
 MAY_BE_ZERO = frozenset(("step_us", "decode_token_us", "context_token_us", "num_device_blocks", "num_host_blocks"))
 
 

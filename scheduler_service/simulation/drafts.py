@@ -33,7 +33,7 @@ class DraftCounts:
         sampled = [(sequence, num_tokens) for sequence, num_tokens, samples in output.scheduled if samples]
         numbers = zip(verified or [0] * len(sampled), gained or [1] * len(sampled), strict=True)
         for (sequence, num_tokens), (num_drafts, num_gained) in zip(sampled, numbers, strict=True):
-            if num_tokens != 1 + output.num_draft_tokens.get(sequence, 0):  # the chunk ends a prompt
+            if num_tokens != 1 + output.num_draft_tokens.get(sequence, 0):  # the chunk is the end of a prompt
                 continue
             self._num_decodes += 1
             self._positions += [_Position() for _ in range(num_drafts - len(self._positions))]

@@ -15,7 +15,7 @@ PAIRS_A_STEP = 16
 class ServiceGap:
     """The largest difference between two tenants' services in any span in which both have waiting requests.
 
-    For each pair of tenants, the gap is the range of the difference between their services. The reason is that a span
+    For each pair of tenants, the gap is the highest minus the lowest difference between their services, because a span
     may begin at the lowest difference and end at the highest. The number of pairs grows with the square of the number
     of waiting tenants. With more than `PAIRS_A_STEP` pairs, the pairs are updated only once in several steps.
     """

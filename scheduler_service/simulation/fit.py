@@ -1,7 +1,9 @@
-"""Fits a cost model to measured steps: non-negative least squares of a step's time over its work.
+"""Fits a cost model to measured steps. The fit expresses a step's time as a sum over the columns of its work, by
+non-negative least squares.
 
 The five columns of a step's work have 31 non-empty subsets. The best fit without negative coefficients is the plain
-least-squares fit of one of these subsets. Trying all subsets is exact and requires no library.
+least-squares fit to one of these subsets of columns. Trying all subsets finds the exact best fit, and requires no
+library.
 """
 
 import itertools
@@ -17,11 +19,11 @@ from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.drafts import DraftCounts
 
 COLUMNS = ("step", *StepWork._fields)
-OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # Workers that never swap have no swapped blocks.
-DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # Sizes that are 0 for an encoder.
-MIN_STEPS = 50  # Ten steps for each coefficient.
-SAME = 1e-9  # A column of length 1 counts as a sum of other columns if its independent part is below SAME.
-SMALLEST_PREFILL_US = 1e-6  # More than 0, because a cost model divides by the time.
+OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # 0 in all steps of a worker that never swaps.
+DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # Columns that are 0 in all steps of an encoder.
+MIN_STEPS = 50  # Ten steps for each of the five coefficients.
+SAME = 1e-9  # Threshold for columns of length 1: below it, a column's independent part counts as 0.
+SMALLEST_PREFILL_US = 1e-6  # More than 0, because a cost model divides by this time.
 
 Step = tuple[StepWork, float]
 
@@ -123,7 +125,7 @@ def _sizes(config: SchedulerConfig) -> tuple[int, ...]:
 def _non_negative_least_squares(
     rows: Sequence[Sequence[float]], times: Sequence[float], optional: Set[str]
 ) -> Iterator[tuple[str, float]]:
-    """Non-zero coefficients, by column name. `optional` columns may be zero in all rows."""
+    """Non-zero coefficients, by column name. The columns named in `optional` may be zero in all rows."""
     columns = list(zip(*rows, strict=True))
     lengths = [sum(x * x for x in column) ** 0.5 for column in columns]
     present = [i for i, length in enumerate(lengths) if length]
@@ -157,8 +159,8 @@ def _non_negative_least_squares(
 def _solve(
     chosen: Sequence[int], gram: dict[tuple[int, int], float], right: dict[int, float]
 ) -> dict[int, float] | None:
-    """Gaussian elimination. Returns None if a column is a sum of other columns. The matrix is positive, so no pivoting
-    is needed.
+    """Gaussian elimination. Returns None if a column is a sum of other columns. No pivoting is needed, because the
+    matrix is symmetric and positive semidefinite.
     """
     rows = {i: {j: gram[i, j] for j in chosen} | {-1: right[i]} for i in chosen}
     for k, pivot in enumerate(chosen):

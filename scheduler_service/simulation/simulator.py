@@ -1,9 +1,10 @@
 """Runs a trace through schedulers on a virtual clock. Each simulated worker has a scheduler. All schedulers share one
 queue.
 
-There are three kinds of event: a request arrives, a step ends, or an idle worker plans again. A worker plans again if
-it left a request to a better worker for a limited time. Other idle workers sleep until they may receive a request. The
-simulator wakes only as many workers as the waiting requests require, so a thousand idle workers cost nothing.
+There are three kinds of event: a request arrives, a step ends, or an idle worker plans again. An idle worker plans
+again if it left a request to a better worker for a limited time, and this time is over. All other idle workers sleep
+until they may receive a request. The simulator wakes only as many workers as the waiting requests require, so a
+thousand idle workers cost nothing.
 """
 
 import heapq
@@ -29,8 +30,8 @@ from scheduler_service.simulation.fairness import ServiceGap
 from scheduler_service.simulation.trace import Arrival, longest_sequence
 
 TOKEN = 7  # The token that simulated workers sample.
-# Seconds between the end of a limited wait and the worker's next plan. A worker waits after it left a request to
-# another worker.
+# A worker that left a request to a better worker plans again this many seconds after the time limit for leaving the
+# request.
 TICK = 1e-6
 
 
@@ -143,7 +144,7 @@ class Simulator:
         self._workers = [Scheduler(config, self._waiting) for _ in range(num_workers)]
         self._numbers: dict[object, int] = {scheduler: number for number, scheduler in enumerate(self._workers)}
         self._idle = dict.fromkeys(range(num_workers - 1, -1, -1))  # The worker that became idle last plans first.
-        self._ends: list[tuple[float, int, SchedulerOutput]] = []  # Ends of running steps: time, worker, step.
+        self._ends: list[tuple[float, int, SchedulerOutput]] = []  # The end of each running step, its worker, the step.
         self._verified: list[list[int]] = [[] for _ in self._workers]  # Verified drafts in each worker's running step.
         self._retries: list[tuple[float, int]] = []  # Times at which idle workers plan again: time, worker.
         self._service_gap = ServiceGap()
@@ -170,8 +171,8 @@ class Simulator:
         return result
 
     def _events(self) -> Iterator[tuple[float, int | None, SchedulerOutput | None]]:
-        """Yield arrivals, ends of steps and retries in the order of time. An arrival has no worker, and a retry has no
-        step.
+        """Yield the time, the worker and the step of each event, in the order of time. The event is an arrival without
+        a worker and a step, the end of a step, or an idle worker's retry without a step.
         """
         arriving = 0
         while arriving < len(self._arrivals) or self._ends or self._retries:

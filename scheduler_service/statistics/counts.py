@@ -68,7 +68,7 @@ class Statistics:
 
 
 class RequestCounts:
-    """The counts and durations of one tenant's requests. Several tenants may share an object."""
+    """The counts and durations of one tenant's requests. All tenants after the first MAX_TENANTS share an object."""
 
     def __init__(self) -> None:
         self.num_outputs: Counter[str] = Counter()
@@ -146,10 +146,11 @@ _NUMBERS = ("num_requests", "num_prompt_tokens", "num_output_tokens")
 
 
 class CountsByTenant:
-    """Counts by tenant. The first tenants have separate counts, and all later tenants share counts. Clients may choose
-    tenants' names, and each name is a permanent metrics label.
+    """Counts by tenant. The first MAX_TENANTS tenants have separate counts, and all later tenants share counts. Clients
+    may choose tenants' names, and each name is a permanent metrics label.
 
-    If several objects share `names`, their sums never decrease.
+    Objects with the same set `names` separate the same tenants, so a sum that a new object computes again never
+    decreases.
     """
 
     def __init__(self, names: set[str] | None = None) -> None:

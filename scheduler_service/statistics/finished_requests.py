@@ -45,7 +45,7 @@ class FinishedRequests:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        # serialized, because bytes are small and cost the cycle collector nothing
+        # serialized, because bytes take little memory, and Python's cycle collector does not visit them
         self._requests: deque[bytes] = deque()
 
     def __len__(self) -> int:

@@ -1,4 +1,6 @@
-"""Converts between the core's types and the protobuf messages of workers. Only this file uses both."""
+"""Converts between the core's types and the protobuf messages of workers. No other file uses these types together with
+these messages.
+"""
 
 import hashlib
 import math
@@ -90,8 +92,8 @@ def _fill_sampling(message: GroupSampling, sampling: SamplingParams) -> None:
 
 
 def _encode_table(block_ids: list[int]) -> list[int]:
-    """Encode a block table. The worker never reads entries behind a sliding window, so 0 is written for these
-    entries.
+    """Encode a block table. The worker never reads entries of blocks that the sliding window has left, so 0 is written
+    for these entries.
     """
     return [block if block > 0 else 0 for block in block_ids]
 
@@ -162,8 +164,8 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
 
 
 MAX_POSITIONS = 1 << 18
-"""Maximum number of positions of one sequence in an answer. No step has as many tokens. A position takes about 200
-bytes in memory and 9 bytes in a message.
+"""Maximum number of token positions with log-probabilities of one sequence in an answer. Every step has fewer tokens. A
+position takes about 200 bytes in memory and 9 bytes in a message.
 """
 
 
