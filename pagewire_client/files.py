@@ -1,5 +1,5 @@
-"""Reads files that a user names. The size is limited, because a file such as /dev/zero has no end. Every error is a
-full sentence.
+"""Reads files that a user names. The size of a file is limited, because a file such as /dev/zero has no end. The text
+of every error is a full sentence.
 """
 
 import sys

@@ -34,7 +34,7 @@ class Received:
 
     @property
     def open(self) -> list[int]:
-        """Indices of outputs that have not ended."""
+        """Indices of the request's outputs that have not ended."""
         return list(self._open)
 
     def add(self, response: pb.GenerateResponse) -> None:
@@ -88,7 +88,7 @@ class ResumableStream:
         self._aborted = asyncio.Event()
 
     async def responses(self) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """The messages of all calls, in one sequence. Raises the first grpc.aio.AioRpcError that a retry cannot fix."""
+        """The messages of all calls, as one stream. Raises the first grpc.aio.AioRpcError that a retry cannot fix."""
         loop = asyncio.get_running_loop()
         deadline = None if self._timeout is None else loop.time() + self._timeout
         while self._received.open and not self._aborted.is_set():
@@ -137,6 +137,6 @@ class ResumableStream:
 
 
 def _is_cancelled() -> bool:
-    """Whether the task that reads the stream has been cancelled."""
+    """Whether the current task, which reads the stream, has been cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

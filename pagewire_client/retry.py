@@ -21,7 +21,9 @@ PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 
 PATIENCE_HEADER = "pagewire-no-worker-timeout"
 FIRST_WAIT_SECONDS = 2.0
-"""Seconds that a server may hold a request without a worker, before the user is told the reason."""
+"""At the first attempt of a call: maximum seconds that the server may wait for a worker. After this time the user is
+told why the call waits.
+"""
 
 
 class Backoff:
@@ -38,7 +40,7 @@ class Backoff:
         self._clock = clock
         self._target = target
         self._said = ""
-        self._began = clock()  # Start of the current attempt.
+        self._began = clock()  # Start of the current attempt to call.
         self._offered = 0.0  # Seconds that the server may wait for a worker in the current attempt.
         self.succeeded()
 
@@ -79,7 +81,7 @@ class Backoff:
 
 
 def passes(error: grpc.aio.AioRpcError, codes: Collection[grpc.StatusCode] = PASSING) -> bool:
-    """Whether another attempt may succeed."""
+    """Whether another attempt to call may succeed after this error."""
     return not isinstance(error, MisdirectedError) and (error.code() in codes or _is_reset(error))
 
 

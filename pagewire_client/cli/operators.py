@@ -16,7 +16,7 @@ DRAIN_LOOK_SECONDS = 0.5
 
 
 def new_key(arguments: argparse.Namespace) -> None:
-    """Create an API key. Print the key to stderr, and the key's line for the key file to stdout: `new-key alice >>
+    """Create an API key. Print the API key to stderr, and its line for the file of keys to stdout: `new-key alice >>
     keys.toml`.
     """
     for name, value in (("id", arguments.id), ("--tenant", arguments.tenant)):

@@ -59,7 +59,9 @@ OWN: dict[str, Callable[[Call], Awaitable[web.StreamResponse]]] = {
 }
 _MODELS = re.compile(r"GET /v1/models(/.+)?")
 HELD_BYTES = 256 << 20
-"""Maximum size in bytes of all requests and answers in flight. A sound is in memory up to three times."""
+"""Maximum size in bytes of all requests and answers in flight. A sound counts up to three times, because memory holds
+up to three copies.
+"""
 _SERVICE = "/vllm.grpc.engine.VllmEngine/"
 _OWN_METHODS = frozenset(
     f"{_SERVICE}{name}" for name in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer")
@@ -69,7 +71,7 @@ _GENERATE = f"{_SERVICE}Generate"
 _NOTHING = Unread()
 DEFAULTS = Limits()
 LINGER_SECONDS = 10.0
-"""Seconds for receiving the rest of a body that nothing reads."""
+"""Seconds in which the server receives and drops the rest of the body of a refused request."""
 _ID_BYTES = 16
 _NAME_LENGTH = len(CHAT_ID) + 2 * _ID_BYTES
 _HOP_BY_HOP = frozenset(
@@ -77,7 +79,7 @@ _HOP_BY_HOP = frozenset(
 )
 _TRACE = ("traceparent", "tracestate")
 _KEPT = frozenset(("accept", "content-type", "user-agent", *_TRACE))
-"""Request headers that are forwarded. The gateway uses no other headers."""
+"""Headers of a request that are forwarded to the gateway. The gateway uses no other headers of requests."""
 _LONGEST = 64 << 20
 OPTIONS = (("grpc.max_receive_message_length", _LONGEST), ("grpc.max_send_message_length", _LONGEST))
 
@@ -150,7 +152,7 @@ class Edge:
         # If the gateway exports spans, its span is a child of the client's span.
         trace = [(name, value) for name, value in context.invocation_metadata() if name in _TRACE] or trace
         async with self._scheduler.channel() as channel:
-            send: Any = channel.unary_stream(method)  # each forwarded method has a single request message
+            send: Any = channel.unary_stream(method)  # all forwarded methods have one request message
             call = send(unread.put_into(first), metadata=(*(key_metadata(key) or ()), *trace, *unread.metadata()))
             try:
                 async for message in call:
@@ -161,10 +163,11 @@ class Edge:
                 call.cancel()
 
     def _owner_of(self, method: str, message: bytes) -> _Request | None:
-        """The request in flight to which a call belongs. The result contains the key, and the fields that bypass the
-        gateway.
+        """The HTTP request in flight to which a call of the gateway belongs. The result contains the client's API key,
+        and the fields that bypass the gateway.
 
-        Returns None if the call belongs to no request: every process of this machine can connect to this port.
+        Returns None if the call belongs to no request in flight: every process of this machine can connect to the back
+        proxy's port.
         """
         if method in _OWN_METHODS:
             return _Request(self._own)
@@ -204,7 +207,7 @@ class Edge:
             access_log=None,
             auto_decompress=False,
             logger=quiet,
-            # A connection is closed after this time without a request in flight, or with incomplete headers.
+            # A connection is closed if it has no request in flight, or incomplete headers, for this time.
             keepalive_timeout=self._limits.receive_seconds,
             lingering_time=min(LINGER_SECONDS, self._limits.receive_seconds),
         )
@@ -219,7 +222,7 @@ class Edge:
                     return await self._answer(request, scheduler, held)
         except HttpError as error:
             return error.response()
-        except ConnectionError:  # the client has disconnected, or reads nothing
+        except ConnectionError:  # the client has disconnected, or does not read
             raise
         except Exception:
             log.exception("a call over HTTP failed")
@@ -317,7 +320,7 @@ class Edge:
 
 
 class _Relay(grpc.GenericRpcHandler):
-    """Accepts calls of every method. Messages are forwarded as bytes."""
+    """Accepts calls of every method. Messages are forwarded as bytes, without parsing."""
 
     def __init__(self, relay: Callable[[str, AsyncIterator[bytes], Any], AsyncIterator[bytes]]) -> None:
         self._relay = relay
@@ -338,7 +341,7 @@ def _is_for_clients(header: str) -> bool:
 
 
 def _trace(request: web.Request) -> list[tuple[str, str]]:
-    """The caller's trace context, as metadata."""
+    """The HTTP client's trace context, as gRPC metadata."""
     given = ((name, request.headers.get(name, "")) for name in _TRACE)
     return [(name, value) for name, value in given if re.fullmatch(r"[ -~]{1,512}", value)]
 

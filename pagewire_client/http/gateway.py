@@ -21,7 +21,7 @@ from pagewire_common.connection.tls import TlsFolder
 from pagewire_common.serving.listening import cannot_listen
 
 SHUTDOWN_SECONDS = 5
-"""Seconds in which requests in flight may end after SIGTERM."""
+"""Seconds that requests in flight have to end after SIGTERM."""
 FLAGS = (
     "--backend=vllm",
     "--policy=round_robin",
@@ -50,8 +50,8 @@ runpy.run_module("smg", run_name="__main__", alter_sys=True)
 class Gateway:
     """Serves HTTP at `listen`, for the scheduler at `target`, from construction until `stop`.
 
-    `traces_endpoint` is http://HOST:PORT of a collector. With an endpoint, the gateway exports spans. The scheduler's
-    spans are children of the gateway's spans.
+    `traces_endpoint` is http://HOST:PORT of a collector. The gateway exports spans if `traces_endpoint` is set. The
+    scheduler's spans are children of the gateway's spans.
     """
 
     def __init__(self, target: str, listen: str, traces_endpoint: str | None = None) -> None:
@@ -75,7 +75,9 @@ class Gateway:
         )
 
     def wait_until_ready(self, timeout: float) -> None:
-        """Wait until requests can reach a model. Raises ServerError if the gateway ends, or after `timeout` seconds."""
+        """Wait until the gateway has reached a scheduler whose workers accept requests. Raises ServerError if the
+        gateway ends, or after `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         while not is_ready(self.url):
             if self.process.poll() is not None:
@@ -104,7 +106,7 @@ def is_ready(url: str, tls: Path | None = None) -> bool:
     """Whether the gateway at `url` has a scheduler whose workers accept requests.
 
     If a gateway asks for a client certificate, the certificate in the folder `tls` is sent. Raises StartError if the
-    folder cannot be used.
+    certificates in the folder cannot be used.
     """
     try:
         context = TlsFolder(tls).client_context() if tls else ssl.create_default_context()

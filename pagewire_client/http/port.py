@@ -1,7 +1,7 @@
 """The HTTP port: a limit on connections, and the current certificates.
 
 A connection counts from its accept until its socket is closed. Connections of silent clients and unfinished TLS
-handshakes therefore count towards the limit. Connections beyond the limit are closed.
+handshakes therefore count towards the limit. A new connection is closed if the number of connections is at the limit.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class _Room:
 
 
 class _Accepted(socket.socket):
-    """The socket of a connection. Closing the socket frees its place."""
+    """The socket of a connection. When the socket is closed, another connection may be accepted in its place."""
 
     room: _Room | None = None
 

@@ -130,7 +130,9 @@ def _translates(call: Call) -> bool:
 
 
 async def transcribe(call: Call) -> web.StreamResponse:
-    """Answer with the whole text, or with a stream of events. An error may be the stream's last event."""
+    """Answer with the whole text, or with a stream of events. An error after the stream's first event becomes the
+    stream's last event.
+    """
     form = await _read_form(call)
     response: web.StreamResponse | None = None
     found: dict[str, Any] = {"task": "translate" if _translates(call) else "transcribe", "segments": [], "words": []}
@@ -183,7 +185,9 @@ async def transcribe(call: Call) -> web.StreamResponse:
 
 
 def _segment(segment: pb.TranscriptSegment, number: int, temperature: float) -> dict[str, Any]:
-    """A segment with all of OpenAI's members. If the model does not provide a value, the member is null."""
+    """A transcribed segment with all JSON members that OpenAI's API has. A member is null if the model does not provide
+    its value.
+    """
     text = segment.text.encode()
     return {
         "id": number,

@@ -39,8 +39,8 @@ class Upstream:
 
     @asynccontextmanager
     async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        """The channel for the calls of one `with` block. The calls keep this channel even if a new channel replaces it
-        meanwhile.
+        """The channel for the calls of one `with` block. The calls of the block continue on this channel even if a new
+        channel replaces it meanwhile.
         """
         if self._generation() != self._made.generation:
             before, self._made = self._made, self._make()
