@@ -8,7 +8,7 @@ epochs up to MAX may skip numbers. Above MAX, each epoch is its predecessor + 1.
 MAX = 2**63 - 1
 """Largest epoch that a clock may give: nanoseconds since 1970 reach this number in the year 2262."""
 LAST = 2**64 - 1
-"""Largest epoch that fits into the message's field."""
+"""Largest epoch that fits into the field `epoch` of the messages."""
 
 
 def next_epoch(newest: int, now: int) -> int:

@@ -9,7 +9,8 @@ MAX_SECONDS = 0.3
 
 In a front end the limit applies to compiling a form and finding the possible beginnings of texts that match it. In a
 worker the limit applies to the mask for one token of an output, including compiling the form. 300 schemas, 100 regular
-expressions and 20 grammars took at most 0.003 s each, in a front end and in a worker. The vocabulary had 49,152 tokens.
+expressions and 20 grammars took at most 0.003 s each, in a front end and in a worker. In this measurement the
+vocabulary had 49,152 tokens.
 """
 
 

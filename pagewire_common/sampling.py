@@ -1,10 +1,10 @@
 """The sampling parameters, each with its values, its default and its readers. All parts of the system use the table of
 parameters.
 
-A plain number is a field of `SamplerParams`. Other code is derived from the field: the checks of requests and steps,
-the core's and the worker's types, both codecs, the command line's flag, the HTTP API's field, and the default in a
-model's generation config. `tests/test_docs.py` compares docs/sampling.md with this table. The protobuf messages repeat
-each parameter: `SamplingParams` for clients, `GroupSampling` for engine and workers.
+A plain number is a field of `SamplerParams`. These parts of the system are derived from the field: the checks of
+requests and steps, the core's and the worker's types, both codecs, the command line's flag, the HTTP API's field, and
+the default in a model's generation config. `tests/test_docs.py` compares docs/sampling.md with this table. Two protobuf
+messages contain each parameter again: `SamplingParams` for clients, `GroupSampling` for engine and workers.
 """
 
 import math
@@ -67,7 +67,7 @@ class Parameter(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A parameter that is a plain number. Only the worker's sampler reads the parameter.
+    """A sampling parameter that is a plain number. Only the worker's sampler reads the parameter.
 
     Beam search refuses all parameters of the sampler, because it chooses the likeliest continuations of the model's own
     distribution.

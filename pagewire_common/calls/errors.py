@@ -41,8 +41,8 @@ maximum length. A message with this number of fields can be counted and parsed q
 request_size: ContextVar[int] = ContextVar("request_size", default=0)
 """Size of this call's serialized request in bytes.
 
-The size of the parsed message may be smaller. If a field comes twice, protobuf shows only the last value, but the first
-value stays in memory until the call ends.
+The size that the parsed message reports may be smaller. If a field comes twice, protobuf shows only the last value, but
+the first value stays in memory until the call ends.
 """
 
 
@@ -57,7 +57,7 @@ class _Unparsed(NamedTuple):
 
 
 class RequestLimits(NamedTuple):
-    """Current limits of a request's message."""
+    """The limits that currently apply to a request's message."""
 
     num_bytes: int
     num_opaque_bytes: int = 0
@@ -102,7 +102,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         elif handler.request_streaming:
             handler = handler._replace(request_deserializer=_readable_in_a_stream(parse))
         else:
-            descriptor = parse.__self__.DESCRIPTOR  # `parse` is the method FromString of a generated message
+            descriptor = parse.__self__.DESCRIPTOR  # `parse` is a generated message's method FromString
             parse = _readable(parse)
             if handler_call_details.method.startswith(_CLIENTS):
                 parse = _known(parse)
@@ -120,8 +120,8 @@ _UNREADABLE = "the request's bytes are no message of this method"
 
 
 def _readable_in_a_stream(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return a parser for a stream of requests. If a request is invalid, the error is raised when the method
-    reads it.
+    """Return a parser for a stream of requests. The error of an invalid request is raised when the RPC's method reads
+    the request.
     """
 
     def readable(data: bytes) -> Any:
@@ -225,8 +225,8 @@ def _short(sentence: str) -> str:
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
     """End a call with an error.
 
-    gRPC's own exception refers to itself, so the exception and its objects stay in memory until Python's collector
-    runs. The exception's objects must not include the request or the stack frames of `error`.
+    The exception that gRPC raises here refers to itself, so the exception and its objects stay in memory until Python's
+    collector runs. These objects must not include the request or the stack frames of `error`.
     """
     if isinstance(error, RequestError):
         error.__traceback__ = error.__context__ = None

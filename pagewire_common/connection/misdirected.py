@@ -13,7 +13,7 @@ import grpc
 from pagewire_common.connection.channel import proxy_of, split_target
 
 PROBE_SECONDS = 2.0
-"""Time limit in seconds of a TLS handshake. The handshake is tried if a port closes plain-text connections."""
+"""Time limit in seconds of the TLS handshake that is tried if a port closes plain-text connections."""
 _CLOSED = ("Socket closed", "Connection reset", "Broken pipe")
 """gRPC's errors when a plain-text call reaches a TLS port. gRPC reports the same errors when a server stops."""
 _OF_THE_CONNECTION = ("failed to connect", "errors resolving", *_CLOSED)
@@ -25,7 +25,7 @@ _NO_METHOD = "Method not found!"
 
 
 class MisdirectedError(grpc.aio.AioRpcError):
-    """The error of a call that must be made in another way. A retry cannot succeed."""
+    """The error of a call that cannot succeed with this address, proxy or TLS setting. A retry would fail, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Direction:
     may_use_proxy: bool = False
 
     async def explain(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-        """Add advice to an error. Returns a MisdirectedError if the same call can never succeed."""
+        """Add advice to a call's error. Returns a MisdirectedError if the same call can never succeed."""
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.UNIMPLEMENTED and details == _NO_METHOD:
             return _with(error, f"{self.target} does not have this call: {self.port_hint}")
@@ -74,7 +74,7 @@ class Direction:
         if port is None:
             return False
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the probe sends no data to the server
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the trial handshake sends no data
         context.set_alpn_protocols(["h2"])
         try:
             async with asyncio.timeout(PROBE_SECONDS):

@@ -2,9 +2,9 @@
 
 tls.crt and tls.key are the certificate and key of this side. ca.crt verifies the certificates of the other side.
 
-A server checks the files at each connection. A renewed certificate is used from the next connection. While files are
-being replaced, the old files stay in use. New files count as complete under three conditions: the files have not
-changed for SETTLE_SECONDS, every file that was in use still exists, and certificate and key match.
+A server looks for changed files at each new connection. A renewed certificate is used from the next connection. While
+files are being replaced, the old files stay in use. New files count as complete under three conditions: the files have
+not changed for SETTLE_SECONDS, every file that was in use still exists, and certificate and key match.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class _Files(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """Names of the existing files."""
+        """Names of the TLS files that exist."""
         return {name for name, data in zip((CERTIFICATE, KEY, AUTHORITY), self, strict=True) if data is not None}
 
     @property
@@ -54,13 +54,13 @@ class TlsFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._stamp = self._look()  # state of the files in use
+        self._stamp = self._look()  # the state on disk of the files in use
         try:
             self._files = self._read()
         except (OSError, ValueError) as error:
             raise StartError(f"cannot use the certificates in {folder}: {error}") from None
-        self._generation = 0  # Number of times that files were loaded.
-        # State of the files at the last look, and the time at which this state was first seen.
+        self._generation = 0  # Number of times that changed files were loaded.
+        # The files' state on disk at the last look, and the time at which this state was first seen.
         self._seen, self._seen_at = self._stamp, 0.0
 
     def _look(self) -> tuple[object, ...]:
@@ -164,7 +164,7 @@ class TlsFolder:
         return grpc.ssl_channel_credentials(self._files.authority, key, certificate)
 
     def client_context(self) -> ssl.SSLContext:
-        """The TLS context of an HTTP client, from the current files. Raises OSError while the files change."""
+        """The TLS context of an HTTP client, from the current files. Raises OSError while files are being replaced."""
         has_authority = self._files.authority is not None
         context = ssl.create_default_context(cafile=self._folder / AUTHORITY if has_authority else None)
         if self._files.pairs:
@@ -180,8 +180,8 @@ class TlsFolder:
             raise OSError(f"the files in {self._folder} are being replaced")
 
     def server_context(self, *, mutual: bool) -> ssl.SSLContext:
-        """The TLS context of an HTTP server, from the current files. Raises StartError, or OSError while the files
-        change.
+        """The TLS context of an HTTP server, from the current files. Raises StartError, or OSError while the files are
+        being replaced.
         """
         self._need_own(mutual=mutual)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -232,7 +232,7 @@ def secure_channel(
     identity: str = "",
     may_use_proxy: bool = False,
 ) -> grpc.aio.Channel:
-    """Open a channel to `target`. Without a folder the channel uses plain text.
+    """Open a channel to `target`. Without a TLS folder the channel uses plain text.
 
     The server's certificate must be valid for `identity`. If `identity` is empty, the certificate must be valid for the
     host in `target`.

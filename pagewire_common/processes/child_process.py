@@ -13,9 +13,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start_child(module: str, arguments: Sequence[str] = ()) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-    """Start `python -m MODULE` with a socket as its stdin. Returns the process and the other end of the socket.
+    """Start `python -m MODULE` with a socket as its stdin. Returns the process, and the parent's end of the socket
+    pair.
 
-    On Linux the child is killed when the calling thread ends. Raises OSError.
+    On Linux the child process is killed when the thread that calls this function ends. Raises OSError.
     """
     ours, theirs = socket.socketpair()
     with theirs:

@@ -39,13 +39,13 @@ OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 MAX_CONNECTIONS = 1024
-"""Maximum number of connections of a server without a setting for connections."""
+"""Maximum number of connections of a server that has no setting for this limit."""
 
 LIVENESS = "liveness"
 """The health service's name for liveness probes.
 
-The status of liveness is SERVING while the event loop runs, even if the service is not ready. A worker that loads,
-drains or is busy is therefore not restarted.
+The status of liveness is SERVING while the event loop runs, even if the service is not ready. Kubernetes therefore does
+not restart a worker that loads, drains or is busy.
 """
 
 
@@ -56,8 +56,9 @@ class GrpcServer:
 
     gRPC itself refuses messages above `max_receive_bytes`. Requests above the current `request_limits` are refused with
     an explanation. Two servers on one port are an error unless both set `shares_port`. With `shares_port` each
-    connection is accepted by one of the two servers. `security` and `check` decide which callers are accepted: see
-    their modules. `outermost` interceptors also see refused calls. Create the server inside the running event loop.
+    connection is accepted by one of the two servers. `security` (module `tls`) and `check` (module `lock`) decide which
+    callers are accepted. `outermost` interceptors also see refused calls. Create the server inside the running event
+    loop.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class GrpcServer:
     async def start(self, listen: str, event: str = "listening", setting: str = "--listen") -> str:
         """Bind, serve, and log the address as an `event`. Returns the bound HOST:PORT.
 
-        Raises StartError if the address cannot be used. The error names the `setting`.
+        Raises StartError if the address cannot be used. The error's text contains `setting`, the name of the address's
+        setting.
         """
         await self.set_serving(False)
         await self.set_alive(True)
@@ -115,8 +117,8 @@ class GrpcServer:
         self._health.set(LIVENESS, serving=alive)
 
     async def set_serving(self, serving: bool) -> None:
-        """Report SERVING or NOT_SERVING for every service. The call has no effect after the server has begun to
-        stop.
+        """Report SERVING or NOT_SERVING for every gRPC service of the server. The call has no effect after the server
+        has begun to stop.
         """
         if self._is_stopping:
             return
@@ -145,7 +147,7 @@ def stop_event() -> asyncio.Event:
 
 
 def run(program: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a service to its end. A StartError is printed as one sentence on stderr, with exit status 1."""
+    """Run a service until it ends. A StartError is printed as one sentence on stderr, with exit status 1."""
     raise_open_files_limit()
     faulthandler.enable(sys.stderr)  # prints the stack of a crash in a C library: function names without values
     try:
