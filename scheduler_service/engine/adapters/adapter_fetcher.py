@@ -36,7 +36,8 @@ LAST_RETRY_SECONDS = 60.0
 
 
 class AdapterFetcher:
-    """The fetcher of one session. `in_flight` contains the steps that were sent to the worker and are not answered.
+    """Sends adapters to the worker of one session. `in_flight` contains the steps that were sent to the worker and are
+    not answered.
 
     `fetched` is called when the worker has received an adapter, or when an adapter was `refused` or `lost`.
     """
@@ -60,9 +61,11 @@ class AdapterFetcher:
         self.refused: dict[str, str] = {}
         """The reasons why the worker cannot use an adapter, by the adapter's fingerprint."""
         self.lost: list[tuple[Adapter, str]] = []
-        """Adapters whose copies cannot be read, with the reason. An adapter stays in the list until it is given up."""
+        """Adapters whose copies cannot be read, with the reason. An adapter stays in this list until `Adapters` gives
+        it up.
+        """
         self._lacking: Sequence[str] = ()
-        # Adapters that operators load: the operator's call waits for the future.
+        # For each adapter that an operator loads, the future for which the operator's call waits.
         self._asked: dict[str, asyncio.Future[bool]] = {}
         self._to_try: dict[str, None] = {}  # Adapters that another worker cannot use.
         self._retries: dict[
@@ -82,12 +85,12 @@ class AdapterFetcher:
 
     @property
     def admits(self) -> bool:
-        """Whether the worker accepts requests."""
+        """Whether the worker of this session accepts requests."""
         return self._scheduler.admits
 
     def begin(self, held: Iterable[str]) -> None:
-        """Record the adapters that the worker held before the session. The worker removes the adapters that are not
-        wanted.
+        """Record the adapters that the worker held before the session. Adapters among them that are not wanted are
+        removed from the worker.
         """
         wanted = self._catalogue.wanted
         for fingerprint in held:
@@ -107,14 +110,14 @@ class AdapterFetcher:
         self._wake.set()
 
     def lack(self, fingerprints: Sequence[str]) -> None:
-        """Set the adapters that requests waiting for this worker lack."""
+        """Set the adapters that waiting requests need and this worker lacks."""
         if fingerprints or self._lacking:
             self._lacking = fingerprints
             self._wake.set()
 
     async def take(self, fingerprint: str) -> bool:
-        """Send a wanted adapter to the worker. Returns whether the worker holds the adapter; false if all places are in
-        use.
+        """Send a wanted adapter to the worker. Returns true as soon as the worker holds the adapter, and false if all
+        places of the worker are in use.
 
         Raises AdapterRefusedError, and UnreachableError if the session ends during the delivery.
         """
@@ -129,7 +132,7 @@ class AdapterFetcher:
         return await asyncio.shield(future)
 
     def attempt(self, fingerprint: str) -> None:
-        """Test whether the worker can use an adapter, as soon as the worker has a place for the adapter."""
+        """Send an adapter as a test whether the worker can use the adapter, as soon as the worker has a free place."""
         if fingerprint not in self._to_try:
             self._to_try[fingerprint] = None
             self._wake.set()
@@ -191,12 +194,12 @@ class AdapterFetcher:
         return self._scheduler.begin_fetch([*self._asked, *filter(may_be_tried, wanted)], preloads)
 
     def _pause(self) -> float | None:
-        """Seconds after which `run` looks for the next adapter, even without a change."""
+        """Seconds after which `run` looks for the next adapter to send, even if nothing has changed."""
         now = time.monotonic()
         # A retry that is already due waits for a free place in the worker, not for a time.
         pauses = [again_at - now for again_at, _ in self._retries.values() if again_at > now]
         if any(one not in self.refused and one not in self._retries for one in self._lacking):
-            pauses.append(LONG_FETCH_SECONDS)  # the adapter may be on its way to another worker
+            pauses.append(LONG_FETCH_SECONDS)  # the adapter is perhaps being sent to another worker first
         return min(pauses, default=None)
 
     def _answer(self, fingerprint: str, result: bool | WorkerError) -> bool:
@@ -258,7 +261,7 @@ class AdapterFetcher:
                 raise
             if self._failure is not None:
                 raise self._failure from None
-            self._to_forget.append(fingerprint)  # the adapter was no longer wanted, but the worker may hold the adapter
+            self._to_forget.append(fingerprint)  # the delivery was cancelled, but the worker may hold the adapter
             return None
         except CopyLostError as error:
             self._to_forget.append(fingerprint)

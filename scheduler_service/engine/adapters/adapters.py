@@ -29,8 +29,8 @@ from scheduler_service.wire.codec import WorkerInfo
 log = structlog.get_logger()
 
 MAX_HELD = 4096
-"""Maximum number of adapters that a worker is assumed to hold before its session. A worker's report may contain a wrong
-number.
+"""Maximum number of adapters that a worker may report as held before its session. The limit is needed because a faulty
+worker may report any number.
 """
 
 
@@ -47,7 +47,7 @@ class Adapters:
         self.fetchers: list[AdapterFetcher] = []
         """The fetchers of open sessions."""
         self.when_changed: Callable[[], None] = lambda: None
-        """Callback that is called after the adapters have changed that requests can name."""
+        """Callback that is called when an adapter's name was added or removed."""
         self._requests = requests
         self._workers = workers
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by name
@@ -92,7 +92,8 @@ class Adapters:
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def _bring(self, adapter: Adapter) -> None:
-        """Send the adapter to all serving workers that have a place for an adapter. Each worker checks the adapter.
+        """Send the adapter to all serving workers that have a place for an adapter. Each worker checks whether it can
+        use the adapter.
 
         Raises RequestError if a worker cannot use the adapter, or if no worker has a place.
         """
@@ -132,7 +133,9 @@ class Adapters:
             self.released(adapter.fingerprint)
 
     def released(self, fingerprint: str) -> None:
-        """A request of the adapter has ended. Remove the adapter if no name and no other request refers to it."""
+        """Called when a request of the adapter has ended. Remove the adapter's copy if no name and no other request
+        refers to the adapter.
+        """
         leaving = self.catalogue.leaving
         adapter = leaving.get(fingerprint)
         if adapter is None or self._requests.uses_adapter(fingerprint):
@@ -166,12 +169,12 @@ class Adapters:
         return fetcher
 
     def end(self, fetcher: AdapterFetcher) -> None:
-        """The session of the fetcher has ended."""
+        """Called when the session of the fetcher has ended."""
         self.fetchers.remove(fetcher)
 
     async def check(self, client: WorkerClient, info: WorkerInfo) -> list[str]:
-        """Check that a worker supports adapters before it serves. Before the worker serves, send it the adapters that
-        some other workers cannot use.
+        """Check that a worker supports adapters before it serves. Before the worker serves, test it with the adapters
+        that some other workers cannot use.
 
         Returns the fingerprints of the adapters that the worker holds, at most as many as the worker has places. Raises
         WorkerError.
@@ -195,15 +198,15 @@ class Adapters:
         return held
 
     def _fetched(self) -> None:
-        """A worker has received an adapter, or cannot use an adapter."""
+        """Called when a worker has received an adapter, or cannot use an adapter."""
         self.settle()
         self._workers.wake()
 
     def settle(self) -> None:
-        """Decide about adapters that a worker cannot use.
+        """Decide what happens to adapters that a worker cannot use.
 
         If another worker holds the adapter, the session of the refusing worker ends. If no worker that accepts requests
-        can use the adapter, the adapter is given up. An adapter whose copy is lost is given up too.
+        can use the adapter, the adapter is given up. An adapter whose copy cannot be read any more is given up, too.
         """
         fetchers = self.fetchers
         for fetcher in fetchers:
@@ -233,14 +236,14 @@ class Adapters:
         self._update()
         reason = f"the adapter {adapter.name} cannot be used: {reason}"
         self._requests.end_all(RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason), adapter.fingerprint)
-        # if the adapter is still wanted, an operator is loading it again
+        # if the adapter is still wanted here, an operator is loading the same adapter again
         if adapter.fingerprint not in self.catalogue.wanted:
             self._forget(adapter)
         self.when_changed()
 
 
 def _discard(reading: "asyncio.Future[Adapter]") -> None:
-    """Remove the copy that was read for a cancelled call."""
+    """Remove the copy that was made for a cancelled call."""
     if not reading.cancelled() and reading.exception() is None:
         reading.result().weights.unlink(missing_ok=True)
 

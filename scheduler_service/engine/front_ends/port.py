@@ -20,7 +20,8 @@ WILDCARDS = ("0.0.0.0", "::")  # noqa: S104
 
 @contextlib.contextmanager
 def reserved(listen: str, patience: float = 0.0) -> Iterator[str]:
-    """Reserve a port for this user's sockets during the `with` block. Yields HOST:PORT with the port's number.
+    """Reserve a port for this user's sockets during the `with` block. Yields HOST:PORT with the number of the reserved
+    port.
 
     The reserving sockets do not listen, and so receive no connections. The port is reserved at every address that gRPC
     will bind for this host. Raises StartError if the port is still in use after `patience` seconds.
@@ -87,8 +88,9 @@ def _bound(
 ) -> socket.socket:
     """A socket bound to the port. Raises OSError if the port is in use.
 
-    `shares`: sockets of the same user may bind the port too. `lingers`: the port can be bound although connections of
-    an earlier server linger. Two sockets with `lingers` can both bind the port until one listens.
+    With `shares` further sockets of the same user may bind the port. With `lingers` the port can be bound although
+    connections of an earlier server linger. Two sockets with `lingers` can both bind the port until one of them
+    listens.
     """
     bound = socket.socket(family)
     try:
@@ -105,10 +107,11 @@ def _bound(
 
 
 def _claimed(address: str) -> socket.socket:
-    """Claim an address by binding an abstract socket with the address as its name (Linux only). One process at a time
-    can bind a name.
+    """Claim an address by binding an abstract socket with the address as its name (Linux only). Only one process at a
+    time can bind such a name.
 
-    Sockets that share a port do not exclude each other. Raises OSError if another process has claimed the address.
+    The claim is needed because sockets that share a port do not exclude each other. Raises OSError if another process
+    has claimed the address.
     """
     claim = socket.socket(socket.AF_UNIX)
     try:

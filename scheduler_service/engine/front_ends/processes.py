@@ -13,9 +13,10 @@ FIRST_PAUSE_SECONDS = 0.1
 LAST_PAUSE_SECONDS = 5.0
 END_SECONDS = 5.0
 MAX_DEAF_SECONDS = 60.0
-"""Seconds between checks whether a front end listens. On a busy machine, a front end starts in seconds.
+"""Seconds between checks whether a front end listens. On a busy machine, a front end needs seconds to start.
 
-If a front end hangs before it listens, only this check can end it: a front end sends its process id when it listens.
+Only this check ends a front end that hangs before it listens, because the engine learns a front end's process id only
+when it listens.
 """
 
 
@@ -46,7 +47,7 @@ class FrontEndProcesses:
             began = loop.time()
             try:
                 process = await start_process(arguments)
-            except OSError as error:  # memory is exhausted, or too many processes run
+            except OSError as error:  # the system has no memory left, or runs too many processes
                 log.error("front end could not be started", reason=error.strerror or str(error))
             else:
                 self._processes.add(process)
@@ -66,7 +67,7 @@ class FrontEndProcesses:
         return {process.pid for process in self._processes}
 
     def kill(self, process_id: int) -> None:
-        """Kill the front end with this process id. Ids of other processes are ignored."""
+        """Kill the front end with this process id. An id that belongs to no front end is ignored."""
         for process in self._processes:
             if process.pid == process_id:
                 _kill(process)
@@ -106,5 +107,5 @@ async def _end(process: asyncio.subprocess.Process, listens: Callable[[int], boo
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):  # the process has just ended
+    with contextlib.suppress(ProcessLookupError):  # the process has ended meanwhile
         process.kill()

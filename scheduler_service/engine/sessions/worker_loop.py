@@ -43,14 +43,18 @@ class WorkerLoop:
         self._is_lost_in_a_step = False
 
     def leave(self) -> bool:
-        """Do not connect again. Returns whether the loop has ended, because no session is open."""
+        """Do not connect again. Returns whether the loop has ended already. The loop ends at once if no session is
+        open.
+        """
         self.worker.is_wanted = False
         if self.worker.scheduler is None and self._task is not None:
             self._task.cancel()
         return self.worker.scheduler is None
 
     async def run(self) -> None:
-        """Connect, serve, and connect again after a growing pause, as long as the worker is wanted."""
+        """Connect to the worker, serve a session, and connect again after a growing pause, as long as the worker's
+        address is known.
+        """
         self._task = asyncio.current_task()
         worker, workers = self.worker, self._fleet.workers
         pause = FIRST_RETRY_SECONDS
@@ -71,7 +75,7 @@ class WorkerLoop:
                 # Stack frames and failed tasks refer to each other. Stack frames also refer to the session's scheduler
                 # and its requests.
                 traceback.clear_frames(error.__traceback__)
-            except Exception as error:  # after any error, the other workers and all streams continue
+            except Exception as error:  # an error in this loop must not stop the other workers' loops
                 log.error("worker loop failed", worker=worker.client.address, exc_info=error)
                 reason = "internal error; the server's log has the details"
                 traceback.clear_frames(error.__traceback__)
@@ -139,7 +143,7 @@ class WorkerLoop:
         return info, config, await fleet.adapters.check(client, info)
 
     def _check_is_available(self, info: WorkerInfo) -> None:
-        """Raise WorkerError if the worker is in a session that must not be ended.
+        """Raise WorkerError if the worker has a session with another scheduler that this scheduler must not end.
 
         A scheduler that has just started takes a worker over from another scheduler. Usually, the other scheduler is
         the predecessor of the new scheduler. If both schedulers run, the configuration is wrong, and the other

@@ -59,13 +59,13 @@ def max_num_batched_tokens(settings: SchedulerSettings, info: WorkerInfo) -> int
 
 
 def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
-    """Maximum number of sequences in one step of this worker. Each sequence computes at least one token."""
+    """Maximum number of sequences in one step of this worker. Each sequence of a step computes at least one token."""
     return min(settings.max_num_seqs or MAX_SEQS, info.max_num_seqs, max_num_batched_tokens(settings, info))
 
 
 def settings_above(settings: SchedulerSettings, info: WorkerInfo) -> dict[str, tuple[int, int]]:
-    """The scheduler's flags that exceed this worker's limits. Each entry contains the flag's value and the worker's
-    limit.
+    """The scheduler's flags whose values exceed this worker's limits. For each flag, the result contains the flag's
+    value and the worker's limit.
     """
     pairs = {
         "--max-num-batched-tokens": (settings.max_num_batched_tokens, info.max_num_batched_tokens),
@@ -107,7 +107,9 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
 
 
 def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerInfo) -> None:
-    """Raise ValueError if a worker serves another model, or has less room than requests were promised."""
+    """Raise ValueError if a worker serves another model, or if its limits are smaller than the limits of the served
+    model.
+    """
     for name, ours, theirs in (
         ("model fingerprint", limits.fingerprint, info.model_fingerprint),
         ("dtype", limits.dtype, info.dtype),
@@ -145,7 +147,7 @@ def num_places(info: WorkerInfo) -> int:
 
 
 def step_timeout(settings: SchedulerSettings, config: SchedulerConfig) -> float:
-    """Seconds that a step may take before its worker counts as lost."""
+    """Seconds that a step may take. After this time the worker counts as lost."""
     if not config.prefill_tokens_per_second:
         return settings.step_timeout
     largest_step = config.max_num_batched_tokens / config.prefill_tokens_per_second

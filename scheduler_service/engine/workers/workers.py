@@ -40,8 +40,8 @@ class Outage:
         ends.clear()
 
     async def watch_health(self) -> AsyncIterator[bool]:
-        """Yield whether clients should send requests to this server. The first value is True, as soon as a worker
-        serves. Each change yields a further value.
+        """Yield whether clients should send requests to this server. The first value is True, and comes as soon as a
+        worker serves. A further value comes after each change.
         """
         while True:
             await self._ended.wait()
@@ -51,14 +51,14 @@ class Outage:
             yield False
 
     async def lasts(self, seconds: float) -> None:
-        """Return when an outage has lasted for `seconds`. The time begins with this call, or with the outage if the
-        outage begins later.
+        """Return when an outage has lasted for `seconds`. The seconds count from this call, or from the outage's begin
+        if the outage begins later.
         """
         while await self._ends_in_time(seconds):
             pass
 
     async def _ends_in_time(self, seconds: float) -> bool:
-        """Wait for the next outage and for its end. Returns False if the outage lasts longer than `seconds`."""
+        """Wait for an outage to begin and to end. Returns False if the outage lasts longer than `seconds`."""
         await self._began.wait()
         try:
             await asyncio.wait_for(self._ended.wait(), seconds)
