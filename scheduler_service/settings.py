@@ -26,7 +26,7 @@ def _split(value: object) -> object:
 
 
 class SchedulerSettings(ServiceSettings):
-    """Plans the steps of the workers and streams their tokens to clients."""
+    """The scheduler plans the steps of the workers and streams generated tokens to clients."""
 
     old_names: ClassVar[Mapping[str, str]] = {
         "policy": "scheduling_policy",

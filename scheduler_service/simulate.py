@@ -1,7 +1,7 @@
 """Plan capacity without a GPU: python -m scheduler_service.simulate --trace FILE.csv --workers 8
 
-The program prints latencies, throughput and utilisation of each policy side by side. The last line is JSON. With --plot
-OUT.png the program also draws latencies and queues.
+The program prints latencies, throughput and utilisation of each policy side by side. The last line of the program's
+output is JSON. With --plot OUT.png the program also draws latencies and queues.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""The syntax of --workers: fixed addresses, and DNS names. Every address of a DNS name is a worker's address."""
+"""The syntax of --workers: fixed addresses, and DNS names. Every address to which a DNS name resolves is the address of
+a worker.
+"""
 
 from pagewire_common.connection.address import parse_address
 

@@ -50,7 +50,7 @@ class Wire(Protocol):
 
 
 class Sink(Protocol):
-    """Accepts a recording's events while it is open."""
+    """A sink accepts the events of a recording while the sink is open."""
 
     is_open: bool
 
@@ -62,14 +62,14 @@ class Sink(Protocol):
 
 
 class NoRecorder:
-    """Records nothing and costs nothing."""
+    """The recorder of an engine without a recording: it records nothing and costs nothing."""
 
     def scheduler(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str, session: Wire) -> Scheduler:  # noqa: ARG002
-        """The scheduler of a new session."""
+        """Create the scheduler of a worker's new session."""
         return Scheduler(config, waiting, worker, time.monotonic())
 
     def arrived(self, group: SequenceGroup) -> None:
-        """A request has joined the waiting queue."""
+        """Called when a request has joined the waiting queue."""
 
     def withdrawn(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
         """A waiting request was ended before any worker's scheduler had it. If `index` is given, only the output with
@@ -110,14 +110,14 @@ class Recorder(NoRecorder):
         )
 
     def note(self, write: Callable[[pb.RecordedEvent], object], at: float | None = None) -> None:
-        """Add an event. `write` fills in the event."""
+        """Add an event. The function `write` fills in the event's fields."""
         if not self._sink.is_open:
             return
         try:
             event = pb.RecordedEvent(at=self._clock() if at is None else at)
             write(event)
             self._sink.add(frame(event))
-        except Exception as error:  # an error of the recording must not affect a request
+        except Exception as error:  # an error in the recorder must not affect a request
             log.error("an event could not be recorded", exc_info=error)
             self._sink.stop("an event could not be recorded")
 
@@ -137,7 +137,7 @@ class Recorder(NoRecorder):
     def arrived(self, group: SequenceGroup) -> None:
         def write(event: pb.RecordedEvent) -> None:
             encode_fields(SequenceGroup, group, event.arrival)
-            if event.arrival.encoder_input.features:  # the core's decisions do not depend on features
+            if event.arrival.encoder_input.features:  # no decision of the core depends on a sound's features
                 event.arrival.encoder_input.ClearField("features")
 
         self.note(write)
@@ -183,8 +183,8 @@ class RecordedScheduler(Scheduler):
             raised = type(error).__name__
             raise
         finally:
-            # If no request runs or waits, a call that returns an empty step changes nothing. At every arrival all idle
-            # workers plan, and their empty plans are not recorded.
+            # If no request runs or waits, a `schedule` call that returns an empty step changes nothing, and is not
+            # recorded. All idle workers plan at every arrival of a request, so most of these plans are empty.
             if output is None or not output.is_empty or output.ignored or self.has_work:
                 self._recorder.note(lambda event: self._write_plan(event.plan, output, raised), now)
 

@@ -10,7 +10,9 @@ MAX_ITEMS = 8
 
 
 def compare_steps(recorded: wire.SchedulerOutput | None, replayed: wire.SchedulerOutput | None) -> str:
-    """The fields in which the steps differ. For each field, the text shows both plans from the first different item."""
+    """A text that names the fields in which two plans differ. For each field, the text shows both plans from the first
+    different item.
+    """
     if recorded is None or replayed is None:
         return f"recorded: {_summary(recorded)}; replayed: {_summary(replayed)}"
     parts: list[str] = []

@@ -1,4 +1,6 @@
-"""Assigns a tenant, a priority and a conversation to each request of a trace. Public traces do not contain senders."""
+"""Assigns a tenant, a priority and a conversation to each request of a trace. Senders are assigned because public
+traces do not contain them.
+"""
 
 import heapq
 import random
@@ -39,7 +41,7 @@ def converse(arrivals: Sequence[Arrival], *, pause: float, most_turns: int) -> l
     # Conversations in their pause, sorted by the pause's end. The fields are: the pause's end, tokens so far, number of
     # turns, the conversation's number.
     resting: list[tuple[float, int, int, int]] = []
-    said: list[tuple[int, int, int]] = []  # conversations whose pause has ended
+    said: list[tuple[int, int, int]] = []  # conversations whose pause between two turns has ended
     numbers = count()
     turns: list[Arrival] = []
     for arrival in arrivals:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from pagewire.v1 import engine_service_pb2 as pb
 
-# Bounds in seconds. The first and last bounds equal the bounds of vLLM's metric with the same name, so that dashboards
-# fit. The bounds of the time between tokens begin with three smaller bounds, for small models.
+# Bounds in seconds. The first and last bounds of each histogram equal the bounds of vLLM's metric with the same name,
+# so that dashboards for vLLM show it. The time between tokens has three smaller bounds before them, for small models.
 FIRST_TOKEN_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -37,7 +37,9 @@ OTHER_TENANTS = "(others)"
 
 
 class Histogram:
-    """The number of values up to each bound, and the number above the last bound."""
+    """For each bound, the number of values above the previous bound and up to this bound; then the number of values
+    above the last bound.
+    """
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -76,7 +78,7 @@ class RequestCounts:
         self.queue_seconds = Histogram(REQUEST_BOUNDS)
         self.first_token_seconds = Histogram(FIRST_TOKEN_BOUNDS)
         self.token_seconds = Histogram(TOKEN_BOUNDS)
-        """Seconds between two tokens of an output."""
+        """Histogram of the seconds between two consecutive tokens of an output."""
         self.request_seconds = Histogram(REQUEST_BOUNDS)
         self.prompt_tokens = Histogram(LENGTH_BOUNDS)
         self.output_tokens = Histogram(LENGTH_BOUNDS)

@@ -1,9 +1,9 @@
-"""Converts the core's types to messages with fields of the same names. A new field therefore requires only a line of
-protobuf.
+"""Converts the core's types to messages with fields of the same names. Adding a field to such a type therefore requires
+only a line in a .proto file.
 
-Encoding a type raises an error if the message lacks one of its fields. Fields with a single value are always written,
-even if the value is the default. If a recording is older than a field, the field's value is missing and the code's
-default is used.
+Encoding a type raises an error if the message has no field for one of the type's fields. Fields with a single value are
+always written, even if the value is the default. If a recording is older than a field, the field's value is missing and
+the code's default is used.
 
 Long columns of numbers are the largest part of a request's cost on the event loop. Protobuf copies numbers from an
 array at 55 ns or more each. From a list protobuf copies numbers at 15 ns each; creating the list takes 12 ns more. If
@@ -28,7 +28,7 @@ from scheduler_service.core import SamplingParams
 from scheduler_service.wire.sampling import RequestSampling
 
 SHORT = 512
-"""Minimum length of a column that this module packs. Protobuf is faster for shorter columns."""
+"""Minimum length of a column that this module packs. For shorter columns, protobuf's own encoding is faster."""
 
 
 def fill_column(message: Message, name: str, numbers: Sequence[int]) -> None:
@@ -42,8 +42,8 @@ def fill_column(message: Message, name: str, numbers: Sequence[int]) -> None:
 
 
 def _varints(numbers: npt.NDArray[np.uint32]) -> bytes:
-    """Encode numbers as protobuf's varints: seven bits per byte, low bits first. Every byte but a number's last has its
-    high bit set.
+    """Encode numbers as protobuf's varints: seven bits per byte, low bits first. In the encoding of a number, every
+    byte but the last has its high bit set.
     """
     longest = max(1, -(-int(numbers.max()).bit_length() // 7))
     written = np.empty((len(numbers), longest), dtype=np.uint8)
@@ -69,7 +69,7 @@ planning reads, and the message has more.
 
 
 def encode_fields(of: type, value: object, message: Message) -> None:
-    """Write a value's constructor arguments into a message."""
+    """Write a value into a message: one field for each parameter of the constructor of the value's class."""
     for name in _hints(of):
         field = message.DESCRIPTOR.fields_by_name.get(name)
         if field is None:
@@ -138,7 +138,7 @@ def _write(message: Message, field: FieldDescriptor, value: Any) -> None:
 
 @functools.cache
 def _readers(of: type, descriptor: Any) -> dict[str, Callable[[Any], Any]]:
-    """Functions that read the fields of a message, by field name."""
+    """The functions that read a message's fields, by field name."""
     return {name: _reader(descriptor.fields_by_name[name], hint) for name, hint in _hints(of).items()}
 
 

@@ -1,5 +1,5 @@
-"""A request on its way from a front end to the engine. Long lists are sent as bytes, because protobuf's lists take 50
-ns a number to read.
+"""Encodes a request for the way from a front end to the engine, and decodes it there. Long lists are sent as bytes,
+because protobuf's lists take 50 ns a number to read.
 """
 
 import sys
