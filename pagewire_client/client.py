@@ -305,7 +305,7 @@ class Client:
         return (await self._retrying(self._stub.Detokenize, request)).text
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token in the middle of a text. `token_ids` contains at most 4,096 tokens."""
+        """The text of each token, as it is decoded within a longer text. `token_ids` contains at most 4,096 tokens."""
         request = pb.DetokenizeRequest(token_ids=token_ids, separately=True)
         return list((await self._retrying(self._stub.Detokenize, request)).texts)
 

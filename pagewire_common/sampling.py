@@ -1,10 +1,11 @@
 """The sampling parameters, each with its values, its default and its readers. All parts of the system use the table of
 parameters.
 
-A plain number is a field of `SamplerParams`. These parts of the system are derived from the field: the checks of
-requests and steps, the core's and the worker's types, both codecs, the command line's flag, the HTTP API's field, and
-the default in a model's generation config. `tests/test_docs.py` compares docs/sampling.md with this table. Two protobuf
-messages contain each parameter again: `SamplingParams` for clients, `GroupSampling` for engine and workers.
+A plain number is a field of `SamplerParams`. The following parts of the system are derived from a field of
+`SamplerParams`: the checks of requests and steps, the core's and the worker's types, both codecs, the command line's
+flag, the HTTP API's field, and the default in a model's generation config. `tests/test_docs.py` compares
+docs/sampling.md with this table. Two protobuf messages contain each parameter again: `SamplingParams` for clients,
+`GroupSampling` for engine and workers.
 """
 
 import math

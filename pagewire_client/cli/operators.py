@@ -16,8 +16,8 @@ DRAIN_LOOK_SECONDS = 0.5
 
 
 def new_key(arguments: argparse.Namespace) -> None:
-    """Create an API key. Print the API key to stderr, and its line for the file of keys to stdout: `new-key alice >>
-    keys.toml`.
+    """Create an API key. Print the key to stderr. Print the line that operators add to the file of keys to stdout:
+    `new-key alice >> keys.toml`.
     """
     for name, value in (("id", arguments.id), ("--tenant", arguments.tenant)):
         if not re.fullmatch(r"[\w.@:-]{0,64}", value) or (name == "id" and not value):

@@ -15,7 +15,7 @@ from pagewire_client.http.token_texts import TokenTexts
 STALL_SECONDS = 60.0
 """Maximum seconds that a client may leave a part of its answer unread."""
 PIECE_BYTES = 1 << 16
-"""Size in bytes of a part of an answer."""
+"""Size in bytes of the parts in which an answer is written."""
 
 
 class Room:

@@ -13,7 +13,7 @@ from pagewire_common.calls.errors import RequestError
 
 
 class PatientWriter:
-    """The writer of a call. Only the task that creates the writer may use it, until `close`."""
+    """Writes the messages of one call. Only the task that creates the writer may use it, until `close`."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], limit: float) -> None:
         """`limit` is the number of seconds that the client may leave a message unread."""

@@ -30,7 +30,9 @@ class MisdirectedError(grpc.aio.AioRpcError):
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """How a client calls a server. The advice in an error names `tls_option` and `port_hint`."""
+    """The address, the TLS setting and the proxy with which a client calls a server. The advice in an error names
+    `tls_option` and `port_hint`.
+    """
 
     target: str
     has_tls: bool

@@ -129,7 +129,7 @@ class TlsFolder:
                 reason, folder = str(error), str(self._folder)
                 log.error("changed certificates cannot be used; the old ones stay", folder=folder, reason=reason)
             return
-        if self._look() == stamp:  # a different state means that the files are being replaced now
+        if self._look() == stamp:  # otherwise the files were replaced while they were read
             self._stamp, self._files = stamp, files
             self._generation += 1
             log.info("certificates read again", folder=str(self._folder))

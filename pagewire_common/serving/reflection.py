@@ -29,7 +29,7 @@ def add_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> Non
 
 
 def _describe_v1() -> None:
-    """Add the file of v1 to the descriptor pool. A second call has no effect."""
+    """Add the file of v1 to the descriptor pool. A second call of this function has no effect."""
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)
     file.options.ClearField("deprecated")
