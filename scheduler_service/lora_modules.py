@@ -1,5 +1,5 @@
-"""Parses the flag `--lora-modules`, which has vLLM's syntax: NAME=FOLDER, or JSON with "name" and "path". The flag may
-be repeated.
+"""Parses the flag `--lora-modules`, which has vLLM's syntax: a value is NAME=FOLDER, or JSON with "name" and "path".
+The flag may be repeated.
 """
 
 import json

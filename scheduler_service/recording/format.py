@@ -95,7 +95,7 @@ def _read_event(file: io.BufferedReader, number: int, offset: int, size: int) ->
         if shift >= 7 * MAX_VARINT_BYTES:
             raise damaged("has no length")
     start = file.tell()
-    if length > MAX_EVENT_BYTES + 16:  # 16 bytes: the frame's other fields
+    if length > MAX_EVENT_BYTES + 16:  # 16 bytes for the fields of a frame beside the event
         raise damaged(f"claims {length} bytes; the most that an event has is {MAX_EVENT_BYTES}")
     if start + length > size:
         raise damaged(f"is cut off: it has {size - start} of {length} bytes")

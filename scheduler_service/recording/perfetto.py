@@ -42,7 +42,7 @@ class TraceWriter:
         self._workers: dict[str, int] = {}
         self._lanes: dict[SequenceGroup, _Lane] = {}  # the lanes of requests that have not ended yet
         self._num_lanes = 0
-        self._on: dict[Session, dict[SequenceGroup, None]] = {}  # groups of each session after the session's last event
+        self._on: dict[Session, dict[SequenceGroup, None]] = {}  # the groups in each session at its last event
         self._counted: dict[str, object] = {}
 
     def add(self, moment: Moment) -> None:

@@ -119,7 +119,7 @@ class RequestCounts:
 
     @classmethod
     def decode(cls, message: pb.TenantStatistics) -> "RequestCounts":
-        """Decode counts from a message. Raises ValueError if the bounds differ."""
+        """Decode counts from a message. Raises ValueError if a histogram has a wrong number of counts."""
         counts = cls()
         counts.num_outputs.update(message.num_outputs)
         for name in _HISTOGRAMS:
@@ -185,7 +185,7 @@ class CountsByTenant:
 
     @classmethod
     def decode(cls, message: pb.FrontendStatistics) -> "CountsByTenant":
-        """Decode counts from a message. Raises ValueError if the bounds differ."""
+        """Decode counts from a message. Raises ValueError if a histogram has a wrong number of counts."""
         counts = cls()
         counts.tenants = {tenant.tenant: RequestCounts.decode(tenant) for tenant in message.tenants}
         return counts

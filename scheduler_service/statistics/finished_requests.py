@@ -1,4 +1,5 @@
-"""The requests that ended last and their waiting times, for operators. The store is limited in number and in bytes.
+"""The requests that ended last and their waiting times, for operators. The number of stored requests is limited, and so
+are their bytes.
 
 Clients choose ids and tenants, so a limit on the number alone would not limit the memory. Prompts and texts are never
 stored.

@@ -89,8 +89,8 @@ class AdapterFetcher:
         return self._scheduler.admits
 
     def begin(self, held: Iterable[str]) -> None:
-        """Record the adapters that the worker held before the session. Adapters among them that are not wanted are
-        removed from the worker.
+        """Record the adapters that the worker held before the session. The worker then removes the held adapters that
+        the catalogue does not want.
         """
         wanted = self._catalogue.wanted
         for fingerprint in held:

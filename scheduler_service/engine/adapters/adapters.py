@@ -35,7 +35,7 @@ worker may report any number.
 
 
 class Adapters:
-    """Loads, unloads and gives up the adapters of `catalogue`.
+    """Loads and unloads the adapters of `catalogue`, and gives up adapters that no worker can use.
 
     Fetchers send adapters to workers while steps run, as long as a worker has places for adapters.
     """

@@ -46,13 +46,13 @@ class Catalogue:
         self.leaving: dict[str, Adapter] = {}
         """Adapters without a name that requests in flight need, by fingerprint."""
         self.wanted: dict[str, Adapter] = {}
-        """Adapters that are named, loading or leaving, by fingerprint. Only the adapters in this dictionary are sent to
-        workers.
+        """All adapters in `named`, `loading` and `leaving`, by fingerprint. Only the adapters in this dictionary are
+        sent to workers.
         """
         self.fingerprints: list[str] = []
         """Fingerprints of the adapters that requests can name."""
         self.contested: set[str] = set()
-        """Fingerprints of the adapters that at least one worker could use and at least one worker could not."""
+        """Fingerprints of the adapters that one worker could use and another worker could not."""
         self.deliveries: set[Delivery] = set()
         """Deliveries of open sessions."""
         try:
@@ -66,7 +66,7 @@ class Catalogue:
 
     @property
     def are_served(self) -> bool:
-        """Whether requests can name adapters now, or will be able to when an operator has loaded one."""
+        """Whether requests can name adapters, at once or after an operator has loaded an adapter."""
         return bool(self.named) or self._folder is not None
 
     @property

@@ -53,8 +53,8 @@ class WorkerFleet:
         return self.workers.outage.watch_health()
 
     def drain(self, worker: Worker) -> None:
-        """Send a worker no new requests. After the grace period, move the remaining requests to other workers and close
-        the session.
+        """Drain a worker: send no new requests to the worker. After the grace period, move the remaining requests to
+        other workers and close the session.
         """
         grace = self.settings.grace
         if worker.undrained.is_set():
@@ -65,7 +65,7 @@ class WorkerFleet:
             self.admission_changed(worker)
 
     def undrain(self, worker: Worker) -> None:
-        """Send a worker new requests again."""
+        """Undrain a worker: send new requests to the worker again."""
         if not worker.undrained.is_set():
             log.info("worker undrained by an operator", worker=worker.client.address)
             worker.undrained.set()

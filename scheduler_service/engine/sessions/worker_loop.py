@@ -67,7 +67,7 @@ class WorkerLoop:
             try:
                 await self._serve()
             except WorkerError as error:
-                reason = str(error)[:MAX_OF_A_REASON]  # part of the reason may be text that the worker sent
+                reason = str(error)[:MAX_OF_A_REASON]  # the reason may quote text of any length that the worker sent
                 worker.is_superseded = isinstance(error, SupersededError)
                 is_starting = isinstance(error, UnreachableError) and not worker.epoch
                 if is_starting or isinstance(error, DrainedError):

@@ -72,8 +72,8 @@ log = structlog.get_logger()
 MAX_WORKERS = 3
 """Maximum number of workers whose reasons an error lists."""
 UNSERVED_SECONDS = 2.5
-"""Seconds without a worker, after which a shutdown no longer waits for a worker. Attempts to connect are at most 2 s
-apart.
+"""Seconds without a worker, after which a shutdown no longer waits for a worker. Attempts to connect to a worker are at
+most 2 s apart.
 """
 
 
@@ -159,7 +159,7 @@ class Workers:
             worker.wake()
 
     def wake_for(self, output: SchedulerOutput) -> None:
-        """Wake the workers to which a step has left requests."""
+        """Wake the workers to which a step of another worker has left requests."""
         for placement in (*output.moved, *output.placements):
             if placement.to is not None:
                 self.serving[placement.to].wake()
