@@ -32,12 +32,12 @@ def run(arguments: argparse.Namespace, target: str) -> None:
         case "chat":
             chat(arguments, target)
         case "serve":
-            # imported late, because only the gateway's machine has the HTTP libraries
+            # imported here, because the HTTP libraries are installed only on machines that run the gateway
             from pagewire_client.http.serve import serve
 
             asyncio.run(serve(arguments, target, **access(arguments)))
         case "watch":
-            # the view itself shows lost connections, so they are not logged
+            # the command's view itself shows lost connections, so they are not logged
             logging.getLogger("pagewire_client").setLevel(logging.WARNING)
             asyncio.run(watch(target, interval=arguments.interval, once=arguments.once, **access(arguments)))
         case "requests":
@@ -70,7 +70,7 @@ def main() -> None:
             sys.stderr.write("starting a scheduler and a worker …\n")
             with LocalServer(arguments.model or "default") as server:
                 run(arguments, server.target)
-    except BrokenPipeError:  # the reader of the command's output has closed it
+    except BrokenPipeError:  # the program that reads this command's output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except (ServerError, ValueError, OSError) as error:

@@ -32,13 +32,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The scheduler cannot be reached. `details` contains the reason. The client tries to connect again."""
+    """An event: the scheduler cannot be reached. `details` contains the reason. The client tries to connect again."""
 
     reason: str
 
 
 class Admin:
-    """One connection to a scheduler's port for operators. Create an Admin inside the event loop that uses it.
+    """One connection to the operators' port of a scheduler. Create an Admin inside the event loop that uses it.
 
     `api_key` and `tls` have the same meaning as in `Client`. Methods raise grpc.aio.AioRpcError with the server's
     status and message.
@@ -94,13 +94,13 @@ class Admin:
         return list(response.adapters)
 
     async def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache. Returns the number of blocks that were cached."""
+        """Empty the prefix cache. Returns the number of blocks that were in the cache."""
         response = await self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest())
         return response.num_blocks
 
     async def watch(self, interval: float) -> AsyncGenerator[Sample | Lost, None]:
-        """Yield the state every `interval` seconds, for ever. During an outage of the scheduler, yield a single
-        `Lost`.
+        """Yield the cluster's state every `interval` seconds, for ever. During an outage of the scheduler, yield a
+        single `Lost`.
         """
         request = pb.WatchClusterStateRequest(interval_ms=round(interval * 1000))
         backoff = Backoff(float("inf"))

@@ -31,7 +31,9 @@ Metadata = Sequence[tuple[str, str]] | None
 
 
 def direction(target: str, tls: Path | None, port_hint: str) -> Direction:
-    """How the channel of `connect` reaches the server. Explanations of errors contain facts about this connection."""
+    """How the channel of `connect` reaches the server. Advice about a failed call quotes these properties of the
+    connection.
+    """
     return Direction(target, tls is not None, "--tls", port_hint, may_use_proxy=True)
 
 
@@ -68,7 +70,9 @@ def _check_target(target: str) -> None:
 
 
 def key_metadata(api_key: str) -> Metadata:
-    """Metadata that contains an API key. The metadata is empty without a key. Raises ValueError for an invalid key."""
+    """The metadata with which a call sends an API key. The metadata is empty without a key. Raises ValueError for an
+    invalid key.
+    """
     if not (api_key.isascii() and (api_key.isprintable() or not api_key)):
         raise ValueError("an API key has printable ASCII characters only")
     return (("authorization", f"Bearer {api_key}"),) if api_key else None

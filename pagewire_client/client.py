@@ -1,6 +1,6 @@
 """The asyncio client: the generated stub, with prompts as Python values.
 
-If a client stops reading a call, the call ends. If a stream breaks, the client resumes it.
+If the caller stops reading the messages of a call, the call ends. If a stream breaks, the client resumes it.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from pagewire_client.retry import Backoff
 RETRY_SECONDS = 60.0
 
 MAX_TEXTS = 2048
-"""Maximum number of texts in one call. A longer list is sent in several calls."""
+"""Maximum number of texts in one call. The client splits a longer list of texts into several calls."""
 
 T = TypeVar("T")
 
@@ -80,8 +80,8 @@ class Client:
             raise TimeoutError(f"the server was not ready within {timeout} s") from None
 
     async def _is_serving(self, backoff: Backoff) -> bool:
-        """Watch until the server serves or the watch ends. After the watch, pause: a load balancer without servers ends
-        each watch at once.
+        """Watch the server's health until the server serves or the watch ends. A pause follows a watch that ended,
+        because a load balancer without servers ends each watch at once.
         """
         watch = self._health.Watch(health_pb2.HealthCheckRequest())
         try:
@@ -111,13 +111,13 @@ class Client:
         timeout: float | None = None,
         retry_for: float | None = None,
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Stream a prompt's continuation. If the reader leaves the loop early for any reason, the server frees the
-        request.
+        """Stream a prompt's continuation. If the caller leaves the `async for` loop early, the server ends the request
+        and frees its memory.
 
-        `lora_name`: a low-rank adapter; empty for the base model. `priority`: lower runs first, on servers with
-        --scheduling-policy priority. `cache_salt`: cached prefixes are shared only among requests with the same salt.
-        `timeout`: seconds until the deadline of the whole call. `retry_for`: seconds of retries; the default is the
-        client's `retry_for`.
+        `lora_name`: a low-rank adapter; empty for the base model. `priority`: on servers with --scheduling-policy
+        priority, requests with a lower number run first. `cache_salt`: cached prefixes are shared only among requests
+        with the same salt. `timeout`: seconds until the deadline of the whole call. `retry_for`: seconds during which a
+        failed call is retried; the default is the client's `retry_for`.
         """
         request = pb.GenerateRequest(
             request_id=request_id or uuid.uuid4().hex,
@@ -244,8 +244,8 @@ class Client:
 
         `language` is an ISO 639 code or an English name; if `language` is empty, the server detects the language.
         `scores` adds the model's confidence to segments, and `words` the time of each word. `prompt` is the text before
-        the sound, or a text that contains expected names and shows the expected style. If the reader leaves the loop
-        early, the server frees the call. The call is not retried.
+        the sound, or a text that contains expected names and shows the expected style. If the caller leaves the `async
+        for` loop early, the server ends the call and frees its memory. A failed `transcribe` call is not retried.
         """
         request = pb.TranscribeRequest(
             sound=pb.Sound(data=sound.data, content_type=sound.content_type),
@@ -273,8 +273,7 @@ class Client:
     async def abort(self, request_id: str, *, tenant: str = "") -> bool:
         """End a tenant's call in flight. Returns whether the call existed.
 
-        A call of this client ends and is not resumed, even if the server that receives the abort does not know the
-        call.
+        If this client made the call, the call ends and is not resumed, even if the server does not know the call.
         """
         request = pb.AbortRequest(request_id=request_id, tenant=tenant)
         stream = self._streams.get((tenant, request_id))
@@ -283,7 +282,7 @@ class Client:
         stream.abort()
         with suppress(grpc.aio.AioRpcError):
             if (await self._stub.Abort(request, metadata=self._metadata)).aborted:
-                self._streams.pop((tenant, request_id), None)  # the stream ends with the server's remaining messages
+                self._streams.pop((tenant, request_id), None)  # the server's remaining messages end the stream
                 return True
         return stream.give_up()
 
@@ -306,7 +305,7 @@ class Client:
         return (await self._retrying(self._stub.Detokenize, request)).text
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token in the middle of a text. `token_ids` contains at most 4,096 tokens."""
+        """The text of each token, as it is decoded within a longer text. `token_ids` contains at most 4,096 tokens."""
         request = pb.DetokenizeRequest(token_ids=token_ids, separately=True)
         return list((await self._retrying(self._stub.Detokenize, request)).texts)
 

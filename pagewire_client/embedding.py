@@ -14,8 +14,8 @@ class Embedding:
     """
 
     data: bytes = b""
-    """The vectors one after the other, in float32, little-endian. The call numpy.frombuffer(data, "<f4") reads the
-    vectors.
+    """The bytes of all vectors, one vector after the other, in little-endian float32. The call numpy.frombuffer(data,
+    "<f4") reads the vectors.
     """
     dimensions: int = 0
     usage: pb.Usage = field(default_factory=pb.Usage)
@@ -34,7 +34,7 @@ class Embedding:
         return [self._numbers(self.data[start : start + size]) for start in range(0, len(self.data), size)]
 
     def add(self, response: pb.EmbedResponse) -> None:
-        """Append the next message of the text."""
+        """Append the vectors of the next message for the same text."""
         self.data += response.vectors
         self.dimensions = response.dimensions
         self.model_fingerprint = response.model_fingerprint

@@ -1,12 +1,12 @@
-"""Reads files that a user names. The size is limited, because a file such as /dev/zero has no end. Every error is a
-full sentence.
+"""Reads files that a user names. The size of a file is limited, because a file such as /dev/zero has no end. The text
+of every error is a full sentence.
 """
 
 import sys
 from pathlib import Path
 
 MAX_TEXT_BYTES = 16 << 20
-"""Maximum size of a prompt or a form in bytes. No server accepts a longer message."""
+"""Maximum size of a prompt or a form in bytes. No server accepts a larger gRPC message."""
 
 
 def read_file(path: Path, most: int) -> bytes:

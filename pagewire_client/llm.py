@@ -33,7 +33,9 @@ class Output:
     finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
     stop_reason: str | int | None = None
     error: str = ""
-    """The error's message if finish_reason is FINISH_REASON_ERROR. The prompt's other outputs are complete."""
+    """The error's message if finish_reason is FINISH_REASON_ERROR. An error in one output does not affect the prompt's
+    other outputs.
+    """
 
 
 @dataclass(slots=True)
@@ -49,15 +51,15 @@ class Completion:
 
 
 class LLM:
-    """Generates for batches of prompts, on a running server (`target`) or on its own server.
+    """Generates for batches of prompts, on a running server (`target`) or on a server that the LLM starts.
 
-    The LLM's own server serves `model`. The own server is started with the LLM. The own server stops with `close`, at
-    the end of the `with` block, or when the LLM is garbage-collected. `worker_arguments` and `scheduler_arguments` are
-    further flags of its two services, for example ["--scheduling-policy", "priority"]. Raises ServerError if the server
-    does not start.
+    Without `target` the constructor starts a server for `model`. This server stops with `close`, at the end of the
+    `with` block, or when the LLM is garbage-collected. `worker_arguments` and `scheduler_arguments` are further flags
+    of the started worker and scheduler, for example ["--scheduling-policy", "priority"]. Raises ServerError if the
+    server does not start.
 
-    `api_key` and `tls` are for a `target`, as in `Client`. Raises ValueError if arguments for an own server are
-    combined with a target, or if `api_key` or `tls` are given without a target.
+    `api_key` and `tls` are for a `target`, as in `Client`. Raises ValueError if `target` is combined with arguments for
+    starting a server, or if `api_key` or `tls` are given without `target`.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from typing import IO, Self
 STOP_SECONDS = 10.0
 ADMIN = ("--admin-listen", "127.0.0.1:0")
 SILENT_SECONDS = 2.0
-"""Seconds of silence after which a message explains the wait."""
+"""Seconds without a log line of a starting service, after which a message tells the user the reason of the wait."""
 MAX_EVENTS = 1000
 
 
@@ -70,7 +70,7 @@ class ServiceProcess:
             if event.get("level") in ("warning", "error"):
                 print(f"{self.module}: {line.rstrip()}", file=sys.stderr, flush=True)  # noqa: T201
             self._events.put(event)
-            if self._events.qsize() > MAX_EVENTS:  # after the start no code reads the events
+            if self._events.qsize() > MAX_EVENTS:  # after the service's start no code reads its log events
                 self._events.get_nowait()
 
     def wait_for(self, name: str, timeout: float) -> dict[str, object]:
@@ -112,7 +112,8 @@ class ServiceProcess:
 class LocalServer:
     """A scheduler and a worker on this machine, from construction until `stop`.
 
-    `scheduler_arguments` and `worker_arguments` are further flags. Raises ServerError if one of them does not start.
+    `scheduler_arguments` and `worker_arguments` are further flags of the two services. Raises ServerError if the
+    scheduler or the worker does not start.
     """
 
     def __init__(

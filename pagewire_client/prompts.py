@@ -9,12 +9,14 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.files import read_file
 
 MAX_SOUND_BYTES = 16 << 20
-"""Maximum size of a sound file in bytes. No server accepts a longer message."""
+"""Maximum size of a sound file in bytes. No server accepts a larger gRPC message."""
 
 
 @dataclass(frozen=True)
 class Sound:
-    """A sound file. The server detects its format. A `content_type` such as "audio/wav" is forwarded and not used."""
+    """A sound file. The server detects the file's format. A `content_type` such as "audio/wav" is forwarded and not
+    used.
+    """
 
     data: bytes
     content_type: str = ""
@@ -29,8 +31,8 @@ class Sound:
 class EncoderPrompt:
     """Input of a model with an encoder and a decoder.
 
-    The encoder's input is a text, token ids, or a sound of at most 30 seconds. The decoder continues from the decoder's
-    tokens; the default is the model's start tokens.
+    The encoder's input is a text, token ids, or a sound of at most 30 seconds. The decoder continues after `decoder`
+    tokens; by default these are the model's start tokens.
     """
 
     encoder: str | Sequence[int] | Sound

@@ -1,7 +1,8 @@
 """A Generate call that continues after its connection or its scheduler is lost.
 
 The client stores the seed, the tokens of each output, and which outputs have ended. When the stream breaks, the client
-sends the same request again with this state. The server sends only the tokens that are missing.
+sends the same request again, together with the stored seed and tokens. The server then sends only the tokens that the
+client lacks.
 """
 
 import asyncio
@@ -15,8 +16,9 @@ from pagewire_client.retry import PASSING, Backoff, passes
 
 Metadata = tuple[tuple[str, str], ...]
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
-# Status codes after which the client repeats a resumed request. The server may still be checking an attempt that broke
-# early. A restarted server may receive more resumed requests at once than it accepts.
+# Status codes after which the client repeats a resumed request. ALREADY_EXISTS: the server may still be checking the
+# previous attempt of this request. RESOURCE_EXHAUSTED: a restarted server may receive more resumed requests at once
+# than it accepts.
 PASSING_AGAIN = PASSING | {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
@@ -32,7 +34,7 @@ class Received:
 
     @property
     def open(self) -> list[int]:
-        """Indices of outputs that have not ended."""
+        """Indices of the request's outputs that have not ended."""
         return list(self._open)
 
     def add(self, response: pb.GenerateResponse) -> None:
@@ -86,7 +88,7 @@ class ResumableStream:
         self._aborted = asyncio.Event()
 
     async def responses(self) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """The messages of all calls, in one sequence. Raises the first grpc.aio.AioRpcError that a retry cannot fix."""
+        """The messages of all calls, as one stream. Raises the first grpc.aio.AioRpcError that a retry cannot fix."""
         loop = asyncio.get_running_loop()
         deadline = None if self._timeout is None else loop.time() + self._timeout
         while self._received.open and not self._aborted.is_set():
@@ -110,11 +112,11 @@ class ResumableStream:
                     raise
                 break
             finally:
-                self._call.cancel()  # without cancel the call would stay open
+                self._call.cancel()  # a call that is not cancelled stays open on the server
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._aborted.wait(), pause)
             self._request.resume.CopyFrom(self._received.state)
-        for index in self._received.open:  # the open outputs were aborted while no server had the request
+        for index in self._received.open:  # the unfinished outputs were aborted while no server had the request
             yield pb.GenerateResponse(
                 request_id=self._request.request_id, index=index, finish_reason=pb.FINISH_REASON_ABORT
             )
@@ -135,6 +137,6 @@ class ResumableStream:
 
 
 def _is_cancelled() -> bool:
-    """Whether the task that reads the stream has been cancelled."""
+    """Whether the current task, which reads the stream, has been cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -21,16 +21,18 @@ PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 
 PATIENCE_HEADER = "pagewire-no-worker-timeout"
 FIRST_WAIT_SECONDS = 2.0
-"""Seconds that a server may hold a request without a worker, before the user is told the reason."""
+"""At the first attempt of a call: maximum seconds that the server may wait for a worker. After this time the user is
+told why the call waits.
+"""
 
 
 class Backoff:
-    """The pauses between attempts. A pause is about twice as long as the previous pause. The length of a pause is
-    random, so that clients do not return at the same time.
+    """The pauses between two attempts of a call. Each pause is about twice as long as the pause before it. The length
+    of a pause is random, so that many clients do not retry at the same time.
 
-    `limit` is the number of seconds since the first failure. The time that a server waits for a worker counts towards
-    `limit`. After a success the time begins again at 0. If `limit` is 0, no call is retried, and the server decides how
-    long a call waits for a worker. Log messages contain `target`.
+    `limit` is the maximum number of seconds from the first failure to the last attempt. The time that a server waits
+    for a worker counts towards `limit`. A successful attempt sets the measured time back to 0. If `limit` is 0, no call
+    is retried, and the server decides how long a call waits for a worker. Log messages contain `target`.
     """
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic, target: str = "") -> None:
@@ -38,7 +40,7 @@ class Backoff:
         self._clock = clock
         self._target = target
         self._said = ""
-        self._began = clock()  # Start of the current attempt.
+        self._began = clock()  # Start of the current attempt to call.
         self._offered = 0.0  # Seconds that the server may wait for a worker in the current attempt.
         self.succeeded()
 
@@ -79,12 +81,12 @@ class Backoff:
 
 
 def passes(error: grpc.aio.AioRpcError, codes: Collection[grpc.StatusCode] = PASSING) -> bool:
-    """Whether another attempt may succeed."""
+    """Whether another attempt to call may succeed after this error."""
     return not isinstance(error, MisdirectedError) and (error.code() in codes or _is_reset(error))
 
 
 def _is_reset(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a proxy lost its server. A proxy can only reset a stream that has begun, and gRPC reports the reset as
-    INTERNAL.
+    """Whether the error means that a proxy lost its connection to the server. A proxy can only reset a stream that has
+    begun, and gRPC reports the reset as INTERNAL.
     """
     return error.code() is grpc.StatusCode.INTERNAL and "RST_STREAM" in (error.details() or "")

@@ -5,6 +5,6 @@ This package has no knowledge of requests, blocks or models.
 
 import os
 
-# Without this variable gRPC's C core would print its own lines. The C core reads the variable when grpc is first
+# Without this variable gRPC's C core would print log lines to stderr. The C core reads the variable when grpc is first
 # imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

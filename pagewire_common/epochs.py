@@ -1,14 +1,14 @@
 """Epochs number the sessions of a worker, in increasing order.
 
 The next epoch is the scheduler's clock in nanoseconds, or the worker's newest epoch + 1, whichever is larger. After
-epoch 2^64 - 1 no session could follow, and the worker would be useless. To avoid this, only epochs up to MAX may skip
-numbers. Above MAX, each epoch is its predecessor + 1.
+epoch 2^64 - 1 no session could follow, and the worker would be useless. So that epoch 2^64 - 1 is never reached, only
+epochs up to MAX may skip numbers. Above MAX, each epoch is its predecessor + 1.
 """
 
 MAX = 2**63 - 1
 """Largest epoch that a clock may give: nanoseconds since 1970 reach this number in the year 2262."""
 LAST = 2**64 - 1
-"""Largest epoch that fits into the message's field."""
+"""Largest epoch that fits into the field `epoch` of the messages."""
 
 
 def next_epoch(newest: int, now: int) -> int:

@@ -8,7 +8,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 Translate = Callable[[Mapping[str, str]], dict[str, str]]
-"""Translates values by old names to values by new names. Raises ValueError if an old value has no equivalent."""
+"""Translates settings given under old names to settings under new names. Raises ValueError if an old setting's value
+has no equivalent in the new setting.
+"""
 
 
 def flag(name: str) -> str:
@@ -20,7 +22,7 @@ def variable(name: str) -> str:
 
 
 def from_environment(old_names: Mapping[str, str]) -> dict[str, str]:
-    """The values of variables that are set under old names, by old name. An empty variable counts as unset."""
+    """The values of variables that are set under old names, by old name. An empty value counts as unset."""
     return {old: value for old in old_names if (value := os.environ.get(variable(old)))}
 
 
@@ -29,7 +31,7 @@ def translated(
 ) -> tuple[list[str], list[str]]:
     """Translate arguments and variables. Returns the arguments under new names, and the log lines for old names.
 
-    `old_names` contains new names by old names. Raises ValueError for a setting under both names.
+    `old_names` maps each old name to the new name. Raises ValueError for a setting under both names.
     """
     of_flags = {flag(old): old for old in old_names}
     rest: list[str] = []
@@ -54,7 +56,7 @@ def translated(
         if os.environ.get(new := variable(old_names[old])):
             raise ValueError(f"{variable(old)} is the old name of {new}; give the new one alone")
         lines.append(_line(variable(old), new))
-    # Several old settings may be parts of one new setting. Some of the old settings may be flags and some variables.
+    # One new setting may consist of several old settings, some given as flags and some as variables.
     parts = {old: value for old, value in variables.items() if old_names[old] in {old_names[one] for one in given}}
     return [*rest, *(f"{flag(new)}={value}" for new, value in translate(parts | given).items())], lines
 

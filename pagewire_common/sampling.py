@@ -1,10 +1,11 @@
 """The sampling parameters, each with its values, its default and its readers. All parts of the system use the table of
 parameters.
 
-A plain number is a field of `SamplerParams`. Other code is derived from the field: the checks of requests and steps,
-the core's and the worker's types, both codecs, the command line's flag, the HTTP API's field, and the default in a
-model's generation config. `tests/test_docs.py` compares docs/sampling.md with this table. The protobuf messages repeat
-each parameter: `SamplingParams` for clients, `GroupSampling` for engine and workers.
+A plain number is a field of `SamplerParams`. The following parts of the system are derived from a field of
+`SamplerParams`: the checks of requests and steps, the core's and the worker's types, both codecs, the command line's
+flag, the HTTP API's field, and the default in a model's generation config. `tests/test_docs.py` compares
+docs/sampling.md with this table. Two protobuf messages contain each parameter again: `SamplingParams` for clients,
+`GroupSampling` for engine and workers.
 """
 
 import math
@@ -36,8 +37,8 @@ class Bounds(NamedTuple):
     def hold(self, value: float) -> bool:
         """Whether the value is finite and lies in the range. The result is false for NaN.
 
-        Messages carry 32-bit numbers. In 32 bits the number 0.01 becomes slightly smaller. Therefore the lower bound is
-        rounded to 32 bits, too.
+        Messages carry 32-bit numbers. In 32 bits the number 0.01 becomes slightly smaller, so the range's lower bound
+        is rounded to 32 bits before the comparison.
         """
         low = min(self.low, struct.unpack("f", struct.pack("f", self.low))[0])
         return -math.inf < value < math.inf and low <= value <= self.high and not (self.excludes_low and value == low)
@@ -67,7 +68,7 @@ class Parameter(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A parameter that is a plain number. Only the worker's sampler reads the parameter.
+    """A sampling parameter that is a plain number. Only the worker's sampler reads the parameter.
 
     Beam search refuses all parameters of the sampler, because it chooses the likeliest continuations of the model's own
     distribution.
@@ -79,7 +80,7 @@ class Number(NamedTuple):
     help: str
     """The parameter's text in --help."""
     in_files: bool
-    """Whether a model's generation config may set its default."""
+    """Whether a model's generation config may set the parameter's default."""
     edits_logits: bool
     """Whether the parameter changes logits before temperature and filters."""
 

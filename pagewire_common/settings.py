@@ -1,8 +1,9 @@
-"""Settings from flags and PAGEWIRE_ environment variables. Each service has one typed class.
+"""Settings from flags and PAGEWIRE_ environment variables. The settings of each service are the fields of one typed
+class.
 
-Flags override the environment, and the environment overrides defaults. An empty variable counts as unset. If the
-variable restricts access, an empty value is refused, because it would open the service by mistake. A bad value ends the
-process with one sentence.
+Flags override the environment, and the environment overrides defaults. An empty environment variable counts as unset.
+If the variable restricts access, an empty value is refused, because it would open the service by mistake. If a setting
+has an invalid value, the process prints one sentence and ends.
 """
 
 import os
@@ -53,7 +54,7 @@ class ServiceSettings(BaseSettings):
     """The settings that both services share."""
 
     old_names: ClassVar[Mapping[str, str]] = {}
-    """New names of settings, by the names of the previous release."""
+    """The new name of each renamed setting, by its name in the previous release."""
 
     several: ClassVar[frozenset[str]] = frozenset()
     """Settings whose flags accept several words, such as `--lora-modules a=A b=B`."""
@@ -104,7 +105,9 @@ class ServiceSettings(BaseSettings):
 
     @classmethod
     def translate(cls, values: Mapping[str, str]) -> dict[str, str]:
-        """Translate values by old names to values by new names. Raises ValueError if an old value has no equivalent."""
+        """Translate settings given under old names to settings under new names. Raises ValueError if an old setting's
+        value has no equivalent in the new setting.
+        """
         return {cls.old_names[old]: value for old, value in values.items()}
 
     def log_old_names(self) -> None:
@@ -163,7 +166,7 @@ def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | 
         field = str(first["loc"][0]).replace("_", "-")
         value = "" if first["type"] == "missing" else f" (got {first['input']!r})"
         sys.exit(f"{program}: --{field}: {first['msg'].removeprefix('Value error, ')}{value}")
-    except Exception as error:  # the settings library raises its own errors for unreadable flags
+    except Exception as error:  # for flags that it cannot parse, the settings library raises its own errors
         sys.exit(f"{program}: {error}")
     settings._lines = lines
     return settings

@@ -2,4 +2,4 @@
 
 
 class StartError(Exception):
-    """The service cannot start. The message is one sentence."""
+    """The service cannot start. The error's message is one sentence."""

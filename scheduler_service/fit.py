@@ -1,6 +1,6 @@
 """Fit a cost model to a recording, for capacity plans: python -m scheduler_service.fit RECORDING OUT.json
 
-OUT.json is the --cost-model of python -m scheduler_service.simulate. The last line of the output is JSON.
+OUT.json is the --cost-model of python -m scheduler_service.simulate. The last line of this program's output is JSON.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""The flag `--lora-modules`, with vLLM's syntax: NAME=FOLDER, or JSON with "name" and "path". The flag may be
-repeated.
+"""Parses the flag `--lora-modules`, which has vLLM's syntax: a value is NAME=FOLDER, or JSON with "name" and "path".
+The flag may be repeated.
 """
 
 import json
@@ -11,7 +11,7 @@ KEYS = {"name", "path"}
 
 
 def parse_modules(value: object) -> object:
-    """Return a list of NAME=FOLDER. Raises ValueError for JSON with any key but "name" and "path"."""
+    """Return each value of the flag as NAME=FOLDER. Raises ValueError for JSON with any key but "name" and "path"."""
     if isinstance(value, str):
         return list(_modules(value))
     if isinstance(value, list):
@@ -20,7 +20,7 @@ def parse_modules(value: object) -> object:
 
 
 def _modules(text: str) -> Iterator[str]:
-    """The modules in a comma-separated text."""
+    """The adapters that a comma-separated text names."""
     while text := text.lstrip(", \n"):
         if text.startswith(("{", "[")):
             try:

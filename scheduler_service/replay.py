@@ -1,6 +1,6 @@
 """Run the scheduler again from a recording, and check that its decisions are equal: every plan, byte for byte.
 
-python -m scheduler_service --record FILE writes a recording. The last line of the output is JSON.
+python -m scheduler_service --record FILE writes a recording. The last line of this program's output is JSON.
 """
 
 import argparse

@@ -41,7 +41,7 @@ async def engine_server(front_ends: FrontEnds) -> AsyncIterator[str]:
     """Serve front ends on a socket that only this user can open. Yields the socket's target."""
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=OPTIONS)
     add_EngineServiceServicer_to_server(front_ends, server)
-    with TemporaryFolder("engine") as directory:  # only the folder's owner may enter it
+    with TemporaryFolder("engine") as directory:  # only this user may enter the socket's folder
         target = f"unix:{directory / 'engine'}"
         try:
             server.add_insecure_port(target)
@@ -108,7 +108,7 @@ async def serve(settings: SchedulerSettings) -> None:
             watching.cancel()
             await processes.stop(front_ends.say_goodbye())
             if not keeping.cancel():
-                await keeping  # the task has already ended: if the task failed, raise its error
+                await keeping  # the task has ended already; this line raises the error of a failed task
     log.info("stopped")
 
 
@@ -142,7 +142,9 @@ async def _run(
 
 
 async def announce(engine: Engine, front_ends: FrontEnds) -> None:
-    """Have front ends report whether workers accept requests, and log each change, until cancelled."""
+    """Tell the front ends whether workers accept requests, for their health service, and log each change, until
+    cancelled.
+    """
     model = await engine.fleet.agreement.wait_for_model()
     _spare_the_collector()
 
@@ -151,7 +153,7 @@ async def announce(engine: Engine, front_ends: FrontEnds) -> None:
         log.info("ready", model=model.name, context_length=model.context_length)
 
     async with asyncio.TaskGroup() as tasks:
-        async for serving in engine.fleet.watch_health():  # the first event is always SERVING
+        async for serving in engine.fleet.watch_health():  # watch_health first yields True
             front_ends.tell_serving(serving=serving)
             if serving:
                 saying = tasks.create_task(say_ready())
@@ -164,7 +166,7 @@ def _spare_the_collector() -> None:
     """Exclude the objects that exist at the start from Python's cycle collector, and make collections rare.
 
     Requests and sessions do not need the collector: they are freed when their call or their session ends. Only small
-    cycles remain, for example in gRPC's exceptions.
+    reference cycles are left to the collector, for example in gRPC's exceptions.
     """
     gc.collect()
     gc.freeze()

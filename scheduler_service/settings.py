@@ -12,7 +12,7 @@ from scheduler_service.core import PhaseRule, PreemptionMode
 from scheduler_service.lora_modules import parse_modules
 from scheduler_service.targets import is_name, parse_target
 
-# With more tokens in a step, an answer could be too large for a message.
+# With more tokens in a step, the step's answer could exceed the size limit of a gRPC message.
 MAX_BATCHED_TOKENS = 131_072
 MAX_SEQS = 8192
 
@@ -20,13 +20,13 @@ Target = Annotated[str, AfterValidator(parse_target)]
 
 
 def _split(value: object) -> object:
-    """Accept a,b in addition to a repeated flag."""
+    """Split a flag's value at commas: `--flag a,b` means the same as `--flag a --flag b`."""
     values = [value] if isinstance(value, str) else value
     return [part for item in values for part in item.split(",") if part] if isinstance(values, list) else values
 
 
 class SchedulerSettings(ServiceSettings):
-    """Plans the steps of the workers and streams their tokens to clients."""
+    """The scheduler plans the steps of the workers and streams generated tokens to clients."""
 
     old_names: ClassVar[Mapping[str, str]] = {
         "policy": "scheduling_policy",
@@ -184,7 +184,7 @@ class SchedulerSettings(ServiceSettings):
     @classmethod
     def translate(cls, values: Mapping[str, str]) -> dict[str, str]:
         new = super().translate(values)
-        # 0 meant a quarter of the step; a quarter is now the default
+        # the old value 0 meant a quarter of the step's tokens; this is now the default
         if new.get("long_prefill_token_threshold") == "0":
             del new["long_prefill_token_threshold"]
         return new

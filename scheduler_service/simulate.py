@@ -1,7 +1,7 @@
 """Plan capacity without a GPU: python -m scheduler_service.simulate --trace FILE.csv --workers 8
 
-The program prints latencies, throughput and utilisation of each policy side by side. The last line is JSON. With --plot
-OUT.png the program also draws latencies and queues.
+The program prints latencies, throughput and utilisation of each policy side by side. The last line of the program's
+output is JSON. With --plot OUT.png the program also draws latencies and queues.
 """
 
 import argparse
@@ -139,7 +139,9 @@ def main() -> None:
 
 
 def _import_plot(path: Path) -> Callable[[Mapping[str, Result], str, Path], None]:
-    """Import the plotting module. If the module cannot be used, the program ends before the simulation."""
+    """Import the plotting module. If matplotlib is missing or cannot write this kind of file, the program ends before
+    the simulation.
+    """
     try:
         from scheduler_service.simulation.plot import check, save
     except ModuleNotFoundError:

@@ -1,4 +1,6 @@
-"""The syntax of --workers: fixed addresses, and DNS names. Every address of a DNS name is a worker's address."""
+"""The syntax of --workers: fixed addresses, and DNS names. Every address to which a DNS name resolves is the address of
+a worker.
+"""
 
 from pagewire_common.connection.address import parse_address
 
@@ -6,7 +8,9 @@ SCHEME = "dns:///"
 
 
 def parse_target(target: str) -> str:
-    """Check that a target is HOST:PORT or dns:///NAME:PORT, and return it. Raises ValueError for any other text."""
+    """Check that a target is HOST:PORT or dns:///NAME:PORT, and return it. Raises ValueError for a text of another
+    form.
+    """
     address = target.removeprefix(SCHEME)
     try:
         parse_address(address)

@@ -1,4 +1,4 @@
-"""Parsers for flags and environment variables. An empty variable counts as unset."""
+"""Parsers for flags and environment variables. An empty environment variable counts as unset."""
 
 import argparse
 import os
@@ -23,8 +23,8 @@ def from_environment(name: str) -> str | None:
 
 
 def client_setting(name: str) -> str | None:
-    """The value of PAGEWIRE_CLIENT_<NAME>. If this variable is unset, the server's variable PAGEWIRE_<NAME> is read,
-    for one release.
+    """The value of PAGEWIRE_CLIENT_<NAME>. If this variable is unset, this release still reads the server's variable
+    PAGEWIRE_<NAME>.
     """
     if value := from_environment(f"PAGEWIRE_CLIENT_{name}"):
         return value
@@ -58,12 +58,12 @@ def folder(text: str) -> Path:
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """Return a parser of integers from `least` to `most`. The parser raises ArgumentTypeError for any other text."""
+    """Return a parser of integers from `least` to `most`. The parser raises ArgumentTypeError for an invalid text."""
 
     def parse(text: str) -> int:
         try:
             number = int(text)
-        except ValueError:  # int() raises ValueError for thousands of digits too
+        except ValueError:  # int() also raises ValueError for a number with thousands of digits
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number") from None
         if not least <= number <= most:
             raise argparse.ArgumentTypeError(f"{text[:40]} is not in [{least}, {most}]")
@@ -78,7 +78,7 @@ def integer_of(message: type[Message], field: str) -> Callable[[str], int]:
 
 
 def seconds(least: float, most: float = float("inf")) -> Callable[[str], float]:
-    """Return a parser of seconds from `least` to `most`. The parser raises ArgumentTypeError for any other text."""
+    """Return a parser of seconds from `least` to `most`. The parser raises ArgumentTypeError for an invalid text."""
 
     def parse(text: str) -> float:
         try:

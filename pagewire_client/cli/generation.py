@@ -29,7 +29,7 @@ async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, **
         text += response.text
         sys.stdout.write(response.text)
         sys.stdout.flush()
-        metrics = response.metrics  # metrics of the last message
+        metrics = response.metrics  # the stream's last message contains the request's metrics
     ended = time.perf_counter()
     sys.stdout.write("\n")
     sys.stdout.flush()
@@ -51,8 +51,8 @@ async def generate(arguments: argparse.Namespace, target: str) -> None:
 
 
 def chat(arguments: argparse.Namespace, target: str) -> None:
-    """Run a conversation. The event loop runs only while the model answers. Ctrl-C therefore works at the
-    prompt too.
+    """Run a conversation. The event loop runs only while the model answers, so Ctrl-C also ends the command while it
+    waits for the user's input.
     """
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
 
@@ -65,7 +65,7 @@ def chat(arguments: argparse.Namespace, target: str) -> None:
         try:
             text = asyncio.run(answer([*messages, question]))
         except grpc.aio.AioRpcError as error:
-            sys.stderr.write(f"{error.details()}\n")  # the conversation continues without this turn
+            sys.stderr.write(f"{error.details()}\n")  # the conversation continues without the failed turn
         else:
             messages += [question, {"role": "assistant", "content": text}]
 

@@ -16,8 +16,8 @@ DRAIN_LOOK_SECONDS = 0.5
 
 
 def new_key(arguments: argparse.Namespace) -> None:
-    """Create an API key. Print the key to stderr, and the key's line for the key file to stdout: `new-key alice >>
-    keys.toml`.
+    """Create an API key. Print the key to stderr. Print the line that operators add to the file of keys to stdout:
+    `new-key alice >> keys.toml`.
     """
     for name, value in (("id", arguments.id), ("--tenant", arguments.tenant)):
         if not re.fullmatch(r"[\w.@:-]{0,64}", value) or (name == "id" and not value):
@@ -48,8 +48,8 @@ async def drain(arguments: argparse.Namespace, target: str) -> None:
 
 
 async def _until_drained(admin: Admin, address: str) -> None:
-    """Wait until the scheduler has no session with the worker. During the wait, print the number of requests that are
-    left. At the end, print the reason.
+    """Wait until the scheduler has no session with a drained worker. Print the number of the worker's remaining
+    requests, and finally why the session ended.
     """
     said = ""
     async for event in admin.watch(DRAIN_LOOK_SECONDS):
@@ -68,7 +68,7 @@ async def _until_drained(admin: Admin, address: str) -> None:
 
 
 def _without_session(worker: WorkerState | None, address: str) -> str:
-    """A sentence about a worker without a session."""
+    """The sentence that tells an operator why a worker has no session."""
     if worker is None:
         return f"{address} has left: the scheduler's list of workers does not have it"
     reason = worker.last_error or "none was opened since the scheduler started"

@@ -70,7 +70,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if getattr(parsed, "model", None) and parsed.target:
         parser.error(f"--model is for a server of the command's own; the target {parsed.target} runs already")
     if parsed.command != "new-key" and not parsed.target and parsed.command != "serve":
-        parsed.retry_for = 0.0  # a command does not restart its own server
+        parsed.retry_for = 0.0  # without a target, the command's own server is not restarted, so retries are useless
     if parsed.command != "new-key":
         _take_credentials(parsed)
     if parsed.command == "serve":

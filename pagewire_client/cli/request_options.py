@@ -1,7 +1,7 @@
 """The command line's flags for the fields of requests.
 
-A field of a request has a flag of the same name, or is the command's input (for example the prompt). All other fields
-are listed in `WITHOUT_FLAG` with the reason.
+A field of a request has a flag of the same name, or is the command's input (for example the prompt). `WITHOUT_FLAG`
+lists all fields of requests without a flag, each with the reason.
 """
 
 import argparse
@@ -71,7 +71,7 @@ _METAVARS = {
 
 
 def request_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """A parser of the flags that every call has."""
+    """A parser of the flags that all commands with a request have."""
     parser = argparse.ArgumentParser(add_help=False, parents=parents)
     parser.add_argument("--lora-name", metavar="NAME", default="", help="the low-rank adapter to apply")
     parser.add_argument("--tenant", metavar="NAME", default="", help="the tenant that the request belongs to")
@@ -170,7 +170,7 @@ def _text_or_file(text: str) -> str:
 
 
 def _bias(text: str) -> tuple[int, float]:
-    """Parse TOKEN_ID=BIAS. Raises ArgumentTypeError for any other text."""
+    """Parse TOKEN_ID=BIAS. Raises ArgumentTypeError for an invalid text."""
     token_id, _, bias = text.partition("=")
     try:
         return int(token_id), float(bias)

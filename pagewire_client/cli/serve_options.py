@@ -79,7 +79,7 @@ def http_listen(arguments: argparse.Namespace) -> str:
 
 
 def _is_on(name: str) -> bool:
-    """The boolean value of an environment variable. An unknown word ends the command."""
+    """The boolean value of an environment variable. If the value means neither true nor false, the command ends."""
     word = os.environ.get(name, "").lower()
     if word in ("", "0", "false", "no", "off", "n", "f"):
         return False

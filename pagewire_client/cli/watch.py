@@ -23,8 +23,8 @@ STATUS_STYLES = {"serving": "green", "draining": "yellow", "drained": "dim", "co
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates per second between two samples. After a restart of the scheduler the rates are empty, because its counts
-    begin at 0.
+    """Rates per second between two samples of the cluster's state. After a restart of the scheduler the rates are
+    empty, because its counts begin at 0.
     """
 
     output_tokens: float = 0.0
@@ -33,7 +33,7 @@ class Rates:
 
     @classmethod
     def between(cls, before: Sample | None, after: Sample) -> "Rates":
-        """Compute the rates. `steps` contains the workers that are in both samples."""
+        """Compute the rates. `steps` contains only workers that are in both samples."""
         if before is None or before.state.start_time_ms != after.state.start_time_ms or after.at <= before.at:
             return cls()
         seconds = after.at - before.at
@@ -50,7 +50,7 @@ class Rates:
 
 
 class View:
-    """The data to show: the last two samples, and the last event of the connection."""
+    """The data that `watch` shows: the last two samples of the cluster's state, and the connection's last event."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -58,7 +58,7 @@ class View:
         self._sample: Sample | None = None
         self._is_lost = False
         self._news = "connecting …"
-        self._has_news = False  # whether the last event changed `_news`
+        self._has_news = False  # whether the last event changed the text `_news`
 
     def take(self, event: Sample | Lost) -> None:
         news = ""
@@ -84,7 +84,9 @@ class View:
     # ---- output as a line
 
     def line(self) -> str:
-        """The state as key=value pairs. If the connection has a new event, the event comes first."""
+        """The cluster's state as key=value pairs. A new event of the connection (such as its loss) stands before the
+        state.
+        """
         if self._sample is None or self._is_lost:
             return self._news
         state, rates = self._sample.state, self.rates
@@ -180,7 +182,7 @@ _NUMBERS = ("running", "swapped", "steps/s", "used", "host", "lost")
 
 
 async def watch(target: str, *, interval: float, once: bool, api_key: str = "", tls: Path | None = None) -> None:
-    """Show the cluster until cancelled. With `once`, show the state a single time."""
+    """Show the cluster until cancelled. With `once`, show the cluster's state a single time."""
     console = Console()
     view = View(target)
     async with Admin(target, api_key=api_key, tls=tls) as admin:
@@ -196,8 +198,8 @@ async def watch(target: str, *, interval: float, once: bool, api_key: str = "", 
 
 @contextlib.contextmanager
 def _screen(console: Console, view: View) -> Iterator[Callable[[], None]]:
-    """Yield a function that updates a live view on a terminal. Without a terminal the function prints a line for each
-    event.
+    """Yield a function that shows the next event in a live view on a terminal. If the output is no terminal, the
+    function prints a line for each event.
     """
     if console.is_terminal:
         with Live(view, console=console, auto_refresh=False) as live:
@@ -226,7 +228,9 @@ def _share_used(workers: Sequence[pb.WorkerState]) -> float:
 
 
 def _share_right(workers: Sequence[pb.WorkerState]) -> float:
-    """The share of verified drafts that were accepted. The workers must have verified at least one draft."""
+    """The share of verified drafts that were accepted. Call this function only if the workers have verified at least
+    one draft.
+    """
     return sum(worker.num_accepted_tokens for worker in workers) / sum(worker.num_guessed_tokens for worker in workers)
 
 

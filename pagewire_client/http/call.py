@@ -15,7 +15,7 @@ from pagewire_client.http.token_texts import TokenTexts
 STALL_SECONDS = 60.0
 """Maximum seconds that a client may leave a part of its answer unread."""
 PIECE_BYTES = 1 << 16
-"""Size in bytes of a part of an answer."""
+"""Size in bytes of the parts in which an answer is written."""
 
 
 class Room:
@@ -27,13 +27,13 @@ class Room:
 
 @dataclass(slots=True)
 class Held:
-    """The bytes that one request uses of the memory limit, until the `with` block ends."""
+    """The part of the process's memory limit that one request has reserved, until the `with` block ends."""
 
     room: Room
     _num_bytes: int = 0
 
     def take(self, num_bytes: int) -> None:
-        """Reserve bytes. Raises HttpError if fewer than `num_bytes` are left."""
+        """Reserve memory for the request. Raises HttpError if less than `num_bytes` of the limit is free."""
         if num_bytes > self.room.num_free:
             raise HttpError(503, "overloaded", "too many large requests are under way; try again later")
         self.room.num_free -= num_bytes
@@ -48,12 +48,13 @@ class Held:
 
 
 MAX_TEXTS = 2048
-"""Maximum number of texts in one call. The scheduler has the same limit."""
+"""Maximum number of texts in one HTTP call. The scheduler has the same limit for gRPC calls."""
 Number = Annotated[int, Field(ge=0, lt=1 << 32)]
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]
-"""A list whose validation stops at the first error. For a list of a million mistakes, all errors would take a gigabyte.
+"""A list whose validation stops at the first error. If all errors of a list with a million mistakes were collected,
+they would take a gigabyte.
 """
 Texts = (
     str
@@ -65,14 +66,14 @@ Texts = (
 
 
 def each_text(given: Texts) -> list[str | list[int]]:
-    """The texts of a field. A list of numbers is one text."""
+    """The texts of a JSON field. A list of numbers is the token ids of one text."""
     is_one = isinstance(given, str) or (given and isinstance(given[0], int))
     texts: Any = [given] if is_one else given
     return list(texts)
 
 
 class Part(BaseModel):
-    """A JSON object with known fields.
+    """A JSON object whose fields are all known.
 
     Unknown fields are refused, as in OpenAI's API, because they may be meant to change the answer. A field that is null
     counts as absent.
@@ -121,7 +122,9 @@ class Call:
     texts: TokenTexts
 
     async def fields(self, kind: type[AnyFields]) -> AnyFields:
-        """Read and validate the JSON body. The body's bytes stay reserved until the call ends. Raises HttpError."""
+        """Read and validate the JSON body. The memory for the body stays reserved until the call ends. Raises
+        HttpError.
+        """
         body = await read_body(self.request, self.held, self.most_bytes, self.receive_seconds)
         try:
             return kind.model_validate_json(body)
@@ -178,13 +181,13 @@ def _connection_lost_in_time() -> Iterator[None]:
 
 
 async def read_body(request: web.Request, held: Held, most_bytes: int, seconds: float) -> bytes:
-    """Read a JSON body, and reserve its bytes as they arrive.
+    """Read a JSON body, and reserve memory for its bytes as they arrive.
 
-    Raises HttpError if the body is too large, takes longer than `seconds`, or has another content type.
+    Raises HttpError if the body is too large, takes longer than `seconds`, or is not declared as JSON.
     """
     if "Content-Encoding" in request.headers:
         raise HttpError(415, "unsupported", "send the body as it is, without Content-Encoding")
-    if request.content_type != "application/json":  # a page of another site cannot make a browser send application/json
+    if request.content_type != "application/json":  # browsers do not let pages of other sites send JSON
         raise HttpError(415, "unsupported", "the body must be JSON, with Content-Type: application/json")
     check_length(request, most_bytes)
     body = bytearray()

@@ -102,8 +102,8 @@ class CompletionFields(NumberFields):
 
 
 def sampling_params(fields: CompletionFields) -> pb.SamplingParams:
-    """Return the sampling parameters. Fields that become sampling parameters are set to None afterwards, except single
-    numbers. Raises HttpError.
+    """Return the sampling parameters of a completion request. The lists and texts that were read for them are set to
+    None afterwards. Raises HttpError.
     """
     sampling = pb.SamplingParams(logit_bias=read_bias(fields.logit_bias))
     for name in _AS_THEY_ARE:
@@ -119,20 +119,20 @@ def sampling_params(fields: CompletionFields) -> pb.SamplingParams:
     sampling.stop.extend(stop)
     sampling.max_tokens = MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     if fields.echo:
-        sampling.max_tokens = max(sampling.max_tokens, 1)  # with 0 the client requests only the prompt
+        sampling.max_tokens = max(sampling.max_tokens, 1)  # 0: the client requests only the echoed prompt
         if fields.logprobs is not None:
             sampling.prompt_logprobs = fields.logprobs
     if fields.use_beam_search:
         sampling.beam_width = max(fields.best_of or 1, fields.n or 1)
         sampling.ClearField("best_of")
     _set_form(sampling, fields)
-    for name in _ONLY_FOR_SAMPLING:  # fields only for sampling may use much more memory than the body
+    for name in _ONLY_FOR_SAMPLING:  # parsed, these fields may use much more memory than in the body
         setattr(fields, name, None)
     return sampling
 
 
 def _set_form(sampling: pb.SamplingParams, fields: CompletionFields) -> None:
-    """Set the output form from the field that defines a form. At most one field may define a form."""
+    """Set the output form from the field that defines a form. Raises HttpError if several fields define a form."""
     forms: list[tuple[str, str]] = []
     if fields.json_schema is not None:
         forms.append(("json_schema", fields.json_schema))

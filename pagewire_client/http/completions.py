@@ -22,7 +22,9 @@ from pagewire_client.http.errors import invalid, refused_by
 
 MAX_PROMPTS = 256
 MAX_PARAMETER_BYTES = 4 << 20
-"""Maximum size in bytes of the parameters, summed over the prompts. Each prompt has a copy of the parameters."""
+"""Maximum size in bytes of the sampling parameters, summed over the prompts of a request. Each prompt has a copy of the
+parameters.
+"""
 TOKEN_BYTES = 40
 LOGPROB_BYTES = 100
 """Approximate bytes of memory for each log-probability of an answer."""
@@ -45,7 +47,7 @@ class _Choice:
     reason: str | None = None
     stop_reason: str | int | None = None
     offset: int = 0
-    """Number of characters before the tokens of the current message."""
+    """Number of characters of the output before the tokens of the current gRPC message."""
 
     def add(self, message: pb.GenerateResponse) -> None:
         self.text += message.text
@@ -121,8 +123,8 @@ class _Completions:
         return await answer_in_parts(self._call.request, whole, b"choices", self._finished())
 
     async def _prepare(self, given: str | list[int], sampling: pb.SamplingParams) -> _Prompt:
-        """Tokenize a prompt and look up token texts. These scheduler calls use the key of this process, so they do not
-        count for the client.
+        """Tokenize a prompt and look up token texts. These scheduler calls use this process's API key, so they do not
+        count towards the client's quota.
         """
         call, fields = self._call, self._fields
         asked = pb.GenerateRequest(
@@ -134,7 +136,7 @@ class _Completions:
         text = ""
         if isinstance(given, str):
             asked.text = text = given
-            if fields.echo and fields.logprobs is not None:  # the answer contains the text of each echoed token
+            if fields.echo and fields.logprobs is not None:  # the answer needs each echoed token's text
                 found = await call.stub.Tokenize(pb.TokenizeRequest(text=given), metadata=call.own_metadata)
                 asked.token_ids.ids.extend(found.token_ids)
         else:
@@ -146,7 +148,7 @@ class _Completions:
         return _Prompt(asked, text, [_Choice() for _ in range(self._num_choices)])
 
     async def _follow_all(self, take: Callable[[int, pb.GenerateResponse], Awaitable[None]]) -> None:
-        """Read all prompts' streams.
+        """Read the streams of all prompts of the call.
 
         Raises the grpc.aio.AioRpcError of the first refused prompt. If a prompt is refused, the other streams end too,
         but not in the middle of an event.
@@ -187,7 +189,9 @@ class _Completions:
         self._prompts[number].choices[message.index].add(message)
 
     async def _finished(self) -> AsyncIterator[bytes]:
-        """Yield each choice immediately before it is sent. Data that the choices of a prompt share is stored once."""
+        """Yield each choice immediately before it is sent. The echoed prompt and its log-probabilities are stored once
+        for all choices.
+        """
         for number, prompt in enumerate(self._prompts):
             for place, choice in enumerate(prompt.choices):
                 token_ids: Sequence[int] = choice.token_ids
@@ -204,8 +208,8 @@ class _Completions:
     # ---- streams
 
     async def _stream(self) -> web.StreamResponse:
-        """Stream the choices as events. After the first message of a prompt, any prompt's error becomes the
-        last event.
+        """Stream the choices as events. If a prompt fails after the first message of the stream, the error becomes the
+        stream's last event.
         """
         try:
             await self._follow_all(self._write)
@@ -247,7 +251,7 @@ class _Completions:
 
     async def _send(self, event: str) -> None:
         assert self._response is not None
-        async with self._sending:  # a large event is written in several parts
+        async with self._sending:  # a large event takes several writes; the lock keeps events apart
             await write(self._response, f"data: {event}\n\n".encode())
 
     # ---- for whole answers and for streams

@@ -1,15 +1,16 @@
 """The two proxies around the gateway. The proxies provide TLS, API keys, and the routes that the gateway lacks.
 
-The gateway supports neither API keys nor TLS: it calls schedulers in plain text and forwards no credentials. To add
-both, this process has a proxy on each side of the gateway.
+The gateway supports neither API keys nor TLS: it calls schedulers in plain text and forwards no credentials. To add API
+keys and TLS, this process has a proxy on each side of the gateway.
 
 The front proxy receives HTTP requests and has the scheduler check the API key. The front proxy gives each request a
-random id. The gateway passes this id on. The back proxy accepts gRPC from the gateway, on this machine only. The back
-proxy finds the request's API key by the id.
+random id. The gateway sends this id with its call to the scheduler. The back proxy accepts gRPC from the gateway, on
+this machine only. The back proxy finds the request's API key by the id.
 
-Clients see ids in their answers and can name an id in a request. To prevent misuse, each id is valid for only one call.
-The scheduler decides which requests are refused. Only the gateway routes in ROUTES are forwarded, because other routes
-reach beyond the scheduler. The routes of OWN call the scheduler without the gateway.
+Clients see these ids in their answers, and can name such an id in a request. So that a client cannot use another
+client's API key in this way, each id is valid for only one call. The scheduler decides which requests are refused. Only
+the gateway routes in ROUTES are forwarded, because other routes reach beyond the scheduler. The routes of OWN call the
+scheduler without the gateway.
 """
 
 import logging
@@ -58,7 +59,9 @@ OWN: dict[str, Callable[[Call], Awaitable[web.StreamResponse]]] = {
 }
 _MODELS = re.compile(r"GET /v1/models(/.+)?")
 HELD_BYTES = 256 << 20
-"""Maximum size in bytes of all requests and answers in flight. A sound is in memory up to three times."""
+"""Maximum size in bytes of all requests and answers in flight. A sound counts up to three times, because memory holds
+up to three copies.
+"""
 _SERVICE = "/vllm.grpc.engine.VllmEngine/"
 _OWN_METHODS = frozenset(
     f"{_SERVICE}{name}" for name in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer")
@@ -68,7 +71,7 @@ _GENERATE = f"{_SERVICE}Generate"
 _NOTHING = Unread()
 DEFAULTS = Limits()
 LINGER_SECONDS = 10.0
-"""Seconds for receiving the rest of a body that nothing reads."""
+"""Seconds in which the server receives and drops the rest of the body of a refused request."""
 _ID_BYTES = 16
 _NAME_LENGTH = len(CHAT_ID) + 2 * _ID_BYTES
 _HOP_BY_HOP = frozenset(
@@ -76,7 +79,7 @@ _HOP_BY_HOP = frozenset(
 )
 _TRACE = ("traceparent", "tracestate")
 _KEPT = frozenset(("accept", "content-type", "user-agent", *_TRACE))
-"""Request headers that are forwarded. The gateway uses no other headers."""
+"""Headers of a request that are forwarded to the gateway. The gateway uses no other headers of requests."""
 _LONGEST = 64 << 20
 OPTIONS = (("grpc.max_receive_message_length", _LONGEST), ("grpc.max_send_message_length", _LONGEST))
 
@@ -94,13 +97,14 @@ class _Request:
 
 
 class Edge:
-    """The front proxy and the back proxy. The scheduler is at `target`, and its model has the name `model`.
+    """The front proxy and the back proxy in one object. `target` is the scheduler's address, and `model` is the name of
+    the scheduler's model.
 
     `api_key` is for calls of the gateway and of this process: for the model's files and for token texts.
 
-    Create the object inside the event loop. Call `start` before the gateway starts; the gateway's scheduler is this
-    object's `target`. Call `serve_http` after the gateway has started. Raises StartError if the certificates in the
-    folder `tls` cannot be used.
+    Create the object inside the event loop. Call `start` before the gateway starts. The attribute `target` is the
+    address that the gateway uses as its scheduler. Call `serve_http` after the gateway has started. Raises StartError
+    if the certificates in the folder `tls` cannot be used.
     """
 
     def __init__(
@@ -137,7 +141,9 @@ class Edge:
     # ---- to the scheduler
 
     async def _relay(self, method: str, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        """Forward a call. The call has the key of its request, or this process's own key."""
+        """Forward a call of the gateway. The forwarded call has the API key of its HTTP request, or this process's own
+        key.
+        """
         first = await anext(messages, b"")
         if (found := self._owner_of(method, first)) is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is for the gateway's own calls")
@@ -146,7 +152,7 @@ class Edge:
         # If the gateway exports spans, its span is a child of the client's span.
         trace = [(name, value) for name, value in context.invocation_metadata() if name in _TRACE] or trace
         async with self._scheduler.channel() as channel:
-            send: Any = channel.unary_stream(method)  # each forwarded method has a single request message
+            send: Any = channel.unary_stream(method)  # all forwarded methods have one request message
             call = send(unread.put_into(first), metadata=(*(key_metadata(key) or ()), *trace, *unread.metadata()))
             try:
                 async for message in call:
@@ -157,10 +163,11 @@ class Edge:
                 call.cancel()
 
     def _owner_of(self, method: str, message: bytes) -> _Request | None:
-        """The request in flight to which a call belongs. The result contains the key, and the fields that bypass the
-        gateway.
+        """The HTTP request in flight to which a call of the gateway belongs. The result contains the client's API key,
+        and the fields that bypass the gateway.
 
-        Returns None if the call belongs to no request: every process of this machine can connect to this port.
+        Returns None if the call belongs to no request in flight: every process of this machine can connect to the back
+        proxy's port.
         """
         if method in _OWN_METHODS:
             return _Request(self._own)
@@ -200,7 +207,7 @@ class Edge:
             access_log=None,
             auto_decompress=False,
             logger=quiet,
-            # A connection is closed after this time without a request in flight, or with incomplete headers.
+            # A connection is closed if it has no request in flight, or incomplete headers, for this time.
             keepalive_timeout=self._limits.receive_seconds,
             lingering_time=min(LINGER_SECONDS, self._limits.receive_seconds),
         )
@@ -215,7 +222,7 @@ class Edge:
                     return await self._answer(request, scheduler, held)
         except HttpError as error:
             return error.response()
-        except ConnectionError:  # the client has disconnected, or reads nothing
+        except ConnectionError:  # the client has disconnected, or does not read
             raise
         except Exception:
             log.exception("a call over HTTP failed")
@@ -229,7 +236,8 @@ class Edge:
         key = _bearer(request.headers.getall("Authorization", []))
         route = f"{request.method} {path}"
         own = models if _MODELS.fullmatch(route) else OWN.get(route)
-        # These HTTP requests become scheduler calls with the client's key, so the scheduler counts them.
+        # Requests to these routes become scheduler calls with the client's key, so the scheduler counts them for the
+        # client's quota.
         is_counted = own is not None or path.endswith("completions")
         check: Any = scheduler.unary_unary(f"{_SERVICE}{'HealthCheck' if is_counted else 'GetModelInfo'}")
         try:
@@ -272,7 +280,7 @@ class Edge:
         """
         fields = read_object(body)
         parses = fields.pop(PARSE, False)
-        fields.pop("rid", None)  # the gateway would use the client's rid in place of the id that this process sets
+        fields.pop("rid", None)  # the gateway would use the client's `rid` as the request's id
         unread = take_out(fields, self._model)
         try:
             if parses is not True:
@@ -312,7 +320,7 @@ class Edge:
 
 
 class _Relay(grpc.GenericRpcHandler):
-    """Accepts calls of every method. Messages are forwarded as bytes."""
+    """Accepts calls of every method. Messages are forwarded as bytes, without parsing."""
 
     def __init__(self, relay: Callable[[str, AsyncIterator[bytes], Any], AsyncIterator[bytes]]) -> None:
         self._relay = relay
@@ -333,7 +341,7 @@ def _is_for_clients(header: str) -> bool:
 
 
 def _trace(request: web.Request) -> list[tuple[str, str]]:
-    """The caller's trace context, as metadata."""
+    """The HTTP client's trace context, as gRPC metadata."""
     given = ((name, request.headers.get(name, "")) for name in _TRACE)
     return [(name, value) for name, value in given if re.fullmatch(r"[ -~]{1,512}", value)]
 

@@ -20,7 +20,7 @@ _STATUSES = {
 
 
 class HttpError(Exception):
-    """An error with an HTTP status, a code for programs, and a message."""
+    """An error with an HTTP status, a code that programs can compare, and a message for the user."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)

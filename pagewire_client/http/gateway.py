@@ -21,14 +21,14 @@ from pagewire_common.connection.tls import TlsFolder
 from pagewire_common.serving.listening import cannot_listen
 
 SHUTDOWN_SECONDS = 5
-"""Seconds in which requests in flight may end after SIGTERM."""
+"""Seconds that requests in flight have to end after SIGTERM."""
 FLAGS = (
     "--backend=vllm",
     "--policy=round_robin",
     "--disable-retries",
     "--disable-circuit-breaker",
     "--disable-load-monitoring",
-    "--max-concurrent-requests=0",  # the scheduler has a queue and limits
+    "--max-concurrent-requests=0",  # the scheduler itself queues and limits requests
     "--request-timeout-secs=86400",
     "--history-backend=none",
     "--max-background-responses=0",
@@ -50,8 +50,8 @@ runpy.run_module("smg", run_name="__main__", alter_sys=True)
 class Gateway:
     """Serves HTTP at `listen`, for the scheduler at `target`, from construction until `stop`.
 
-    `traces_endpoint` is http://HOST:PORT of a collector. With an endpoint, the gateway exports spans. The scheduler's
-    spans are children of the gateway's spans.
+    `traces_endpoint` is http://HOST:PORT of a collector. The gateway exports spans if `traces_endpoint` is set. The
+    scheduler's spans are children of the gateway's spans.
     """
 
     def __init__(self, target: str, listen: str, traces_endpoint: str | None = None) -> None:
@@ -59,7 +59,8 @@ class Gateway:
         command = [sys.executable, "-c", _LAUNCH, "launch", f"--worker-urls=grpc://{target}", *FLAGS]
         command += [f"--host={host}", f"--port={port}"]
         command.append(f"--prometheus-port={_free_port()}")  # The gateway's metrics cannot be switched off.
-        # Calls that change the gateway's backends require a random key. The key is not stored.
+        # Calls that change the gateway's backends require a random key. The key is not stored, so such calls always
+        # fail.
         command.append(f"--control-plane-api-keys=none:none:admin:{secrets.token_urlsafe()}")
         # The gateway exports spans only at log level info. The gateway writes info lines to stdout.
         command.append(f"--log-level={'info' if traces_endpoint else 'error'}")
@@ -74,7 +75,9 @@ class Gateway:
         )
 
     def wait_until_ready(self, timeout: float) -> None:
-        """Wait until requests can reach a model. Raises ServerError if the gateway ends, or after `timeout` seconds."""
+        """Wait until the gateway has reached a scheduler whose workers accept requests. Raises ServerError if the
+        gateway ends, or after `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         while not is_ready(self.url):
             if self.process.poll() is not None:
@@ -103,11 +106,11 @@ def is_ready(url: str, tls: Path | None = None) -> bool:
     """Whether the gateway at `url` has a scheduler whose workers accept requests.
 
     If a gateway asks for a client certificate, the certificate in the folder `tls` is sent. Raises StartError if the
-    folder cannot be used.
+    certificates in the folder cannot be used.
     """
     try:
         context = TlsFolder(tls).client_context() if tls else ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the readiness need not be secret
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the gateway's readiness is no secret
         opener = direct_opener(urllib.request.HTTPSHandler(context=context))
         with opener.open(f"{url}/readiness", timeout=5) as answer:
             return bool(answer.status == 200)
@@ -124,7 +127,7 @@ def url_of(scheme: str, host: str, port: int) -> str:
 def check_free(listen: str) -> tuple[str, int]:
     """Return the host and the port of HOST:PORT, or of [HOST]:PORT.
 
-    Raises ServerError if the port cannot be used. The gateway itself would print a traceback.
+    Raises ServerError if the port cannot be used. Without this check, the gateway would print a traceback.
     """
     host, _, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -149,6 +152,6 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-if __name__ == "__main__":  # the health check of a container: HOST:PORT
+if __name__ == "__main__":  # the container's health check runs this module with HOST:PORT
     folder = os.environ.get("PAGEWIRE_HTTP_TLS")
     sys.exit(not is_ready(f"{'https' if folder else 'http'}://{sys.argv[1]}", Path(folder) if folder else None))

@@ -8,8 +8,8 @@ class Limits:
     """Limits of sizes, times and connections.
 
     `most_bytes` limits a body, and `most_sound_bytes` a body with a sound. `max_connections` includes connections in
-    their TLS handshake. `receive_seconds` limits the time until a request's headers are complete. The time begins with
-    the connection or after the previous answer. The body may take `receive_seconds` again.
+    their TLS handshake. `receive_seconds` limits the time until a request's headers are complete. The time for the
+    headers begins with the connection or after the previous answer. The body has a further `receive_seconds`.
     """
 
     most_bytes: int = 1 << 20

@@ -1,4 +1,6 @@
-"""OpenAI's /v1/models: the served model, and the adapters that the key may name. The list has vLLM's format."""
+"""OpenAI's /v1/models: the served model, and the adapters that the key may name. The answer has the format of vLLM's
+list of models.
+"""
 
 import time
 from typing import Any

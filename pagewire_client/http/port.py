@@ -1,7 +1,7 @@
 """The HTTP port: a limit on connections, and the current certificates.
 
-A connection counts from its accept until its socket is closed. Silent clients and unfinished TLS handshakes therefore
-count. Connections beyond the limit are closed.
+A connection counts from its accept until its socket is closed. Connections of silent clients and unfinished TLS
+handshakes therefore count towards the limit. A new connection is closed if the number of connections is at the limit.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ LOOK_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Room:
-    """The number of free places for connections. All sockets that listen at the port share the places."""
+    """The number of connections that may still be accepted. All sockets that listen at the port share this number."""
 
     num_free: int
 
 
 class _Accepted(socket.socket):
-    """The socket of a connection. Closing the socket frees its place."""
+    """The socket of a connection. When the socket is closed, another connection may be accepted in its place."""
 
     room: _Room | None = None
 
@@ -55,7 +55,7 @@ class _Listening(socket.socket):
 
 
 class Port:
-    """Accepts connections to an address until `close`. The runner owns the connections.
+    """Accepts connections to an address until `close`. aiohttp's runner owns the accepted connections.
 
     After the TLS files change, new connections use the new files. Open connections continue.
     """
@@ -80,8 +80,8 @@ class Port:
             self._renewing = asyncio.create_task(self._renew(loaded))
 
     async def _accept(self) -> None:
-        """Listen until the TLS context changes. A listener keeps its TLS context. When the context changes, a new
-        listener replaces it.
+        """Listen with a new TLS context. A listener cannot change its TLS context, so a new listener replaces the old
+        listener.
         """
         tls, mutual, _ = self._security
         context = None if tls is None else tls.server_context(mutual=mutual)
@@ -100,13 +100,13 @@ class Port:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if (generation := self._security.tls.refresh()) != loaded:
-                # the files are being replaced: the next look is in a second
+                # the TLS files are being replaced: they are checked again in a second
                 with contextlib.suppress(OSError, StartError):
                     await self._accept()
                     loaded = generation
 
     def close(self) -> None:
-        """Stop listening. The runner closes the connections."""
+        """Stop listening. aiohttp's runner closes the open connections."""
         if self._renewing is not None:
             self._renewing.cancel()
         if self._socket is not None:

@@ -20,7 +20,9 @@ READY_SECONDS = 600.0
 SOUND_BODY_BYTES = 17 << 20
 MIN_BODY_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 12
-"""Bytes of an HTTP body for each token of context. The scheduler has the same limit for gRPC."""
+"""Bytes of an HTTP body for each token of context. The scheduler allows a gRPC request the same number of bytes for
+each token.
+"""
 
 TRY_IT = """\
 OpenAI's API is at {url}/v1; Ctrl-C ends it. Try:
@@ -39,7 +41,9 @@ SCORE = """\
 curl {url}/v1/rerank -H 'content-type: application/json' {key}\\
   -d '{{"model": "{model}", "query": "What is the capital of France?", "documents": ["Rome", "Paris"]}}'"""
 EXAMPLES = {"transcribe": TRANSCRIBE, "generate": CHAT, "embed": EMBED, "score": SCORE}
-"""An example request for each task, in order. The first task that the model supports is shown."""
+"""An example request for each task of a model. At the start, the example of the first task that the model supports is
+shown.
+"""
 KEY_LINE = '-H "authorization: Bearer $PAGEWIRE_CLIENT_API_KEY" '
 
 

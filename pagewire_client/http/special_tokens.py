@@ -1,7 +1,7 @@
 """Special tokens that are spelled in a chat. A special token in a chat is treated as text, as over gRPC.
 
-The gateway would parse the text as special tokens. With this, a user's message could close its turn and begin a system
-turn. If a chat spells a special token and all its messages are text, the scheduler renders and encodes the chat. The
+The gateway would parse such text as special tokens, so a user's message could close its turn and begin a system turn.
+If a chat spells a special token and all its messages are text, the scheduler renders and encodes the chat. The
 scheduler's token ids replace the gateway's token ids. Any other chat that spells a special token is refused: for
 example, a chat with tools. For a chat with tools, only the gateway knows the template's input.
 """
@@ -39,7 +39,9 @@ _OF_A_MESSAGE = frozenset(("role", "content"))
 
 
 class SpecialTokens:
-    """The special tokens of the served model. The tokens are read once from the model's files on the scheduler."""
+    """The special tokens of the served model. The special tokens are read once, from the model's files that the
+    scheduler sends.
+    """
 
     def __init__(self) -> None:
         self._pattern: re.Pattern[str] | None = None
@@ -53,8 +55,8 @@ class SpecialTokens:
             self._pattern = await asyncio.to_thread(_pattern_of, archive)
 
     def spelled_in(self, fields: dict[str, Any]) -> str:
-        """A special token that occurs within a text of the template's input. The result is empty if no text contains a
-        special token.
+        """The text of a special token that occurs in the input of the chat template. The result is empty if no text
+        contains a special token.
         """
         assert self._pattern is not None
         for text in _texts([value for name, value in fields.items() if name not in _NOT_FOR_THE_TEMPLATE]):
@@ -64,7 +66,9 @@ class SpecialTokens:
 
 
 async def token_ids_of(fields: dict[str, Any], spelled: str, tokenize: Any, metadata: Any) -> list[int]:
-    """Token ids of a chat in which the special token `spelled` occurs. Raises HttpError and grpc.aio.AioRpcError."""
+    """The scheduler's token ids of a chat in which the text of the special token `spelled` occurs. Raises HttpError and
+    grpc.aio.AioRpcError.
+    """
     chat = pb.Chat()
     messages = fields.get("messages")
     given = {name for name, value in fields.items() if value is not None}
@@ -87,14 +91,15 @@ def _texts(value: Any) -> Iterator[str]:
     """Yield all strings of a JSON value, names included.
 
     The text parts of one content are also yielded as one string, because a template joins text parts. If a string is
-    JSON itself, for example a call's arguments, its strings are yielded too: a template receives them as values.
+    JSON itself, for example the arguments of a tool call, the strings in this JSON are yielded too: a chat template
+    receives them as values.
     """
     rest = [value]
     while rest:
         match rest.pop():
             case str(text):
                 yield text
-                if "\\" in text:  # without a backslash, the text contains its values unchanged
+                if "\\" in text:  # without escapes, the JSON text contains its strings unchanged
                     with contextlib.suppress(ValueError, RecursionError):
                         rest.append(json.loads(text))
             case dict(members):
@@ -107,7 +112,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _pattern_of(archive: bytes) -> re.Pattern[str]:
-    """A pattern that finds the special tokens in a model's files."""
+    """A pattern that finds the special tokens that a model's files define."""
     special: set[str] = set()
     with zipfile.ZipFile(io.BytesIO(archive)) as files:
         for name, member in (("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "added_tokens_decoder")):
@@ -120,17 +125,19 @@ def _pattern_of(archive: bytes) -> re.Pattern[str]:
 
 
 def _any_of(words: list[str]) -> str:
-    """A regular expression that matches any of the words, in the form of a trie. The words must be sorted.
+    """A regular expression that matches any of the words, in the form of a trie. The caller passes the words in sorted
+    order.
 
-    Some models have a thousand special tokens with the same beginning. A plain list of alternatives would be tried word
-    by word at each position. If a word is a prefix of another word, the expression matches the prefix for both.
+    Some models have a thousand special tokens with the same beginning. With a plain list of alternatives, Python's `re`
+    would try word by word at each position of a text. If a word is a prefix of another word, the expression matches the
+    prefix for both.
     """
     if "" in words:
         return ""
     branches = []
     for _, group in groupby(words, key=lambda word: word[0]):
         same = list(group)
-        # the first and the last word differ at every place where any two words differ
+        # the words are sorted, so the first and the last word have only the prefix in common that all words have
         pairs = zip(same[0], same[-1], strict=False)
         start = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         branches.append(re.escape(start) + _any_of([word[len(start) :] for word in same]))

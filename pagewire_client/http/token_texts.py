@@ -1,4 +1,4 @@
-"""The texts of single tokens. Each text is fetched from the scheduler once."""
+"""The texts of single tokens. The text of each token is fetched from the scheduler once."""
 
 from collections.abc import Iterable
 from typing import Any

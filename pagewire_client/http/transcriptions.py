@@ -1,7 +1,7 @@
 """OpenAI's /v1/audio/transcriptions and /v1/audio/translations. The gateway lacks both routes for models like Whisper.
 
-The request is a form with a file. The answer is the whole text. With `stream` the answer is a stream of events, which
-are sent while the text is recognised.
+The request is a multipart form that contains a sound file. The answer is the whole recognised text. With `stream` the
+answer is a stream of events, which are sent while the text is recognised.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Form:
 
 
 async def _read_form(call: Call) -> Form:
-    """Read and check the form. Raises HttpError."""
+    """Read and check the multipart form. Raises HttpError."""
     parts, granularities, sound = await _read_parts(call)
     name = parts.get("response_format", "json")
     if sound is None:
@@ -79,7 +79,8 @@ async def _read_form(call: Call) -> Form:
 
 
 async def _read_parts(call: Call) -> tuple[dict[str, str], frozenset[str], bytearray | None]:
-    """Read the form's texts, its granularities, and its file. The file requires neither a name nor a type.
+    """Read the multipart form: its texts by name, the values of `timestamp_granularities`, and the sound file. The file
+    requires neither a name nor a content type.
 
     Raises HttpError.
     """
@@ -129,7 +130,9 @@ def _translates(call: Call) -> bool:
 
 
 async def transcribe(call: Call) -> web.StreamResponse:
-    """Answer with the whole text, or with a stream of events. An error may be the stream's last event."""
+    """Answer with the whole text, or with a stream of events. An error after the stream's first event becomes the
+    stream's last event.
+    """
     form = await _read_form(call)
     response: web.StreamResponse | None = None
     found: dict[str, Any] = {"task": "translate" if _translates(call) else "transcribe", "segments": [], "words": []}
@@ -182,7 +185,9 @@ async def transcribe(call: Call) -> web.StreamResponse:
 
 
 def _segment(segment: pb.TranscriptSegment, number: int, temperature: float) -> dict[str, Any]:
-    """A segment with all of OpenAI's members. If the model does not provide a value, the member is null."""
+    """A transcribed segment with all JSON members that OpenAI's API has. A member is null if the model does not provide
+    its value.
+    """
     text = segment.text.encode()
     return {
         "id": number,
@@ -199,7 +204,9 @@ def _segment(segment: pb.TranscriptSegment, number: int, temperature: float) -> 
 
 
 def _subtitles(segments: Sequence[dict[str, Any]], *, is_vtt: bool) -> str:
-    """SubRip or WebVTT subtitles. The formats differ in their header and in the mark before milliseconds."""
+    """SubRip or WebVTT subtitles. WebVTT has a header line, and writes a point before milliseconds where SubRip writes
+    a comma.
+    """
     mark = "." if is_vtt else ","
     cues = [f"{_time(one['start'], mark)} --> {_time(one['end'], mark)}\n{_line(one['text'])}\n\n" for one in segments]
     if is_vtt:

@@ -33,8 +33,9 @@ class Unread:
     def named_in(self, answer: bytes, model: str) -> tuple[bytes, bytes]:
         """Replace the `model` name by the adapter's name in the next bytes of an answer.
 
-        Returns the bytes to send, and the rest. The rest is the beginning of a possible match. The caller puts the rest
-        before the next bytes. Texts cannot match, because quotes within texts are escaped.
+        Returns the bytes to send, and the bytes at the end that may be the beginning of the model's name. The caller
+        puts the unsent bytes before the next bytes. Generated texts cannot match the JSON member "model", because
+        quotes within texts are escaped.
         """
         if not self.lora_name:
             return answer, b""
@@ -55,7 +56,7 @@ class Unread:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises HttpError for any other value.
+    """Parse a JSON object. Raises HttpError if the body is not a JSON object.
 
     The gateway receives the parsed object in a new serialization. If this process and the gateway parsed the same bytes
     differently, a client could evade the checks of this process.

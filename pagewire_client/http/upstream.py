@@ -13,7 +13,7 @@ from pagewire_common.connection.tls import TlsFolder, secure_channel
 
 @dataclass(slots=True)
 class _Made:
-    """A channel that uses the files of one `generation`."""
+    """A channel that uses one `generation` of the TLS files."""
 
     channel: grpc.aio.Channel
     generation: int
@@ -39,8 +39,8 @@ class Upstream:
 
     @asynccontextmanager
     async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        """The channel for the calls of one `with` block. The calls keep this channel even if a new channel replaces it
-        meanwhile.
+        """The channel for the calls of one `with` block. The calls of the block continue on this channel even if a new
+        channel replaces it meanwhile.
         """
         if self._generation() != self._made.generation:
             before, self._made = self._made, self._make()

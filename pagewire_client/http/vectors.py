@@ -1,6 +1,7 @@
 """OpenAI's /v1/embeddings, /v1/rerank in the format of Jina, Cohere and vLLM, and vLLM's /v1/score.
 
-The gateway does not support scores and `dimensions`, and it joins a list of texts into one text.
+These routes bypass the gateway: it supports neither scores nor `dimensions`, and it joins a list of texts into one
+text.
 """
 
 import base64
@@ -30,7 +31,7 @@ class EmbeddingsFields(Fields):
 
 
 class Document(BaseModel):
-    """A document's text. Other fields of the document are ignored."""
+    """A document's text. All fields of a document except its text are ignored."""
 
     text: str
 
@@ -97,7 +98,7 @@ def _base64(embedding: Embedding) -> bytes:
 
 
 def _numbers(embedding: Embedding) -> bytes:
-    """A vector as JSON. Numbers have nine digits, because nine digits identify every float32."""
+    """A vector as JSON. Numbers are written with nine digits, because nine digits identify every float32."""
     return f"[{','.join(map('{:.9g}'.format, embedding.vector))}]".encode()
 
 

@@ -20,8 +20,8 @@ def kind_of(handler: Any) -> str:
 def put_around(handler: Any, around: Around) -> Any:
     """Return a handler that runs each call inside the context manager `around`.
 
-    The handler keeps no reference to the request: stack frames in gRPC's exception stay in memory until Python's
-    collector runs.
+    The handler keeps no reference to the request, because the stack frames in gRPC's exceptions stay in memory until
+    Python's collector runs.
     """
     kind = kind_of(handler)
     behavior = getattr(handler, kind)

@@ -33,16 +33,16 @@ Behavior = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
 
 
 MAX_FIELDS = 6 << 10
-"""Maximum number of fields of a request. All lists of a valid request together have fewer fields. A message with this
-number of fields can be counted and parsed quickly.
+"""Maximum number of fields of a request. A valid request never reaches this number, even if all its lists have their
+maximum length. A message with this number of fields can be counted and parsed quickly.
 """
 
 
 request_size: ContextVar[int] = ContextVar("request_size", default=0)
 """Size of this call's serialized request in bytes.
 
-The size of the parsed message may be smaller. If a field comes twice, protobuf shows only the last value, but the first
-value stays in memory until the call ends.
+The size that the parsed message reports may be smaller. If a field comes twice, protobuf shows only the last value, but
+the first value stays in memory until the call ends.
 """
 
 
@@ -57,13 +57,14 @@ class _Unparsed(NamedTuple):
 
 
 class RequestLimits(NamedTuple):
-    """Current limits of a request's message."""
+    """The limits that currently apply to a request's message."""
 
     num_bytes: int
     num_opaque_bytes: int = 0
     """Additional bytes for fields that are not parsed, for example the field of a sound."""
     will_grow: str = ""
-    """The reason why a larger request may be accepted later. The text is empty if a larger request is never accepted.
+    """The reason why a request above these limits may be accepted later; an empty text if such a request is never
+    accepted.
     """
 
 
@@ -101,7 +102,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         elif handler.request_streaming:
             handler = handler._replace(request_deserializer=_readable_in_a_stream(parse))
         else:
-            descriptor = parse.__self__.DESCRIPTOR  # `parse` is the method FromString of a generated message
+            descriptor = parse.__self__.DESCRIPTOR  # `parse` is a generated message's method FromString
             parse = _readable(parse)
             if handler_call_details.method.startswith(_CLIENTS):
                 parse = _known(parse)
@@ -119,8 +120,8 @@ _UNREADABLE = "the request's bytes are no message of this method"
 
 
 def _readable_in_a_stream(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return a parser for a stream of requests. If a request is invalid, the error is raised when the method
-    reads it.
+    """Return a parser for a stream of requests. The error of an invalid request is raised when the RPC's method reads
+    the request.
     """
 
     def readable(data: bytes) -> Any:
@@ -133,8 +134,8 @@ def _readable_in_a_stream(parse: Callable[[bytes], Any]) -> Callable[[bytes], An
 
 
 def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return a parser that returns `_Unparsed` for invalid bytes. If a parser raises, gRPC reports UNKNOWN with its
-    message.
+    """Return a parser that returns `_Unparsed` for invalid bytes. If a parser raises an exception, gRPC reports UNKNOWN
+    with the exception's message.
     """
 
     def readable(data: bytes) -> Any:
@@ -209,7 +210,8 @@ def _guard_generator(behavior: Behavior) -> Behavior:
 
 
 def _short(sentence: str) -> str:
-    """Cut a message to the size of a status. The message may quote a client's input or a model's file.
+    """Cut an error's message to the maximum size of a gRPC status message. The message may quote a client's input or a
+    model's file.
 
     gRPC sends the message in a header, percent-encoded. Many gRPC libraries drop calls whose headers are larger than 8
     KiB.
@@ -223,16 +225,16 @@ def _short(sentence: str) -> str:
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
     """End a call with an error.
 
-    gRPC's own exception refers to itself, so the exception and its objects stay in memory until Python's collector
-    runs. The exception's objects must not include the request or the stack frames of `error`.
+    The exception that gRPC raises here refers to itself, so the exception and its objects stay in memory until Python's
+    collector runs. These objects must not include the request or the stack frames of `error`.
     """
     if isinstance(error, RequestError):
         error.__traceback__ = error.__context__ = None
         try:
             await context.abort(error.code, _short(str(error)))
-        except grpc.aio.InternalError:  # the client is gone, or an unread message blocks the end
+        except grpc.aio.InternalError:  # the client is gone, or has not read a message
             log.info("call cancelled", code=error.code.name, reason=str(error))
-            raise asyncio.CancelledError from None  # now gRPC accepts only a cancellation
+            raise asyncio.CancelledError from None  # after the failed abort, gRPC accepts only a cancellation
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, NotImplementedError):  # a method that the servicer does not implement

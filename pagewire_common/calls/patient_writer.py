@@ -1,6 +1,7 @@
-"""Writes to one client. A write that takes too long or is given up ends the call.
+"""Writes to one client. The call ends if a write takes too long, or if another task gives the write up.
 
-Each call has one timer that watches its writes. A timeout around each write took 10 % of the time of sending a message.
+Each call has one timer for all its writes, because a separate timeout for each write took 10 % of the time of sending a
+message.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from pagewire_common.calls.errors import RequestError
 
 
 class PatientWriter:
-    """The writer of a call. Until `close` the writer belongs to the task that creates it."""
+    """Writes the messages of one call. Only the task that creates the writer may use it, until `close`."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], limit: float) -> None:
         """`limit` is the number of seconds that the client may leave a message unread."""
@@ -22,8 +23,8 @@ class PatientWriter:
         self._limit = limit
         self._task = task
         self._loop = asyncio.get_running_loop()
-        self._began: float | None = None  # Start of the current write.
-        self._error: RequestError | None = None  # Reason why the current write is given up.
+        self._began: float | None = None  # Start of the write in progress.
+        self._error: RequestError | None = None  # The error with which the current write ends, if `give_up` was called.
         self._timer = self._loop.call_later(limit, self._check)
 
     async def write(self, message: Any) -> None:
@@ -39,7 +40,7 @@ class PatientWriter:
             if self._error is None or self._task.uncancel():
                 raise
             raise RequestError(self._error.code, str(self._error)) from None
-        except grpc.aio.InternalError:  # gRPC's error for a write when the call ends
+        except grpc.aio.InternalError:  # gRPC raises this error if the call ends during a write
             raise RequestError(grpc.StatusCode.CANCELLED, "the client is gone") from None
         self._began = None
 
@@ -53,7 +54,7 @@ class PatientWriter:
             self.give_up(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
 
     def give_up(self, error: RequestError) -> None:
-        """End the current write with this error. Without a current write the call has no effect."""
+        """End the write in progress with this error. If no write is in progress, this method has no effect."""
         if self._began is not None and self._error is None:
             self._error = error
             self._task.cancel()

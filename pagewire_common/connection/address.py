@@ -8,7 +8,9 @@ def parse_address(address: str) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split HOST:PORT into host and port. Raises ValueError for any other text. An IPv6 address keeps its brackets."""
+    """Split HOST:PORT into host and port. Raises ValueError for a text of another form. An IPv6 address keeps its
+    brackets.
+    """
     host, separator, port = address.rpartition(":")
     if not (host and separator and port.isdigit() and int(port) < 65536):
         raise ValueError(f"'{address}' is not HOST:PORT")

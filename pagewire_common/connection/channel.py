@@ -1,7 +1,7 @@
 """Opens channels, and decides whether a call uses the HTTP proxy of the environment.
 
 By default gRPC sends every call to the proxy, including calls to this machine and to workers. In pagewire, calls
-between the services never use a proxy. A client's calls use the proxy unless the server is on this machine.
+between the services never use a proxy. Calls of pagewire's client use the proxy unless the server is on this machine.
 """
 
 import ipaddress
@@ -14,7 +14,9 @@ import grpc
 
 DIRECT = (("grpc.enable_http_proxy", 0),)
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""Environment variables in gRPC's order. The first variable that is set counts, with TLS and in plain text."""
+"""Environment variables that may contain the proxy's URL, in gRPC's order. The first variable that is set is used, for
+TLS and for plain text.
+"""
 EXCEPTION_VARIABLES = ("no_grpc_proxy", "no_proxy")
 
 
@@ -43,8 +45,8 @@ def proxy_of(target: str, environment: Mapping[str, str] | None = None) -> str:
     """The HOST:PORT of the proxy for a client's calls to `target`. The result is empty if the calls go to the target
     directly.
 
-    Raises ValueError for a variable that is not a URL. The error does not quote the value, because the value may
-    contain a password.
+    Raises ValueError for a variable that is not a URL. The error does not quote the variable's value, because the value
+    may contain a password.
     """
     if is_local(target):
         return ""
@@ -64,7 +66,7 @@ def _http_address(variable: str, url: str) -> str:
         if parts.scheme != "http":
             return ""
         if parts.hostname and parts.port != 0 and "@" not in parts.path + parts.query + parts.fragment:
-            return parts.netloc.rpartition("@")[2]  # the part after the last @ has no password
+            return parts.netloc.rpartition("@")[2]  # only the part before the last @ can contain a password
     except ValueError:
         pass
     raise ValueError(
@@ -74,9 +76,9 @@ def _http_address(variable: str, url: str) -> str:
 
 
 def _matches(host: str, exception: str) -> bool:
-    """Whether an exception of no_proxy matches a host, by gRPC's rules.
+    """Whether an entry of no_proxy matches a host, by gRPC's rules.
 
-    An exception is the end of a host's name, or a network. "*" matches every host, as in curl.
+    An entry of no_proxy is the end of a host's name, or a network. The entry "*" matches every host, as in curl.
     """
     if not exception:
         return False

@@ -13,7 +13,7 @@ import grpc
 from pagewire_common.connection.channel import proxy_of, split_target
 
 PROBE_SECONDS = 2.0
-"""Time limit in seconds of a TLS handshake. The handshake is tried if a port closes plain-text connections."""
+"""Time limit in seconds of the TLS handshake that is tried if a port closes plain-text connections."""
 _CLOSED = ("Socket closed", "Connection reset", "Broken pipe")
 """gRPC's errors when a plain-text call reaches a TLS port. gRPC reports the same errors when a server stops."""
 _OF_THE_CONNECTION = ("failed to connect", "errors resolving", *_CLOSED)
@@ -25,12 +25,14 @@ _NO_METHOD = "Method not found!"
 
 
 class MisdirectedError(grpc.aio.AioRpcError):
-    """The error of a call that must be made in another way. A retry cannot succeed."""
+    """The error of a call that cannot succeed with this address, proxy or TLS setting. A retry would fail, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """How a client calls a server. The advice in an error names `tls_option` and `port_hint`."""
+    """The address, the TLS setting and the proxy with which a client calls a server. The advice in an error names
+    `tls_option` and `port_hint`.
+    """
 
     target: str
     has_tls: bool
@@ -39,14 +41,14 @@ class Direction:
     may_use_proxy: bool = False
 
     async def explain(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-        """Add advice to an error. Returns a MisdirectedError if the same call can never succeed."""
+        """Add advice to a call's error. Returns a MisdirectedError if the same call can never succeed."""
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.UNIMPLEMENTED and details == _NO_METHOD:
             return _with(error, f"{self.target} does not have this call: {self.port_hint}")
         if code is not grpc.StatusCode.UNAVAILABLE:
             return error
         if not any(words in details for words in _OF_THE_CONNECTION):
-            return error  # the error comes from the server
+            return error  # the server sent the error, so the connection works
         if _OTHER_NAME in details:
             return _with(error, f"the certificate of {self.target} is not for {self._host}", MisdirectedError)
         if _NOT_VERIFIED in details:
@@ -74,7 +76,7 @@ class Direction:
         if port is None:
             return False
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the probe sends no data to the server
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the trial handshake sends no data
         context.set_alpn_protocols(["h2"])
         try:
             async with asyncio.timeout(PROBE_SECONDS):

@@ -2,9 +2,9 @@
 
 tls.crt and tls.key are the certificate and key of this side. ca.crt verifies the certificates of the other side.
 
-A server checks the files at each connection. A renewed certificate is used from the next connection. While files are
-being replaced, the old files stay in use. New files count as complete under three conditions: the files have not
-changed for SETTLE_SECONDS, every file that was in use still exists, and certificate and key match.
+A server looks for changed files at each new connection. A renewed certificate is used from the next connection. While
+files are being replaced, the old files stay in use. New files count as complete under three conditions: the files have
+not changed for SETTLE_SECONDS, every file that was in use still exists, and certificate and key match.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ log = structlog.get_logger()
 
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 SETTLE_SECONDS = 1.0
-"""Seconds without a change before files count as complete. Without the pause, a half-written list of authorities would
-count as a valid, shorter list.
+"""Seconds without a change, after which TLS files count as complete. If files were read at once, a half-written list of
+authorities would count as a valid, shorter list.
 """
 
 
@@ -37,7 +37,7 @@ class _Files(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """Names of the existing files."""
+        """Names of the TLS files that exist."""
         return {name for name, data in zip((CERTIFICATE, KEY, AUTHORITY), self, strict=True) if data is not None}
 
     @property
@@ -54,13 +54,13 @@ class TlsFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._stamp = self._look()  # state of the files in use
+        self._stamp = self._look()  # the state on disk of the files in use
         try:
             self._files = self._read()
         except (OSError, ValueError) as error:
             raise StartError(f"cannot use the certificates in {folder}: {error}") from None
-        self._generation = 0  # Number of times that files were loaded.
-        # State of the files at the last look, and the time at which this state was first seen.
+        self._generation = 0  # Number of times that changed files were loaded.
+        # The files' state on disk at the last look, and the time at which this state was first seen.
         self._seen, self._seen_at = self._stamp, 0.0
 
     def _look(self) -> tuple[object, ...]:
@@ -96,22 +96,22 @@ class TlsFolder:
     def refresh(self) -> int:
         """Load files that have changed, if they can be used. Returns the generation of the files in use.
 
-        Each server compares the generation with the generation that it has loaded, because several servers may use a
-        folder.
+        The generation is a number that grows with each change of the files. Several servers may use one folder, so each
+        server compares this number with the generation that the server itself has loaded.
         """
         with self._lock:
             stamp, now = self._look(), time.monotonic()
             if stamp != self._seen:
                 self._seen, self._seen_at = stamp, now
             if self._seen_at and (now - self._seen_at >= SETTLE_SECONDS or self._is_old()):
-                self._seen_at = 0.0  # 0 prevents a second look, so that each change is logged once
+                self._seen_at = 0.0  # 0 means "checked": each change of the files is checked and logged once
                 if stamp != self._stamp:
                     self._take(stamp)
             return self._generation
 
     def _is_old(self) -> bool:
-        """Whether the last change of folder and files is at least SETTLE_SECONDS ago. If nothing changed for so long, a
-        single look at the files is enough.
+        """Whether the last change of folder and files is at least SETTLE_SECONDS ago. Files that are as old as this are
+        complete at the first look.
         """
         paths = (self._folder, *(self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)))
         try:
@@ -129,7 +129,7 @@ class TlsFolder:
                 reason, folder = str(error), str(self._folder)
                 log.error("changed certificates cannot be used; the old ones stay", folder=folder, reason=reason)
             return
-        if self._look() == stamp:  # if the state differs, the files are being replaced now
+        if self._look() == stamp:  # otherwise the files were replaced while they were read
             self._stamp, self._files = stamp, files
             self._generation += 1
             log.info("certificates read again", folder=str(self._folder))
@@ -141,7 +141,7 @@ class TlsFolder:
             raise StartError(f"clients' certificates are checked with {AUTHORITY}, which {self._folder} has not")
 
     def server_credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
-        """Credentials of a gRPC server. With `mutual`, clients require certificates. Raises StartError."""
+        """Credentials of a gRPC server. With `mutual`, a client must present a certificate. Raises StartError."""
         self._need_own(mutual=mutual)
         loaded = self.refresh()
 
@@ -164,7 +164,7 @@ class TlsFolder:
         return grpc.ssl_channel_credentials(self._files.authority, key, certificate)
 
     def client_context(self) -> ssl.SSLContext:
-        """The TLS context of an HTTP client, from the current files. Raises OSError while the files change."""
+        """The TLS context of an HTTP client, from the current files. Raises OSError while files are being replaced."""
         has_authority = self._files.authority is not None
         context = ssl.create_default_context(cafile=self._folder / AUTHORITY if has_authority else None)
         if self._files.pairs:
@@ -180,8 +180,8 @@ class TlsFolder:
             raise OSError(f"the files in {self._folder} are being replaced")
 
     def server_context(self, *, mutual: bool) -> ssl.SSLContext:
-        """The TLS context of an HTTP server, from the current files. Raises StartError, or OSError while the files
-        change.
+        """The TLS context of an HTTP server, from the current files. Raises StartError, or OSError while the files are
+        being replaced.
         """
         self._need_own(mutual=mutual)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -210,7 +210,7 @@ def _no_password() -> str:
 
 
 class Security(NamedTuple):
-    """The conditions for calling a server.
+    """The conditions under which a server accepts a connection.
 
     A server with a TLS folder requires TLS. `mutual` requires a client certificate. If `identity` is not empty, the
     client certificate must contain this name.
@@ -232,7 +232,7 @@ def secure_channel(
     identity: str = "",
     may_use_proxy: bool = False,
 ) -> grpc.aio.Channel:
-    """Open a channel to `target`. Without a folder the channel uses plain text.
+    """Open a channel to `target`. Without a TLS folder the channel uses plain text.
 
     The server's certificate must be valid for `identity`. If `identity` is empty, the certificate must be valid for the
     host in `target`.
@@ -243,6 +243,6 @@ def secure_channel(
 
 
 def peer_names(context: grpc.aio.ServicerContext[Any, Any]) -> set[str]:
-    """The names in the certificate of the call's peer. The set is empty without a certificate."""
+    """The names in the certificate of the call's peer. The set is empty if the peer has presented no certificate."""
     names = context.auth_context().get("x509_subject_alternative_name", ())
     return {name.decode(errors="replace") for name in names}

@@ -1,5 +1,5 @@
-"""The tokens that end an output, from a model's files. The scheduler ends outputs at end tokens. Workers allow the end
-tokens.
+"""The tokens that end an output, from a model's files. The scheduler ends an output at one of these tokens. Workers
+allow these tokens where the output may end.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from pagewire_common.start_error import StartError
 
 
 def eos_token_ids(config: Mapping[str, Any], generation: GenerationConfig, of_tokenizer: int | None) -> tuple[int, ...]:
-    """End-of-sequence tokens from generation_config.json. If generation_config.json has none, the tokens come from
-    config.json.
+    """End-of-sequence tokens from generation_config.json. If generation_config.json names no such tokens, they come
+    from config.json.
 
     The tokenizer's own end-of-sequence token is added, as in vLLM: a fine-tuned model may end turns with another token
     than its base model. Raises StartError for an invalid token id.

@@ -58,7 +58,9 @@ class GenerationConfig:
 
     @property
     def chosen_by_requests(self) -> dict[str, Any]:
-        """The keys of the decoding method that the file prefers. The method applies only if a request asks for it."""
+        """The keys with which the file chooses a decoding method. This decoding method applies only to requests that
+        choose it.
+        """
         return {
             key: self.keys[key]
             for key, (_, nothing) in CHOSEN_BY_REQUESTS.items()
@@ -66,7 +68,7 @@ class GenerationConfig:
         }
 
     def tokens(self, key: str) -> tuple[int, ...]:
-        """The token ids of a key. The key's value is a single id or a list of ids."""
+        """The token ids that a key lists. In the file, the key's value is a single id or a list of ids."""
         value = self.keys.get(key, [])
         return tuple(dict.fromkeys(value if isinstance(value, list) else [value]))
 
@@ -126,13 +128,13 @@ class GenerationDefaults(SamplerParams):
 
     @property
     def num_listed(self) -> int:
-        """Number of entries in all lists of the defaults. Each request carries the lists."""
+        """Number of tokens and words in all lists of these defaults. Each request's message contains the lists."""
         words = sum(map(len, self.bad_words)) + len(self.bad_words)
         return words + 2 * len(self.logit_bias) + len(self.suppressed) + len(self.begin_suppressed)
 
     def max_tokens(self, num_prompt_tokens: int) -> int | None:
-        """Maximum number of output tokens after a prompt. The result is None if the file has no limit. The result is
-        below 1 if the prompt is too long.
+        """Maximum number of output tokens after a prompt. The result is None if the file limits no output. The result
+        is below 1 if the prompt is too long.
         """
         if self.max_new_tokens is not None or self.max_length is None:
             return self.max_new_tokens
@@ -143,7 +145,7 @@ class GenerationDefaults(SamplerParams):
         return max(0, self.min_length - num_prompt_tokens) if self.min_new_tokens is None else self.min_new_tokens
 
     def sampling_params(self) -> dict[str, float]:
-        """The defaults, by the names that vLLM's engine protocol uses."""
+        """The default values, by the field names of vLLM's engine protocol."""
         values = {name: getattr(self, name) for name in _NUMBERS}
         return values if self.max_new_tokens is None else values | {"max_tokens": self.max_new_tokens}
 

@@ -1,7 +1,7 @@
 """The keys of a generation_config.json and their allowed values. Supported keys and ignored keys have separate tables.
 
-A key in no table is refused. A key that changes a decoding method's choice of tokens must not be in the table of keys
-without effect.
+A key that is in neither table is refused. A key that changes a decoding method's choice of tokens must not be in the
+table of keys without effect.
 """
 
 import math
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 from pagewire_common.sampling import MAX_BIAS, MAX_STOP_STRINGS, MAX_STRING, NUMBERS, Bounds, Number
 
 MAX_LISTED = 1024
-"""Maximum number of token ids or words in one list. Each request carries its lists to its worker."""
+"""Maximum number of token ids or words in one list. The message to the worker contains the lists of each request."""
 _LONGEST_WORD = 256
 """Maximum number of token ids of a banned word."""
 _MAX_HEADS = 1024
 
 
 class Kind(NamedTuple):
-    """The allowed values of a key. `expected` completes the sentence "it must be …". `holds` receives a value and the
-    vocabulary size.
+    """The allowed values of a key. The text `expected` completes the sentence "it must be …". The function `holds`
+    tells whether a value is allowed, given the vocabulary size.
     """
 
     expected: str
@@ -52,7 +52,7 @@ def _as_requests(number: Number) -> Kind:
 
 
 def _one_of(*values: object) -> Kind:
-    """Allow exactly these values. The value true differs from 1, but 1.0 equals 1."""
+    """Allow exactly these values. In this comparison the value true differs from 1, but 1.0 equals 1."""
 
     def holds(value: object, _: int) -> bool:
         return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
@@ -128,7 +128,7 @@ _OBEYED: Mapping[str, Kind] = {
     "eos_token_id": ENDS,
     "decoder_start_token_id": TOKEN,
     "forced_bos_token_id": TOKEN,
-    # the tokenizer decides the first token of a prompt
+    # without effect: the tokenizer decides the first token of a prompt
     "bos_token_id": Kind("a token id", lambda value, _: type(value) is int),
     "suppress_tokens": _TOKENS,
     "begin_suppress_tokens": _TOKENS,
@@ -163,8 +163,9 @@ CHOSEN_BY_REQUESTS: Mapping[str, tuple[Kind, object]] = {
 }
 """Keys of the decoding method that the model's author prefers (usually beam search), with their neutral value.
 
-Each request chooses its own method, because another method changes the shape and the cost of the answer. As in vLLM, a
-model is served without the preferred method. The log reports once that the preferred method is not used.
+Each request chooses its decoding method, because another decoding method changes the structure and the cost of an
+answer. As in vLLM, a model is served without the decoding method that its author prefers. The log reports once that
+this decoding method is not used.
 """
 
 _NEUTRAL: Mapping[str, Kind] = {
@@ -175,7 +176,9 @@ _NEUTRAL: Mapping[str, Kind] = {
     "penalty_alpha": _one_of(0), "presence_penalty": _one_of(0),
     "token_healing": _one_of(False), "top_h": _one_of(), "typical_p": _one_of(1), "watermarking_config": _one_of(),
 }  # fmt: skip
-"""Keys with a neutral value. Any other value chooses tokens in a way that pagewire does not implement."""
+"""Keys that are allowed only with their neutral value. Any other value would choose tokens in a way that pagewire does
+not implement.
+"""
 
 _LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "they say where the file comes from, and what wrote it": (
@@ -215,7 +218,7 @@ _OF_SPEECH: Mapping[str, Kind] = {
     "task": _one_of("transcribe"),
     "forced_decoder_ids": _FORCED,
     "alignment_heads": _HEADS,
-    "is_multilingual": _ANYTHING,  # The key lang_to_id lists the languages.
+    "is_multilingual": _ANYTHING,  # Without effect: the key lang_to_id lists the languages.
     "prev_sot_token_id": _ANYTHING,  # The tokenizer's token <|startofprev|>.
     "return_timestamps": _ANYTHING,  # Every transcript contains times.
 }

@@ -1,4 +1,6 @@
-"""Parses JSON and refuses names with two values: Python's parser would drop one of the values."""
+"""Parses JSON and refuses an object in which a name has two different values: Python's parser would drop one of the
+values.
+"""
 
 import json
 from typing import Any
@@ -16,6 +18,6 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         for key, value in pairs:
-            if repr(found[key]) != repr(value):  # compares texts, because NaN differs from itself and 1 equals true
+            if repr(found[key]) != repr(value):  # compares reprs, because NaN differs from itself and 1 equals true
                 raise ValueError(f"{shown(key)} is there twice, as {shown(value)} and as {shown(found[key])}")
     return found

@@ -60,8 +60,8 @@ class SentenceConfig:
 
 
 def _check_prompts(sentences: Mapping[str, Any]) -> None:
-    """Refuse a default prompt for all texts. Prompts with a name are allowed: callers put the text of a prompt before
-    their texts.
+    """Refuse a file that sets a default prompt for all texts. Prompts that a caller chooses by name are allowed:
+    pagewire's callers put the text of such a prompt before their own texts.
     """
     prompts, default = sentences.get("prompts") or {}, sentences.get("default_prompt_name")
     if not (isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())):
@@ -78,10 +78,10 @@ def _check_prompts(sentences: Mapping[str, Any]) -> None:
 
 
 def _activation(config: Mapping[str, Any], sentences: Mapping[str, Any], num_labels: int) -> str | None:
-    """The activation that a classifier was trained with, by its class name in torch.
+    """The activation function that a classifier was trained with, by its class name in torch.
 
-    sentence-transformers stores the activation in one of three places. If several places contain an activation, the
-    values must be equal.
+    sentence-transformers stores the name in one of three places. If several places contain a name, the names must be
+    equal.
     """
     notes = config.get("sentence_transformers")
     if notes is not None and not isinstance(notes, dict):
@@ -98,7 +98,7 @@ def _activation(config: Mapping[str, Any], sentences: Mapping[str, Any], num_lab
         package, _, kind = name.rpartition(".") if isinstance(name, str) else ("", "", "")
         if package.partition(".")[0] != "torch" or kind not in _ACTIVATIONS:
             raise StartError(f"{place} is {shown(name)}; supported are torch.nn.Identity and torch.nn.Sigmoid")
-        if kind == "Sigmoid" and num_labels == 2:  # a classifier with more than two labels has no score
+        if kind == "Sigmoid" and num_labels == 2:  # a classifier with more than two labels gives no single score
             raise StartError(
                 f"{place} is {shown(name)} over two classes; the score of two classes is the second one's "
                 "share of a softmax"

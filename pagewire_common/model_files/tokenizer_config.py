@@ -1,8 +1,8 @@
 """Reads tokenizer_config.json, or the older files that contain parts of its settings in some folders.
 
 Token ids come from tokenizer.json. tokenizer_config.json contains the names of special tokens, added tokens and chat
-templates. Each known key is applied, refused, or ignored for a stated reason. Keys of unknown tokenizer classes are
-logged.
+templates. Each known key is applied, refused, or ignored for a stated reason. Unknown keys are left out and logged,
+because any tokenizer class may have keys of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ log = structlog.get_logger()
 FILE = "tokenizer_config.json"
 MAX_MORE = 1 << 16
 """Maximum number of tokens that a tokenizer may have beyond the model's vocabulary. Some tokenizers have a few more
-tokens than the model. Memory grows with the largest id.
+tokens than the model. The limit protects the memory, which grows with the largest token id.
 """
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -96,7 +96,9 @@ class TokenizerConfig:
 
     @classmethod
     def read(cls, files: Mapping[str, Path]) -> "TokenizerConfig":
-        """Read a folder's files, given by name. Raises StartError for an invalid value; the error names the key."""
+        """Read the files of a model's folder, given by name. Raises StartError for an invalid value; the error names
+        the key.
+        """
         config = _object(files, FILE)
         # older folders store added tokens and special tokens in separate files
         if "added_tokens_decoder" not in config:
@@ -106,7 +108,7 @@ class TokenizerConfig:
         _check("model_specific_special_tokens", named, dict, "an object of tokens")
         special |= {key: _token(key, value) for key, value in named.items()}
         others: dict[str, Token] = {}  # Tokens by text, because two keys may list the same token.
-        # The name "extra_special_tokens" is newer in transformers.
+        # "extra_special_tokens" is transformers' newer name of this list.
         for key in ("additional_special_tokens", "extra_special_tokens"):
             listed = config.get(key) or []
             if isinstance(listed, dict):
@@ -198,10 +200,11 @@ def _id(written: object) -> int:
 
 
 def _chat_template(config: Mapping[str, Any], files: Mapping[str, Path]) -> ChatTemplateSource | None:
-    """The chat template. The file chat_template.jinja has priority, as in transformers.
+    """The model's chat template. If the file chat_template.jinja exists, it is used and not the config's template, as
+    in transformers.
 
-    If there are several named templates, "default" is used. The other templates are for tools and documents, which
-    pagewire's chats do not support.
+    If there are several named templates, "default" is used. The templates with other names are for tools and documents,
+    which pagewire's chats do not support.
     """
     if (name := "chat_template.jinja") in files:
         return ChatTemplateSource(_text(files[name]), name)

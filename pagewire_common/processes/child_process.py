@@ -1,4 +1,6 @@
-"""Starts child processes of a service, for work that may have to be killed. The children end with the service."""
+"""Starts child processes of a service, for work that may have to be killed. The child processes end when the service
+ends.
+"""
 
 import ctypes
 import signal
@@ -11,9 +13,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start_child(module: str, arguments: Sequence[str] = ()) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-    """Start `python -m MODULE` with a socket as its stdin. Returns the process and the other end of the socket.
+    """Start `python -m MODULE` with a socket as its stdin. Returns the process, and the parent's end of the socket
+    pair.
 
-    On Linux the child is killed when the calling thread ends. Raises OSError.
+    On Linux the child process is killed when the thread that calls this function ends. Raises OSError.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -32,6 +35,8 @@ def end_with_the_parent() -> None:
 
 
 def leave_signals_to_the_parent() -> None:
-    """Ignore Ctrl-C and SIGTERM. The parent receives the same signals and ends its children in order."""
+    """Ignore Ctrl-C and SIGTERM. The parent process receives the same signals and ends its child processes in the right
+    order.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -1,8 +1,8 @@
 """A process's temporary folders, for sockets and copies of adapters. The folders are removed when the process ends.
 
-If a process is killed, its folders remain. Each folder is locked while its process lives, so that the next start finds
-the abandoned folders. All users share the parent folder. A folder is skipped unopened if it belongs to another user or
-if other users may open it.
+If a process is killed, its folders remain. Each folder is locked while its process lives. The next service that starts
+removes the folders without a lock. All users' temporary folders are in one parent folder. A folder is skipped unopened
+if it belongs to another user or if other users may open it.
 """
 
 import contextlib
@@ -22,14 +22,16 @@ _MAX_TRIES = 5
 
 
 class TemporaryFolder:
-    """A new folder that only its owner may enter, until it is closed or the process ends. Raises OSError."""
+    """A new folder that only its owner may enter. The folder is removed by `close` or at the process's end. Raises
+    OSError.
+    """
 
     def __init__(self, kind: str) -> None:
         for _ in range(_MAX_TRIES):
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
             self._lock = _locked(self.path)
             if self._lock is not None:
-                return  # another process that starts may remove a folder without a lock
+                return  # a service that starts at this moment may remove a folder that is not locked yet
             with contextlib.suppress(OSError):
                 self.path.rmdir()
         raise OSError(
@@ -63,14 +65,14 @@ def remove_dead_folders() -> None:
 def _locked(path: Path) -> int | None:
     """Lock a folder. Returns None if a process holds the lock, or if the folder is not private to this user."""
     try:
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # child processes close the descriptor
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # child processes do not inherit it
     except OSError:
         return None
     with contextlib.suppress(OSError):
         status = os.fstat(folder)
         if status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # true unless another process removed the folder before it was locked
+            # false if another process removed the folder before it was locked
             if os.path.samestat(status, os.lstat(path)):
                 return folder
     os.close(folder)

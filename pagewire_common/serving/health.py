@@ -1,7 +1,7 @@
 """The health service. The health service requires no key, and no caller can delay another caller.
 
-grpcio's own health service holds a lock while it writes to a watcher. A watcher that does not read would block all
-other watchers.
+grpcio's own health service holds a lock while it writes to a watcher. In that service, a watcher that does not read
+would block all other watchers.
 """
 
 import asyncio

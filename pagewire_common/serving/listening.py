@@ -7,7 +7,7 @@ from pagewire_common.start_error import StartError
 
 
 def cannot_listen(listen: str, setting: str) -> StartError:
-    """The error for an address that cannot be used. The address was given as `setting`."""
+    """The error for an address that cannot be used. `setting` is the name of the setting that contains the address."""
     host, _, port = listen.rpartition(":")
     try:
         reason = _reason(host.strip("[]"), int(port))

@@ -1,4 +1,6 @@
-"""The lock on a server's port. The lock checks every call except health checks, before the request is read."""
+"""The lock on a server's port: it decides which calls are allowed. The lock checks every call except health checks,
+before the request is read.
+"""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -11,5 +11,5 @@ def raise_open_files_limit() -> None:
     pagewire does not call select().
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # some systems report "unlimited" and allow less
+    with contextlib.suppress(ValueError, OSError):  # some systems report "unlimited", but refuse this value
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,7 +1,7 @@
 """Server reflection, as `grpc.reflection.v1` and as `grpc.reflection.v1alpha`.
 
-grpcio-reflection 1.85 has only v1alpha. The messages of v1 differ only in their package. Therefore a single servicer
-answers both versions, and the v1 descriptors are derived from the library's file.
+grpcio-reflection 1.85 has only v1alpha. The messages of v1 differ from v1alpha's only in their protobuf package. A
+single servicer therefore answers both versions, and the descriptors of v1 are derived from the library's v1alpha file.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def add_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> Non
 
 
 def _describe_v1() -> None:
-    """Add the file of v1 to the descriptor pool. A second call has no effect."""
+    """Add the file of v1 to the descriptor pool. A second call of this function has no effect."""
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)
     file.options.ClearField("deprecated")

@@ -23,10 +23,10 @@ from pagewire_common.start_error import StartError
 log = structlog.get_logger()
 
 # Clients may ping every 10 s, even between calls. The server pings every client each minute. The server closes the
-# connection if the client does not answer for another minute. Without the server's pings the unread answers of a frozen
-# client would stay in memory: 1.5 MB for a text of 131,000 tokens. The event loop accepts new calls one by one. By
-# default gRPC would cancel calls that wait for 30 s, and some calls if more than a thousand wait. The services have
-# their own limits.
+# connection if the client does not answer a ping for another minute. Without the server's pings the unread answers of a
+# frozen client would stay in memory: 1.5 MB for a text of 131,000 tokens. The event loop accepts new calls one by one.
+# By default gRPC would cancel calls that wait for the event loop for 30 s, and some calls if more than a thousand wait.
+# The scheduler and the worker limit waiting calls themselves.
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.server_max_unrequested_time_in_server", 86_400),
     ("grpc.server.max_pending_requests", 1 << 16),
@@ -39,13 +39,13 @@ OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 MAX_CONNECTIONS = 1024
-"""Maximum number of connections of a server without a setting for connections."""
+"""Maximum number of connections of a server that has no setting for this limit."""
 
 LIVENESS = "liveness"
 """The health service's name for liveness probes.
 
-The status of liveness is SERVING while the event loop runs, even if the service is not ready. A worker that loads,
-drains or is busy is therefore not restarted.
+The status of liveness is SERVING while the event loop runs, even if the service is not ready. Kubernetes therefore does
+not restart a worker that loads, drains or is busy.
 """
 
 
@@ -56,8 +56,9 @@ class GrpcServer:
 
     gRPC itself refuses messages above `max_receive_bytes`. Requests above the current `request_limits` are refused with
     an explanation. Two servers on one port are an error unless both set `shares_port`. With `shares_port` each
-    connection is accepted by one of the two servers. `security` and `check` decide which callers are accepted: see
-    their modules. `outermost` interceptors also see refused calls. Create the server inside the running event loop.
+    connection is accepted by one of the two servers. `security` (module `tls`) and `check` (module `lock`) decide which
+    callers are accepted. `outermost` interceptors also see refused calls. Create the server inside the running event
+    loop.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class GrpcServer:
     async def start(self, listen: str, event: str = "listening", setting: str = "--listen") -> str:
         """Bind, serve, and log the address as an `event`. Returns the bound HOST:PORT.
 
-        Raises StartError if the address cannot be used. The error names the `setting`.
+        Raises StartError if the address cannot be used. The error's text contains `setting`, the name of the address's
+        setting.
         """
         await self.set_serving(False)
         await self.set_alive(True)
@@ -109,12 +111,14 @@ class GrpcServer:
         return address
 
     async def set_alive(self, alive: bool) -> None:
-        """Set the status of liveness probes. The status is SERVING from the start."""
+        """Set the status that liveness probes receive. Until the first call of this method, liveness probes receive
+        SERVING.
+        """
         self._health.set(LIVENESS, serving=alive)
 
     async def set_serving(self, serving: bool) -> None:
-        """Report SERVING or NOT_SERVING for every service. The call has no effect after the server has begun to
-        stop.
+        """Report SERVING or NOT_SERVING for every gRPC service of the server. The call has no effect after the server
+        has begun to stop.
         """
         if self._is_stopping:
             return
@@ -143,7 +147,7 @@ def stop_event() -> asyncio.Event:
 
 
 def run(program: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a service to its end. A StartError is printed as one sentence on stderr, with exit status 1."""
+    """Run a service until it ends. A StartError is printed as one sentence on stderr, with exit status 1."""
     raise_open_files_limit()
     faulthandler.enable(sys.stderr)  # prints the stack of a crash in a C library: function names without values
     try:

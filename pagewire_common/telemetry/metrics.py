@@ -36,7 +36,7 @@ MAX_SECONDS = 30.0
 MAX_CONNECTIONS = 16
 MAX_HEAD_BYTES = 16 << 10
 _PEER_NAMES = "pagewire.peer_names"
-"""Key in a request's WSGI environment. The key's value contains the names in the client's certificate."""
+"""Key in a request's WSGI environment, under which the names in the client's certificate are stored."""
 
 Families = Callable[[], Awaitable[Iterable[Metric]]]
 MayRead = Callable[[str], bool]
@@ -50,10 +50,11 @@ async def serve_metrics(
     may_read: MayRead | None = None,
     readers: Collection[str] = (),
 ) -> AsyncIterator[str | None]:
-    """Serve the result of `families` within the `with` block. Yields the bound HOST:PORT, or None if `listen` is None.
+    """Serve the metrics that `families` returns, within the `with` block. Yields the bound HOST:PORT, or None if
+    `listen` is None.
 
-    `may_read` checks the request's Authorization header, on a thread. If `readers` is not empty, a client's certificate
-    must contain a name from `readers`. Raises StartError if the address cannot be used.
+    `may_read` checks a request's Authorization header. It is called on a thread of the HTTP server. If `readers` is not
+    empty, a client's certificate must contain a name from `readers`. Raises StartError if the address cannot be used.
     """
     if listen is None:
         yield None
@@ -115,7 +116,7 @@ def _guarded(
     reason: str,
     *headers: tuple[str, str],
 ) -> "WSGIApplication":
-    """Answer requests that `may_pass` does not accept with this status and reason."""
+    """Return an application that answers with this status and reason if `may_pass` does not accept a request."""
 
     def guarded(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         if may_pass(environ):
@@ -142,7 +143,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def _renew(self, tls: TlsFolder) -> None:
         if (generation := tls.refresh()) != self._loaded:
-            # the files are being replaced: the next connection tries again
+            # the TLS files are being replaced: the next connection reads them again
             with contextlib.suppress(OSError, StartError):
                 self._context, self._loaded = tls.server_context(mutual=self._mutual), generation
 
@@ -150,12 +151,12 @@ class _Server(ThreadingMixIn, WSGIServer):
         connection, address = super().get_request()
         if self._tls is not None:
             self._renew(self._tls)
-            # The connection's own thread does the handshake, within the time limit of a request.
+            # The handshake follows on the connection's own thread, within the time limit of a request.
             connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return connection, address
 
     def verify_request(self, request: object, client_address: object) -> bool:  # noqa: ARG002
-        """Whether another connection is within the limit. A connection above the limit is closed."""
+        """Whether the number of connections allows another connection. If not, the new connection is closed."""
         return self._room.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:

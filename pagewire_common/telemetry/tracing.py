@@ -1,6 +1,6 @@
-"""OpenTelemetry traces of requests, exported by OTLP over gRPC. Without an endpoint no traces are exported.
+"""OpenTelemetry traces of requests, exported by OTLP over gRPC. Traces are exported only if an endpoint is set.
 
-The SDK's environment variables also apply: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and others.
+The environment variables of OpenTelemetry's SDK also apply: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and others.
 """
 
 import asyncio
@@ -22,13 +22,15 @@ from pagewire_common.start_error import StartError
 log = structlog.get_logger()
 TRACE_PARENT = "traceparent"
 MAX_HEADER = 1024
-"""Maximum length in characters of a header that is read. A traceparent has 55 characters."""
+"""Maximum length in characters of a trace header (traceparent or tracestate). A longer header is ignored. A traceparent
+has 55 characters.
+"""
 _HEADERS = (TRACE_PARENT, "tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
-logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # the logger's warnings quote the tracestate
+logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # its warnings quote the tracestate
 EXPORT_SECONDS = 3.0
-"""Time limit in seconds for exporting one batch. Without a listener at the endpoint, the two services took 1.2 and 1.0
-s to end.
+"""Time limit in seconds for exporting one batch. If nothing listened at the endpoint, the two services needed 1.2 s and
+1.0 s to end.
 """
 
 

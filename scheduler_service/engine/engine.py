@@ -40,8 +40,8 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.keyring = keyring
-        """The API keys that calls may use. None if calls need no API key."""
-        self.cache_secret = secrets.token_bytes(32)  # makes keys of the prefix cache unpredictable for clients
+        """The API keys that calls may use, or None if calls need no API key."""
+        self.cache_secret = secrets.token_bytes(32)  # clients cannot predict keys of the prefix cache without it
         self.is_draining = False
         """Whether the server is shutting down. During a shutdown, further requests are refused."""
         self._is_over = False
@@ -58,10 +58,12 @@ class Engine:
     # ---- for front ends
 
     def admit(self, call: Call, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> None:
-        """Reserve a place for a call. In a flood of calls, excess calls are refused before the engine does any work.
+        """Admit a call: count it towards the limits on calls. In a flood of calls, excess calls are refused before the
+        engine does any work.
 
-        Raises UNAVAILABLE during a shutdown, RESOURCE_EXHAUSTED at a limit, and ALREADY_EXISTS for a key in flight.
-        Raises NOT_FOUND for an unknown adapter, and INVALID_ARGUMENT for a request that never fits into memory.
+        Raises UNAVAILABLE during a shutdown, RESOURCE_EXHAUSTED if a limit is reached, and ALREADY_EXISTS if a call
+        with the same key is in flight. Raises NOT_FOUND for an unknown adapter, and INVALID_ARGUMENT for a request that
+        never fits into memory.
         """
         if self.is_draining and call.key:
             raise SHUTTING_DOWN
@@ -70,16 +72,18 @@ class Engine:
         call.adapter_name, call.adapter_id = adapter_name, adapter
 
     def hold(self, call: Call, num_bytes: int) -> None:
-        """Add the memory of texts to an admitted call. Raises RESOURCE_EXHAUSTED or INVALID_ARGUMENT, as `admit`."""
+        """Count further texts of an admitted call towards the memory limit. Raises RESOURCE_EXHAUSTED or
+        INVALID_ARGUMENT if memory is lacking.
+        """
         call.has_texts = True
         self.requests.admission.hold(call, num_bytes)
 
     def submit(self, call: Call, submission: pb.Submit) -> None:
         """Queue an admitted request, or a text of an admitted call.
 
-        Raises UNAVAILABLE during a shutdown. Texts of an admitted call are refused only after the grace period. Raises
-        ALREADY_EXISTS if the request to be superseded has a different prompt. Raises RESOURCE_EXHAUSTED or
-        INVALID_ARGUMENT if memory is lacking.
+        During a shutdown raises UNAVAILABLE: at once for a request, but only after the grace period for a text of an
+        admitted embedding call. Raises ALREADY_EXISTS if the request resumes a request in flight that has a different
+        prompt. Raises RESOURCE_EXHAUSTED or INVALID_ARGUMENT if memory is lacking.
         """
         if self.is_draining and (call.parent is None or self._is_over):
             raise SHUTTING_DOWN
@@ -89,7 +93,9 @@ class Engine:
         self.requests.queue(call, submission)
 
     def close(self, call: Call, finished: FinishedRequest | None = None) -> None:
-        """Free everything that a finished call still holds. `finished` describes the request to operators."""
+        """Free the memory, the limits and the adapter that a finished call still holds. `finished` is the description
+        of the request that operators can list.
+        """
         self.requests.close(call, finished)
         if call.adapter_id:
             self.adapters.released(call.adapter_id)
@@ -108,7 +114,9 @@ class Engine:
             self._recorder.close()
 
     def set_keys(self, keyring: Keyring) -> None:
-        """Require one of these API keys from now on. The tenants' weights change too, except during a recording."""
+        """Require one of these API keys from now on. Except during a recording, the weights of tenants in the fair
+        queue are also replaced.
+        """
         self.keyring = keyring
         self.requests.admission.quotas.set_keys(keyring, time.monotonic())
         if self.settings.record is None:

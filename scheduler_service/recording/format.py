@@ -1,7 +1,7 @@
-"""The file format: frames, each with its length and the checksum of its event.
+"""The format of a recording's file: frames, each with its length and the checksum of its event.
 
-The reader does not trust lengths. A length beyond the file or beyond an event's limit is refused before any byte of the
-event is read.
+The reader does not trust the lengths in the file. A length beyond the file or beyond an event's limit is refused before
+any byte of the event is read.
 """
 
 import io
@@ -18,16 +18,18 @@ from pagewire.v1 import recording_pb2 as pb
 
 FORMAT = "pagewire recording"
 VERSION = 3
-MAX_EVENT_BYTES = 128 << 20  # twice the largest message on the wire to a worker
+MAX_EVENT_BYTES = 128 << 20  # twice the size of the largest gRPC message to a worker
 MAX_VARINT_BYTES = 10
 
 
 class RecordingError(ValueError):
-    """The file is unusable. The message names the byte at which the error begins."""
+    """The file is unusable. The error's message names the byte of the file at which the invalid data begins."""
 
 
 class ReadEvent(NamedTuple):
-    """One event, its number in the file, its offset, and the offset after the event. The header is event 0."""
+    """One event, its number in the file, its offset, and the offset after the event. The recording's header counts as
+    event 0.
+    """
 
     number: int
     offset: int
@@ -36,7 +38,7 @@ class ReadEvent(NamedTuple):
 
 
 def frame(event: pb.RecordedEvent) -> bytes:
-    """Return an event in the form in which it is appended to the file."""
+    """Return the bytes with which an event is appended to the file."""
     data = event.SerializeToString()
     if len(data) > MAX_EVENT_BYTES:
         raise ValueError(f"an event of {len(data)} bytes is larger than {MAX_EVENT_BYTES}")
@@ -48,7 +50,7 @@ def frame(event: pb.RecordedEvent) -> bytes:
 def read_events(path: Path) -> Iterator[ReadEvent]:
     """Yield every event of a recording, beginning with the header.
 
-    Raises RecordingError at the first invalid event, after the valid events before it.
+    Raises RecordingError at the first invalid event; the valid events before it have been yielded then.
     """
     try:
         with path.open("rb") as file:
@@ -93,7 +95,7 @@ def _read_event(file: io.BufferedReader, number: int, offset: int, size: int) ->
         if shift >= 7 * MAX_VARINT_BYTES:
             raise damaged("has no length")
     start = file.tell()
-    if length > MAX_EVENT_BYTES + 16:  # 16 bytes: the frame's other fields
+    if length > MAX_EVENT_BYTES + 16:  # 16 bytes for the fields of a frame beside the event
         raise damaged(f"claims {length} bytes; the most that an event has is {MAX_EVENT_BYTES}")
     if start + length > size:
         raise damaged(f"is cut off: it has {size - start} of {length} bytes")

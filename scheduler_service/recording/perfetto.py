@@ -1,9 +1,10 @@
 """A replay as a trace for ui.perfetto.dev, in Chrome's trace event format.
 
-Every worker has a lane with a slice for each step. The slice begins when the worker could begin the step, and ends with
-the answer. Every request has a lane with its state from arrival to end: queued, prefill, decode, preempted or swapped.
-Counters show the numbers of waiting, running and swapped-out requests, and of free blocks. Each event is written as
-soon as the replay yields it. Times are whole microseconds since the start of the recording.
+Every worker has a lane with a slice for each step. A step's slice begins when the worker could begin the step, and ends
+with the step's answer. Every request has a lane with its state from arrival to end: queued, prefill, decode, preempted
+or swapped. Counters show the numbers of waiting, running and swapped-out requests, and of free blocks. Each trace event
+is written as soon as the replay yields the recorded event. Times are whole microseconds since the start of the
+recording.
 """
 
 import json
@@ -14,7 +15,7 @@ from typing import TextIO
 from scheduler_service.core import SequenceGroup, SequenceStatus
 from scheduler_service.recording.replayer import Moment, Replayer, Session, Step
 
-WORKERS, REQUESTS = 1, 2  # Process numbers of the trace: Perfetto groups lanes by process
+WORKERS, REQUESTS = 1, 2  # Process numbers of the trace: Perfetto groups the lanes of a trace by process
 
 
 @dataclass(slots=True)
@@ -30,7 +31,7 @@ class _Lane:
 
 
 class TraceWriter:
-    """Writes the moments of a replay to a file. `close` completes the file, even if the replay stopped early."""
+    """Writes a replay to a trace file, event by event. `close` completes the file, even if the replay stopped early."""
 
     def __init__(self, file: TextIO, replayer: Replayer) -> None:
         self._file = file
@@ -39,13 +40,13 @@ class TraceWriter:
         self._now = 0
         self._separator = ""
         self._workers: dict[str, int] = {}
-        self._lanes: dict[SequenceGroup, _Lane] = {}  # lanes of requests that have not ended
+        self._lanes: dict[SequenceGroup, _Lane] = {}  # the lanes of requests that have not ended yet
         self._num_lanes = 0
-        self._on: dict[Session, dict[SequenceGroup, None]] = {}  # groups of each session after the session's last event
+        self._on: dict[Session, dict[SequenceGroup, None]] = {}  # the groups in each session at its last event
         self._counted: dict[str, object] = {}
 
     def add(self, moment: Moment) -> None:
-        """Draw the effects of one event."""
+        """Write the trace events for one event of the recording."""
         if self._origin is None:
             self._begin(moment.at)
         self._now = max(self._now, self._time(moment.at))

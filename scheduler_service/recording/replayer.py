@@ -1,7 +1,7 @@
 """Runs the core again from a recording and compares all its decisions.
 
 A plan is compared as the bytes that its worker received, so even a different block number is found. The replay yields
-the recording's events one by one. Traces and cost models are computed from the events.
+the recording's events one by one. Perfetto traces and cost models are computed from these events.
 """
 
 from collections import deque
@@ -35,13 +35,15 @@ from scheduler_service.wire.fields import decode_enum, decode_fields
 T = TypeVar("T")
 
 MAX_REPLAYED_BLOCKS = 4 * MAX_BLOCKS
-"""Maximum number of blocks, summed over all workers of a recording. The maximum number of blocks takes 1.1 GB. Without
-a limit, the numbers in an untrusted file could use up the memory.
+"""Maximum number of blocks, summed over all workers of a recording. The replay of so many blocks takes 1.1 GB of
+memory. Without this limit, the numbers of blocks in an untrusted file could use up the memory.
 """
 
 
 class DifferenceError(Exception):
-    """The core decided differently from the recording. The message contains the place and both decisions."""
+    """The core decided differently from the recording. The error's message contains the place in the recording, and
+    both decisions.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -74,18 +76,18 @@ class Moment(NamedTuple):
     at: float
     session: Session | None = None
     groups: Sequence[SequenceGroup] = ()
-    """Groups that arrived, or ended without an answer."""
+    """Groups that arrived in this event, or that ended without a worker's answer."""
     step: Step | None = None
-    """The planned or answered step."""
+    """The step that the event planned or answered."""
     gained: Sequence[SequenceOutput] = ()
     kind: str = ""
     """The name of the event's field in RecordedEvent."""
     end: int = 0
-    """The offset in the file after the event."""
+    """The offset in the file at which the event ends."""
 
 
 class Replayer:
-    """The core and its state during the replay of a recording."""
+    """Runs the core from a recording, and contains the core's state during this replay."""
 
     def __init__(self) -> None:
         self.waiting = WaitingQueue()
@@ -96,7 +98,7 @@ class Replayer:
         self.workers: dict[str, None] = {}
         self._sessions: dict[int, Session] = {}
         self._numbers: dict[object, int] = {}  # Session numbers, by scheduler.
-        self._groups: dict[str, SequenceGroup] = {}  # Groups that have not ended.
+        self._groups: dict[str, SequenceGroup] = {}  # The sequence groups that have not ended yet.
 
     def run(self, path: Path) -> Iterator[Moment]:
         """Replay a file event by event.
@@ -288,7 +290,7 @@ class Replayer:
 
 
 class _CoreError(Exception):
-    """A difference between the core and the recording, without the place of the event."""
+    """A difference between the core's decision and the recorded decision. The place in the recording is added later."""
 
 
 def _call(session: Session, what: str, call: Callable[[], T], recorded: str = "") -> T | None:

@@ -8,9 +8,9 @@ from scheduler_service.core import SchedulerOutput
 class StepWork(NamedTuple):
     """The sizes of a step that determine its time.
 
-    A prefill token belongs to a chunk of several tokens. A decode token is the only token of its chunk. Verified drafts
-    after a decode token count as prefill tokens. The context is summed over the scheduled sequences. A sequence's
-    context is the number of tokens that its last token attends to, without drafts.
+    A prefill token is a token in a chunk of several tokens. A decode token is alone in its chunk. Verified drafts after
+    a decode token count as prefill tokens. `context` is the sum over all scheduled sequences. A sequence's context is
+    the number of tokens that its last token attends to, without drafts.
     """
 
     prefill_tokens: int
@@ -23,7 +23,7 @@ class StepWork(NamedTuple):
         """The work of a step without drafts. Call this function before the next step is planned."""
         prefill = decode = context = 0
         for sequence, num_tokens, _ in output.scheduled:
-            # the number includes the tokens of this step
+            # num_computed_tokens includes the tokens of this step
             context += sequence.num_computed_tokens - sequence.num_draft_tokens
             if num_tokens == 1 + output.num_draft_tokens.get(sequence, 0):
                 decode += 1

@@ -10,7 +10,9 @@ MAX_ITEMS = 8
 
 
 def compare_steps(recorded: wire.SchedulerOutput | None, replayed: wire.SchedulerOutput | None) -> str:
-    """The fields in which the steps differ. For each field, the text shows both plans from the first different item."""
+    """A text that names the fields in which two plans differ. For each field, the text shows both plans from the first
+    different item.
+    """
     if recorded is None or replayed is None:
         return f"recorded: {_summary(recorded)}; replayed: {_summary(replayed)}"
     parts: list[str] = []
@@ -39,7 +41,9 @@ def _list(items: Sequence[str], first: int) -> str:
 
 
 def _tokens(token_ids: Sequence[int]) -> str:
-    """Number and checksum of tokens, because terminal output may be passed on and prompts must stay private."""
+    """Number and checksum of tokens. The tokens are not shown, because a user may pass on the terminal's output, and
+    prompts must stay private.
+    """
     return f"{len(token_ids)} tokens (checksum {zlib.crc32(array('I', token_ids).tobytes()):08x})"
 
 

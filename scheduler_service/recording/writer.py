@@ -1,8 +1,8 @@
 """Appends to a file in a separate thread, so that a slow disk does not delay steps.
 
 Data reaches the operating system within about FLUSH_SECONDS. If the process is killed, at most the data of the last
-FLUSH_SECONDS is lost. The writer does not call fsync. An error is logged once and ends the recording. The service
-continues.
+FLUSH_SECONDS is lost. The writer does not call fsync. An error of the file is logged once and ends the recording. The
+service continues.
 """
 
 import os
@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 # a write covers many events: at 200 steps a second, a wake-up for each event would cost more than its encoding
 FLUSH_SECONDS = 0.1
-MAX_PENDING_BYTES = 256 << 20  # the disk counts as too slow if more data is pending
+MAX_PENDING_BYTES = 256 << 20  # if more bytes than this are queued, the disk counts as too slow
 CLOSE_SECONDS = 5.0
 
 
@@ -30,14 +30,14 @@ class FileWriter:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         except OSError as error:
             raise StartError(f"--record: {path} cannot be written: {error.strerror}") from error
-        if os.fstat(self._file).st_size:  # a restarted service must not overwrite the recording of its crash
+        if os.fstat(self._file).st_size:  # a restart after a crash must not overwrite the recording
             os.close(self._file)
             raise StartError(f"--record: {path} holds something already; a recording is never overwritten")
         self._path = path
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._num_added = 0  # Bytes; only the adding thread writes this number.
-        self._num_written = 0  # Bytes; only the writing thread writes this number.
+        self._num_added = 0  # Number of bytes that were queued; only the thread that calls `add` writes this attribute.
+        self._num_written = 0  # Number of bytes in the file; only the writing thread writes this attribute.
         self._failure = ""
         self.is_open = True
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
@@ -63,7 +63,7 @@ class FileWriter:
             log.error("recording stopped", file=str(self._path), reason=reason)
 
     def close(self) -> None:
-        """Write the remaining data. Waits at most CLOSE_SECONDS if the disk is stuck."""
+        """Write the remaining data. If the disk does not answer, `close` waits at most CLOSE_SECONDS."""
         self._closing.set()
         self._queue.put(None)
         self._thread.join(CLOSE_SECONDS)
@@ -88,7 +88,7 @@ class FileWriter:
         return batch
 
     def _write(self, batch: list[bytes | None]) -> bool:
-        """Write a batch. Returns whether another batch may follow."""
+        """Write a batch of queued bytes. Returns whether more bytes may follow."""
         is_last = None in batch
         data = memoryview(b"".join(item for item in batch if item is not None))
         while data:

@@ -8,7 +8,7 @@ from typing import Any
 from scheduler_service.core import SchedulerOutput
 from scheduler_service.recording.step_work import StepWork
 
-# Fields that may be 0. All other fields are positive.
+# Fields that may be 0. The other fields must be positive.
 MAY_BE_ZERO = frozenset(("step_us", "decode_token_us", "context_token_us", "num_device_blocks", "num_host_blocks"))
 
 
@@ -18,7 +18,7 @@ class CostModel:
     blocks.
 
     The defaults are round numbers, not a measurement. The defaults have the magnitude of a small model on a few CPU
-    cores. For real plans, fit a cost model to your own recording.
+    cores. For a capacity plan, fit a cost model to a recording of your own workers.
     """
 
     step_us: float = 2_000.0
@@ -40,7 +40,9 @@ class CostModel:
     """
 
     def step_seconds(self, output: SchedulerOutput, num_drafts: int = 0) -> float:
-        """Seconds of a step that verifies `num_drafts` drafts. Call this function before the next step is planned."""
+        """Seconds of a step that verifies `num_drafts` drafts. Call this function before the next step is planned,
+        because planning changes the sequences.
+        """
         work = StepWork.of(output).with_drafts(num_drafts)
         compute_us = (
             self.step_us
@@ -56,7 +58,9 @@ class CostModel:
 
     @classmethod
     def read(cls, path: Path) -> "CostModel":
-        """Read a JSON object with the fields of a cost model. Missing fields keep their defaults. Raises ValueError."""
+        """Read a JSON object with the fields of a cost model. Fields that the JSON object does not contain keep their
+        defaults. Raises ValueError.
+        """
         try:
             values = json.loads(path.read_text())
         except (OSError, ValueError) as error:

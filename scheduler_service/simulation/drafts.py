@@ -14,7 +14,7 @@ class _Position:
 
     made: int = 0
     reached: int = 0
-    """Drafts whose predecessors were all accepted."""
+    """Number of drafts at this position for which all earlier drafts of the step were accepted."""
     right: int = 0
 
 
@@ -28,12 +28,12 @@ class DraftCounts:
     def add(self, output: SchedulerOutput, verified: Sequence[int], gained: Sequence[int]) -> None:
         """Count a step: the verified drafts and the new tokens of each sequence that sampled.
 
-        If both lists are empty, each sequence had no draft and one new token.
+        If both lists are empty, each sequence had no drafts and gained one token.
         """
         sampled = [(sequence, num_tokens) for sequence, num_tokens, samples in output.scheduled if samples]
         numbers = zip(verified or [0] * len(sampled), gained or [1] * len(sampled), strict=True)
         for (sequence, num_tokens), (num_drafts, num_gained) in zip(sampled, numbers, strict=True):
-            if num_tokens != 1 + output.num_draft_tokens.get(sequence, 0):  # the chunk ends a prompt
+            if num_tokens != 1 + output.num_draft_tokens.get(sequence, 0):  # the chunk is the end of a prompt
                 continue
             self._num_decodes += 1
             self._positions += [_Position() for _ in range(num_drafts - len(self._positions))]
@@ -44,7 +44,7 @@ class DraftCounts:
 
     @property
     def fields(self) -> dict[str, list[float]]:
-        """The fields of `CostModel` about drafts. The result is empty if no draft was counted."""
+        """The fields of `CostModel` about drafts. The result is empty if the steps had no drafts."""
         if not self._positions:
             return {}
         return {
@@ -63,8 +63,8 @@ class Drafting:
         self._random = Random(0).random
 
     def make(self, output: SchedulerOutput) -> list[int]:
-        """The number of drafts to verify for each sequence that samples. The room for drafts limits the number of
-        drafts.
+        """The number of drafts to verify for each sequence that samples. The scheduler's room for drafts
+        (`num_lookahead_slots`) limits this number.
         """
         rooms = (output.num_draft_tokens.get(sequence, 0) for sequence, _, samples in output.scheduled if samples)
         return [min(room, self._number()) if room else 0 for room in rooms]
@@ -72,7 +72,7 @@ class Drafting:
     def answer(self, output: SchedulerOutput, verified: list[int], token: int) -> ModelOutput:
         """The answer to a step: each sequence gains its drafts before the first wrong draft, and one more token.
 
-        The answer requests room for the largest number of drafts for every sequence.
+        For every sequence, the answer asks for room for the largest possible number of drafts in the next step.
         """
         gained = [1 + sum(1 for _ in takewhile(self._is_right, self._acceptance[:number])) for number in verified]
         wanted = [len(self._shares)] * len(verified)

@@ -15,16 +15,17 @@ PAIRS_A_STEP = 16
 class ServiceGap:
     """The largest difference between two tenants' services in any span in which both have waiting requests.
 
-    For each pair of tenants, the gap is the range of the difference between their services. The reason is that a span
-    may begin at the lowest difference and end at the highest. The number of pairs grows with the square of the number
-    of waiting tenants. With more than `PAIRS_A_STEP` pairs, the pairs are updated only once in several steps.
+    For each pair of tenants, the gap is the highest minus the lowest difference between their services, because a span
+    may begin at the lowest difference and end at the highest. The number of pairs of tenants grows with the square of
+    the number of waiting tenants. If there are more than `PAIRS_A_STEP` pairs, the gaps are updated only once in
+    several steps.
     """
 
     def __init__(self) -> None:
         self.tokens = 0.0
         self._service: defaultdict[str, float] = defaultdict(float)
-        self._waiting: Counter[str] = Counter()  # Requests that are not admitted yet, by tenant.
-        # The dictionary contains only pairs of tenants that both wait.
+        self._waiting: Counter[str] = Counter()  # Number of requests that are not admitted yet, by tenant.
+        # The dictionary contains only pairs of tenants that both have waiting requests.
         self._ranges: dict[tuple[str, str], tuple[float, float]] = {}
         self._steps_to_skip = 0
 

@@ -1,7 +1,9 @@
-"""Fits a cost model to measured steps: non-negative least squares of a step's time over its work.
+"""Fits a cost model to measured steps. The fit expresses a step's time as a sum over the columns of its work, by
+non-negative least squares.
 
 The five columns of a step's work have 31 non-empty subsets. The best fit without negative coefficients is the plain
-least-squares fit of one of these subsets. Trying all subsets is exact and requires no library.
+least-squares fit to one of these subsets of columns. Trying all subsets finds the exact best fit, and requires no
+library.
 """
 
 import itertools
@@ -17,11 +19,11 @@ from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.drafts import DraftCounts
 
 COLUMNS = ("step", *StepWork._fields)
-OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # Workers that never swap have no swapped blocks.
-DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # Sizes that are 0 for an encoder.
-MIN_STEPS = 50  # Ten steps for each coefficient.
-SAME = 1e-9  # A column of length 1 counts as a sum of other columns if its independent part is below SAME.
-SMALLEST_PREFILL_US = 1e-6  # More than 0, because a cost model divides by the time.
+OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # This column is 0 in all steps of a worker that never swaps.
+DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # Columns that are 0 in all steps of an encoder.
+MIN_STEPS = 50  # Ten steps for each of the five coefficients.
+SAME = 1e-9  # Threshold for columns of length 1: below it, a column's independent part counts as 0.
+SMALLEST_PREFILL_US = 1e-6  # More than 0, because a cost model divides by this time.
 
 Step = tuple[StepWork, float]
 
@@ -37,13 +39,13 @@ class Fit:
 
 
 class Measurements:
-    """The answered steps of a replay, and the configuration of their workers."""
+    """Collects the answered steps of a replay, and the scheduler configuration of each worker."""
 
     def __init__(self, worker: str | None = None) -> None:
         self.steps: list[Step] = []
         self.guesses = DraftCounts()
         self._worker = worker
-        self._configs: dict[str, SchedulerConfig] = {}  # the configuration of each worker's last session
+        self._configs: dict[str, SchedulerConfig] = {}  # the scheduler's configuration in each worker's last session
 
     def add(self, moment: Moment) -> None:
         if moment.session is None or self._worker not in (None, moment.session.worker):
@@ -57,8 +59,8 @@ class Measurements:
 
     @property
     def config(self) -> SchedulerConfig:
-        """The common configuration of all workers. Raises ValueError if the configurations differ, or if no worker has
-        a configuration.
+        """The scheduler configuration that all workers have in common. Raises ValueError if the configurations differ,
+        or if no worker has a configuration.
         """
         if not self._configs:
             raise ValueError("the recording has no such worker" if self._worker else "the recording has no worker")
@@ -72,7 +74,7 @@ class Measurements:
 
 
 def fit(steps: Sequence[Step], config: SchedulerConfig) -> Fit:
-    """Fit a cost model to steps. Raises ValueError if the steps do not determine its coefficients."""
+    """Fit a cost model to steps. Raises ValueError if the steps do not determine the model's coefficients."""
     if len(steps) < MIN_STEPS:
         raise ValueError(f"{len(steps)} steps are too few to tell what one costs; at least {MIN_STEPS} are needed")
     optional = OPTIONAL_COLUMNS
@@ -96,7 +98,9 @@ def fit(steps: Sequence[Step], config: SchedulerConfig) -> Fit:
 
 
 def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str, Any]:
-    """The fields that CostModel reads. A field that the recording does not determine keeps its default."""
+    """The fields of a cost model's JSON file. A field of the cost model that the recording does not determine keeps its
+    default.
+    """
     fields: dict[str, Any] = {
         "step_us": coefficients["step"],
         "prefill_token_us": max(coefficients["prefill_tokens"], SMALLEST_PREFILL_US),
@@ -104,7 +108,7 @@ def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str
         "context_token_us": coefficients["context_tokens"],
         **dict(zip(SIZES, _sizes(config), strict=True)),
     }
-    if not config.block_bytes:  # the worker did not report the size of a block
+    if not config.block_bytes:  # the worker did not report the size of a block in bytes
         fields["block_bytes"] = CostModel().block_bytes
     if swap_us := coefficients["swapped_blocks"]:
         fields["swap_bytes_per_second"] = 1e6 * fields["block_bytes"] / swap_us
@@ -123,7 +127,9 @@ def _sizes(config: SchedulerConfig) -> tuple[int, ...]:
 def _non_negative_least_squares(
     rows: Sequence[Sequence[float]], times: Sequence[float], optional: Set[str]
 ) -> Iterator[tuple[str, float]]:
-    """Non-zero coefficients, by column name. `optional` columns may be zero in all rows."""
+    """The coefficients of the fit that are not zero, by column name. The columns named in `optional` may be zero in all
+    rows.
+    """
     columns = list(zip(*rows, strict=True))
     lengths = [sum(x * x for x in column) ** 0.5 for column in columns]
     present = [i for i, length in enumerate(lengths) if length]
@@ -142,7 +148,7 @@ def _non_negative_least_squares(
             "cost each; record prompts and batches of different sizes"
         )
     best: dict[int, float] = {}
-    least = 0.0  # the sum of squared errors minus the sum of squared times
+    least = 0.0  # of the best fit: the sum of squared errors minus the sum of squared times
     for count in range(1, len(present) + 1):
         for chosen in itertools.combinations(present, count):
             solution = _solve(chosen, gram, right)
@@ -157,8 +163,8 @@ def _non_negative_least_squares(
 def _solve(
     chosen: Sequence[int], gram: dict[tuple[int, int], float], right: dict[int, float]
 ) -> dict[int, float] | None:
-    """Gaussian elimination. Returns None if a column is a sum of other columns. The matrix is positive, so no pivoting
-    is needed.
+    """Gaussian elimination. Returns None if a column is a weighted sum of other columns. No pivoting is needed, because
+    the matrix is symmetric and positive semidefinite.
     """
     rows = {i: {j: gram[i, j] for j in chosen} | {-1: right[i]} for i in chosen}
     for k, pivot in enumerate(chosen):

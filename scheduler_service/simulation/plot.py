@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter, StrMethodFormatte
 from scheduler_service.simulation.simulator import RequestTimes, Result
 from scheduler_service.simulation.summary import by_priority, by_tenant, ttft
 
-MAX_TENANTS = 10  # tenants that are drawn separately
+MAX_TENANTS = 10  # maximum number of tenants that are drawn separately
 
 
 class Style(NamedTuple):
@@ -127,7 +127,7 @@ def _draw_counts(axes: Axes, title: str, styled: Sequence[tuple[str, Result, Sty
 
 
 def count(begins: Iterable[float], ends: Iterable[float]) -> tuple[list[float], list[int]]:
-    """The times at which the number of open spans changes, and the number after each change."""
+    """The times at which the number of open time spans changes, and the number of open spans after each change."""
     changes: dict[float, int] = {0.0: 0}
     for times, change in ((begins, 1), (ends, -1)):
         for time in times:

@@ -1,4 +1,6 @@
-"""Assigns a tenant, a priority and a conversation to each request of a trace. Public traces do not contain senders."""
+"""Assigns a tenant, a priority and a conversation to each request of a trace. Senders are assigned because public
+traces do not contain them.
+"""
 
 import heapq
 import random
@@ -30,14 +32,16 @@ def _chooser(shares: Mapping[T, float]) -> Callable[[random.Random], T]:
 
 
 def converse(arrivals: Sequence[Arrival], *, pause: float, most_turns: int) -> list[Arrival]:
-    """Turn requests into turns of conversations, if prompts are long enough to contain the previous turns.
+    """Make each request a turn of a conversation, if its prompt is long enough to contain the conversation's previous
+    turns.
 
     A turn begins at least `pause` seconds after the previous turn. A turn continues the longest conversation that fits
     into the turn's prompt. Every turn's prompt begins with the previous turn's prompt and output.
     """
-    # sorted by the first field: end of the pause, tokens so far, turns, number
+    # Conversations in their pause, sorted by the pause's end. The fields are: the pause's end, tokens so far, number of
+    # turns, the conversation's number.
     resting: list[tuple[float, int, int, int]] = []
-    said: list[tuple[int, int, int]] = []  # conversations whose pause has ended
+    said: list[tuple[int, int, int]] = []  # conversations whose pause between two turns has ended
     numbers = count()
     turns: list[Arrival] = []
     for arrival in arrivals:

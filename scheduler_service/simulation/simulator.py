@@ -1,9 +1,10 @@
 """Runs a trace through schedulers on a virtual clock. Each simulated worker has a scheduler. All schedulers share one
 queue.
 
-There are three kinds of event: a request arrives, a step ends, or an idle worker plans again. A worker plans again if
-it left a request to a better worker for a limited time. Other idle workers sleep until they may receive a request. The
-simulator wakes only as many workers as the waiting requests require, so a thousand idle workers cost nothing.
+There are three kinds of event: a request arrives, a step ends, or an idle worker plans again. An idle worker plans
+again if it left a request to a better worker for a limited time, and this time is over. All other idle workers sleep
+until they may receive a request. The simulator wakes only as many workers as the waiting requests require, so a
+thousand idle workers cost nothing.
 """
 
 import heapq
@@ -29,8 +30,8 @@ from scheduler_service.simulation.fairness import ServiceGap
 from scheduler_service.simulation.trace import Arrival, longest_sequence
 
 TOKEN = 7  # The token that simulated workers sample.
-# Seconds between the end of a limited wait and the worker's next plan. A worker waits after it left a request to
-# another worker.
+# A worker that left a request to a better worker plans again this many seconds after the time limit for leaving the
+# request.
 TICK = 1e-6
 
 
@@ -115,7 +116,7 @@ class Simulator:
         if num_drafts and num_drafts >= pool:
             raise ValueError(f"a worker's pool has {pool} tokens, and no room behind {num_drafts} guesses")
         pool -= num_drafts
-        if not pool:  # an encoder computes each text whole, and its output is not stored in blocks
+        if not pool:  # an encoder computes each text in one step, and stores nothing in blocks
             pool, longest = cost_model.max_num_batched_tokens, longest - 1
             if any(arrival.output_tokens > 1 for arrival in arrivals):
                 raise ValueError("the trace has requests of several output tokens, and an encoder samples none")
@@ -142,16 +143,16 @@ class Simulator:
         self._waiting = WaitingQueue() if waiting is None else waiting
         self._workers = [Scheduler(config, self._waiting) for _ in range(num_workers)]
         self._numbers: dict[object, int] = {scheduler: number for number, scheduler in enumerate(self._workers)}
-        self._idle = dict.fromkeys(range(num_workers - 1, -1, -1))  # The worker that became idle last plans first.
-        self._ends: list[tuple[float, int, SchedulerOutput]] = []  # Ends of running steps: time, worker, step.
-        self._verified: list[list[int]] = [[] for _ in self._workers]  # Verified drafts in each worker's running step.
+        self._idle = dict.fromkeys(range(num_workers - 1, -1, -1))  # The last worker that became idle plans first.
+        self._ends: list[tuple[float, int, SchedulerOutput]] = []  # The end of each running step, its worker, the step.
+        self._verified: list[list[int]] = [[] for _ in self._workers]  # Drafts that each running step verifies.
         self._retries: list[tuple[float, int]] = []  # Times at which idle workers plan again: time, worker.
         self._service_gap = ServiceGap()
         self._drafting = Drafting(cost_model.guesses, cost_model.acceptance) if num_drafts else None
         self.result = Result([RequestTimes(arrival) for arrival in arrivals], busy_seconds=[0.0] * num_workers)
 
     def run(self, progress: Callable[[int], None] = lambda _: None) -> Result:
-        """Run to the end. `progress` is called with the number of finished requests."""
+        """Run to the end. The function `progress` is called with the number of requests that have finished so far."""
         num_finished = 0
         for now, worker, output in self._events():
             if worker is None:
@@ -170,8 +171,8 @@ class Simulator:
         return result
 
     def _events(self) -> Iterator[tuple[float, int | None, SchedulerOutput | None]]:
-        """Yield arrivals, ends of steps and retries in the order of time. An arrival has no worker, and a retry has no
-        step.
+        """Yield the time, the worker and the step of each event, in the order of time. The event is an arrival without
+        a worker and a step, the end of a step, or an idle worker's retry without a step.
         """
         arriving = 0
         while arriving < len(self._arrivals) or self._ends or self._retries:
@@ -211,8 +212,8 @@ class Simulator:
                 return
 
     def _ask(self, now: float, worker: int) -> bool:
-        """Let an idle worker plan, then the workers to which it leaves requests. Returns whether the worker began a
-        step.
+        """Let an idle worker plan a step, then the idle workers to which this worker leaves requests. Returns whether
+        the first of these workers began a step.
         """
         to_ask, asked = [worker], set[int]()
         while to_ask:

@@ -31,7 +31,9 @@ def by_priority(requests: Sequence[RequestTimes]) -> dict[int, list[RequestTimes
 
 
 def summarise(result: Result) -> dict[str, object]:
-    """All figures that differ between policies. Tenants and priorities are listed only if there are several."""
+    """All figures of a run that may differ between policies. Tenants and priorities are listed only if there are
+    several.
+    """
     requests = result.requests
     figures: dict[str, object] = {
         name: percentiles([getattr(request, name) for request in requests])

@@ -10,7 +10,7 @@ COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class TraceError(ValueError):
-    """The trace cannot be used. The message names the line."""
+    """The trace cannot be used. The error's message names the line of the file."""
 
 
 class Arrival(NamedTuple):
@@ -42,7 +42,7 @@ def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) ->
                 if len(arrivals) == limit:
                     break
                 try:
-                    # A timestamp has seven digits after the seconds; datetime reads six.
+                    # The trace's timestamps have seven digits of a second; Python's datetime reads at most six.
                     time = datetime.fromisoformat(row["TIMESTAMP"][:26])
                     prompt_tokens, output_tokens = int(row["ContextTokens"]), int(row["GeneratedTokens"])
                 except (TypeError, ValueError) as error:

@@ -1,3 +1,3 @@
-"""Counts and durations in plain numbers. `operations` converts the numbers to text for metrics and to messages for
-operators.
+"""The server's statistics: counts and durations in plain numbers. The package `operations` converts them to text for
+metrics and to messages for operators.
 """

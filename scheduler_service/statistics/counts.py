@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from pagewire.v1 import engine_service_pb2 as pb
 
-# Bounds in seconds. The first and last bounds equal the bounds of vLLM's metric with the same name, so that dashboards
-# fit. The bounds of the time between tokens begin with three smaller bounds, for small models.
+# Bounds in seconds. The first and last bounds of each histogram equal the bounds of vLLM's metric with the same name,
+# so that dashboards for vLLM show it. The time between tokens has three smaller bounds before them, for small models.
 FIRST_TOKEN_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -37,7 +37,9 @@ OTHER_TENANTS = "(others)"
 
 
 class Histogram:
-    """The number of values up to each bound, and the number above the last bound."""
+    """For each bound, the number of values above the previous bound and up to this bound; then the number of values
+    above the last bound.
+    """
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -68,7 +70,7 @@ class Statistics:
 
 
 class RequestCounts:
-    """The counts and durations of one tenant's requests. Several tenants may share an object."""
+    """The counts and durations of one tenant's requests. All tenants after the first MAX_TENANTS share an object."""
 
     def __init__(self) -> None:
         self.num_outputs: Counter[str] = Counter()
@@ -76,7 +78,7 @@ class RequestCounts:
         self.queue_seconds = Histogram(REQUEST_BOUNDS)
         self.first_token_seconds = Histogram(FIRST_TOKEN_BOUNDS)
         self.token_seconds = Histogram(TOKEN_BOUNDS)
-        """Seconds between two tokens of an output."""
+        """Histogram of the seconds between two consecutive tokens of an output."""
         self.request_seconds = Histogram(REQUEST_BOUNDS)
         self.prompt_tokens = Histogram(LENGTH_BOUNDS)
         self.output_tokens = Histogram(LENGTH_BOUNDS)
@@ -117,7 +119,7 @@ class RequestCounts:
 
     @classmethod
     def decode(cls, message: pb.TenantStatistics) -> "RequestCounts":
-        """Decode counts from a message. Raises ValueError if the bounds differ."""
+        """Decode counts from a message. Raises ValueError if a histogram has a wrong number of counts."""
         counts = cls()
         counts.num_outputs.update(message.num_outputs)
         for name in _HISTOGRAMS:
@@ -146,10 +148,11 @@ _NUMBERS = ("num_requests", "num_prompt_tokens", "num_output_tokens")
 
 
 class CountsByTenant:
-    """Counts by tenant. The first tenants have separate counts, and all later tenants share counts. Clients may choose
-    tenants' names, and each name is a permanent metrics label.
+    """Counts by tenant. The first MAX_TENANTS tenants have separate counts, and all later tenants share counts. Clients
+    may choose tenants' names, and each name is a permanent metrics label.
 
-    If several objects share `names`, their sums never decrease.
+    Objects with the same set `names` separate the same tenants, so a sum that a new object computes again never
+    decreases.
     """
 
     def __init__(self, names: set[str] | None = None) -> None:
@@ -182,7 +185,7 @@ class CountsByTenant:
 
     @classmethod
     def decode(cls, message: pb.FrontendStatistics) -> "CountsByTenant":
-        """Decode counts from a message. Raises ValueError if the bounds differ."""
+        """Decode counts from a message. Raises ValueError if a histogram has a wrong number of counts."""
         counts = cls()
         counts.tenants = {tenant.tenant: RequestCounts.decode(tenant) for tenant in message.tenants}
         return counts

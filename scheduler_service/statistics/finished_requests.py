@@ -1,4 +1,5 @@
-"""The requests that ended last and their waiting times, for operators. The store is limited in number and in bytes.
+"""The requests that ended last and their waiting times, for operators. The number of stored requests is limited, and so
+are their bytes.
 
 Clients choose ids and tenants, so a limit on the number alone would not limit the memory. Prompts and texts are never
 stored.
@@ -18,7 +19,9 @@ MAX_BYTES = 1 << 20  # maximum size of all serialized requests; a request takes 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Figures of one request on this server. RequestMetrics in inference_service.proto defines each figure."""
+    """Times and token counts of one finished request on this server. RequestMetrics in inference_service.proto defines
+    each figure.
+    """
 
     queued_seconds: float | None
     first_token_seconds: float | None
@@ -31,7 +34,7 @@ class RequestMetrics:
     cached_tokens: int
 
     def known(self) -> dict[str, float | int]:
-        """The known figures, by name. Seconds are rounded to microseconds."""
+        """The figures that are known for this request, by name. Seconds are rounded to microseconds."""
         return {name: round(figure, 6) for name, figure in asdict(self).items() if figure is not None}
 
     def encode(self) -> pb.RequestMetrics:
@@ -39,13 +42,13 @@ class RequestMetrics:
 
 
 class FinishedRequests:
-    """A store of finished requests. Adding a request takes O(1). The oldest requests are dropped."""
+    """A store of finished requests. Adding a request takes O(1). A full store drops its oldest requests."""
 
     def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        # serialized, because bytes are small and cost the cycle collector nothing
+        # serialized, because bytes take little memory, and Python's cycle collector does not visit them
         self._requests: deque[bytes] = deque()
 
     def __len__(self) -> int:

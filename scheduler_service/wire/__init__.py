@@ -1,3 +1,3 @@
-"""Converts between the core's types and the messages of workers, front ends and recordings. The code opens no
+"""Converts between the core's types and the messages of workers, front ends and recordings. This package opens no
 connections.
 """

@@ -1,4 +1,6 @@
-"""Converts between the core's types and the protobuf messages of workers. Only this file uses both."""
+"""Converts between the core's types and the protobuf messages of workers. No other file uses these types together with
+these messages.
+"""
 
 import hashlib
 import math
@@ -61,7 +63,7 @@ def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
 def _fill_sampling(message: GroupSampling, sampling: SamplingParams) -> None:
     """Write the parameters that a worker reads, except numbers with their default value.
 
-    Simulated requests have no sampler numbers.
+    The requests of a simulation have no numbers for the sampler.
     """
     numbers: dict[str, Any] = {
         name: value
@@ -90,8 +92,8 @@ def _fill_sampling(message: GroupSampling, sampling: SamplingParams) -> None:
 
 
 def _encode_table(block_ids: list[int]) -> list[int]:
-    """Encode a block table. The worker never reads entries behind a sliding window, so 0 is written for these
-    entries.
+    """Encode a block table. The worker never reads entries of blocks that the sliding window has left, so 0 is written
+    for these entries.
     """
     return [block if block > 0 else 0 for block in block_ids]
 
@@ -130,7 +132,9 @@ def _fill_fork(message: pb.Fork, fork: Fork) -> None:
 
 
 def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.SchedulerOutput:
-    """Encode a step as a message to the worker. A step with only decodes omits the second and third column."""
+    """Encode a step as a message to the worker. If all chunks of a step are decodes, the second and third column are
+    omitted.
+    """
     message = pb.SchedulerOutput(
         epoch=epoch,
         step_id=output.step_id,
@@ -162,13 +166,15 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
 
 
 MAX_POSITIONS = 1 << 18
-"""Maximum number of positions of one sequence in an answer. No step has as many tokens. A position takes about 200
-bytes in memory and 9 bytes in a message.
+"""Maximum number of token positions with log-probabilities of one sequence in an answer. Every step has fewer tokens. A
+position takes about 200 bytes in memory and 9 bytes in a message.
 """
 
 
 def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
-    """Split one sequence's columns into positions. Raises ValueError if the columns are empty or differ in length."""
+    """Split the columns with one sequence's log-probabilities into token positions. Raises ValueError if the columns
+    are empty or differ in length.
+    """
     width, positions = columns.width, len(columns.ranks)
     if positions > (MAX_POSITIONS if width else 0):
         raise ValueError(f"log-probabilities of sequence {columns.sequence_id} have {positions} positions of {width}")
@@ -182,9 +188,9 @@ def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
 
 
 def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
-    """Decode a worker's answer. Raises ValueError if the answer contradicts itself."""
-    # Prompt tokens are not sampled. If the sum of their log-probabilities is NaN or +inf, the model has no
-    # log-probabilities for the prompt, and the sequence fails.
+    """Decode a worker's answer. Raises ValueError if the lengths of the answer's columns contradict each other."""
+    # Prompt tokens are not sampled. If the sum of a prompt's log-probabilities is NaN or +inf, the model's results for
+    # this prompt are useless, and the sequence fails.
     without = [columns.sequence_id for columns in message.prompt_logprobs if not sum(columns.logprobs) < math.inf]
     output = ModelOutput(
         message.step_id,

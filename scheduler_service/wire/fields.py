@@ -1,13 +1,14 @@
-"""Converts the core's types to messages with fields of the same names. A new field therefore requires only a line of
-protobuf.
+"""Converts the core's types to messages with fields of the same names. Adding a field to such a type therefore requires
+only a line in a .proto file.
 
-Encoding a type raises an error if the message lacks one of its fields. Fields with a single value are always written,
-even if the value is the default. If a recording is older than a field, the field's value is missing and the code's
-default is used.
+Encoding a type raises an error if the message has no field for one of the type's fields. Fields with a single value are
+always written, even if the value is the default. If a recording is older than a field, the field's value is missing and
+the code's default is used.
 
 Long columns of numbers are the largest part of a request's cost on the event loop. Protobuf copies numbers from an
 array at 55 ns or more each. From a list protobuf copies numbers at 15 ns each; creating the list takes 12 ns more. If
-the numbers are bytes in protobuf's own format, copying takes 4 ns each. `fill_column` packs the bytes in 6 ns each.
+the numbers are already bytes in protobuf's wire format, copying takes 4 ns a number. `fill_column` packs numbers into
+such bytes in 6 ns a number.
 """
 
 import enum
@@ -27,7 +28,7 @@ from scheduler_service.core import SamplingParams
 from scheduler_service.wire.sampling import RequestSampling
 
 SHORT = 512
-"""Minimum length of a column that this module packs. Protobuf is faster for shorter columns."""
+"""Minimum length of a column that this module packs. For shorter columns, protobuf's own encoding is faster."""
 
 
 def fill_column(message: Message, name: str, numbers: Sequence[int]) -> None:
@@ -41,8 +42,8 @@ def fill_column(message: Message, name: str, numbers: Sequence[int]) -> None:
 
 
 def _varints(numbers: npt.NDArray[np.uint32]) -> bytes:
-    """Encode numbers as protobuf's varints: seven bits per byte, low bits first. Every byte but a number's last has its
-    high bit set.
+    """Encode numbers as protobuf's varints: seven bits per byte, low bits first. In the encoding of a number, every
+    byte but the last has its high bit set.
     """
     longest = max(1, -(-int(numbers.max()).bit_length() // 7))
     written = np.empty((len(numbers), longest), dtype=np.uint8)
@@ -58,16 +59,17 @@ def _varints(numbers: npt.NDArray[np.uint32]) -> bytes:
 
 
 T = TypeVar("T")
-# Type of a protobuf enum's descriptor. Protobuf's two implementations share no useful type.
+# Type of a protobuf enum's descriptor. Protobuf's C and Python implementations have no common type for it.
 EnumDescriptor = Any
 FieldDescriptor = Any
 _COMPLETE: Mapping[type, type] = {SamplingParams: RequestSampling}
-"""The class to decode in place of a type of the core. A type is listed if it has only the fields that planning reads.
+"""Classes that are decoded in place of a type of the core. A type is listed if the core's type has only the fields that
+planning reads, and the message has more.
 """
 
 
 def encode_fields(of: type, value: object, message: Message) -> None:
-    """Write a value's constructor arguments into a message."""
+    """Write a value into a message: one field for each parameter of the constructor of the value's class."""
     for name in _hints(of):
         field = message.DESCRIPTOR.fields_by_name.get(name)
         if field is None:
@@ -100,7 +102,7 @@ def decode_enum(of: type[T], kind: EnumDescriptor, number: int) -> T:
     return of[name]  # type: ignore[index, no-any-return]
 
 
-@functools.cache  # without the cache this takes 20 µs for each request
+@functools.cache  # without the cache, reading the constructor would take 20 µs for each request
 def _hints(of: type) -> dict[str, Any]:
     """The parameters of a class's constructor, and their types."""
     hints = typing.get_type_hints(of.__init__)  # type: ignore[misc]
@@ -136,7 +138,7 @@ def _write(message: Message, field: FieldDescriptor, value: Any) -> None:
 
 @functools.cache
 def _readers(of: type, descriptor: Any) -> dict[str, Callable[[Any], Any]]:
-    """Functions that read the fields of a message, by field name."""
+    """The functions that read a message's fields, by field name."""
     return {name: _reader(descriptor.fields_by_name[name], hint) for name, hint in _hints(of).items()}
 
 

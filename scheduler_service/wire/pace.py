@@ -1,9 +1,9 @@
-"""Limits how often a stream between front end and engine is written. An idle stream is written at once, a busy stream
-seldom.
+"""Limits how often a stream between front end and engine is written. A message on an idle stream is written at once. On
+a busy stream, parts are collected into one message every 2 ms.
 
-Each message costs the two processes 70 to 150 µs. The rows of 100 tokens in a message cost as much again. Answers,
-submissions and tokens come one by one, ten for each step of 256 sequences. With the limit, ten parts are sent in one or
-two messages.
+Each message costs the two processes together 70 to 150 µs. The tokens of 100 sequences in a message cost a further 70
+to 150 µs. The parts of messages (answers, submissions and tokens) arise one by one: ten parts in each step of 256
+sequences. With the limit, these ten parts are sent in one or two messages.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ SECONDS_BETWEEN = 0.002
 
 
 class Pace:
-    """Limits the messages of one writer."""
+    """Limits how often one writer sends a message."""
 
     __slots__ = ("_last", "_loop")
 

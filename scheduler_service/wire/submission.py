@@ -1,5 +1,5 @@
-"""A request on its way from a front end to the engine. Long lists are sent as bytes, because protobuf's lists take 50
-ns a number to read.
+"""Encodes a request for the way from a front end to the engine, and decodes it there. Long lists are sent as bytes,
+because protobuf's lists take 50 ns a number to read.
 """
 
 import sys
@@ -47,8 +47,8 @@ def encode_sampling(sampling: SamplingParams, submission: pb.Submit) -> None:
 
 
 def decode_group(request_id: str, submission: pb.Submit, now: float, adapter: str = "") -> SequenceGroup:
-    """Decode a request to the core's type. The request arrives at time `now`. `adapter` is the fingerprint of its
-    adapter.
+    """Decode a request to the core's type. The request arrives at time `now`. `adapter` is the fingerprint of the
+    request's adapter.
     """
     sampling = decode_fields(RequestSampling, submission.sampling)
     if submission.allowed_token_ids:

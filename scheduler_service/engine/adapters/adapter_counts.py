@@ -11,8 +11,8 @@ OTHERS = "(others)"
 class AdapterCounts:
     """Finished requests and their tokens, by adapter name.
 
-    The first MAX_COUNTED names have a counter each. All later names share a counter, because a metrics label is never
-    removed.
+    The first MAX_COUNTED adapter names have a counter each. All later names share one counter, because a name is a
+    metrics label, and labels are never removed.
     """
 
     def __init__(self) -> None:

@@ -2,9 +2,10 @@
 from the worker.
 
 The session's scheduler chooses the next adapter, and the adapter that the worker removes to make room. Adapters that an
-operator loads are sent first. Adapters that waiting requests lack are sent next. The other named adapters fill the
-places that are left. An adapter is removed after the worker has answered the steps in flight. A failed delivery is
-retried with growing pauses. While an adapter is sent, its requests wait and other requests continue.
+operator loads are sent first, then adapters that waiting requests need and the worker lacks. Other adapters that
+requests can name are sent while the worker has free places. An adapter is removed after the worker has answered the
+steps in flight. A failed delivery is retried with growing pauses. While an adapter is sent, its requests wait and other
+requests continue.
 """
 
 import asyncio
@@ -35,7 +36,8 @@ LAST_RETRY_SECONDS = 60.0
 
 
 class AdapterFetcher:
-    """The fetcher of one session. `in_flight` contains the steps that were sent to the worker and are not answered.
+    """Sends adapters to the worker of one session. `in_flight` contains the steps that were sent to the worker and are
+    not answered.
 
     `fetched` is called when the worker has received an adapter, or when an adapter was `refused` or `lost`.
     """
@@ -57,16 +59,18 @@ class AdapterFetcher:
         self._fetched = fetched
         self._delivery = Delivery()
         self.refused: dict[str, str] = {}
-        """Adapters that the worker cannot use, by fingerprint. The value is the reason."""
+        """The reasons why the worker cannot use an adapter, by the adapter's fingerprint."""
         self.lost: list[tuple[Adapter, str]] = []
-        """Adapters whose copies cannot be read, with the reason. An adapter stays in the list until it is given up."""
+        """Adapters whose copies cannot be read, with the reason. An adapter stays in this list until `Adapters` gives
+        it up.
+        """
         self._lacking: Sequence[str] = ()
-        # Adapters that operators load: the operator's call waits for the future.
+        # For each adapter that an operator loads, the future for which the operator's call waits.
         self._asked: dict[str, asyncio.Future[bool]] = {}
         self._to_try: dict[str, None] = {}  # Adapters that another worker cannot use.
         self._retries: dict[
             str, tuple[float, float]
-        ] = {}  # Failed deliveries: time of the next attempt, and the pause.
+        ] = {}  # After a failed delivery, by fingerprint: time of the next attempt, and length of the pause.
         self._to_forget: deque[str] = deque()
         self._handing: asyncio.Future[None] | None = None
         self._failure: WorkerError | None = None
@@ -81,12 +85,12 @@ class AdapterFetcher:
 
     @property
     def admits(self) -> bool:
-        """Whether the worker accepts requests."""
+        """Whether the worker of this session accepts requests."""
         return self._scheduler.admits
 
     def begin(self, held: Iterable[str]) -> None:
-        """Record the adapters that the worker held before the session. The worker removes the adapters that are not
-        wanted.
+        """Record the adapters that the worker held before the session. The worker then removes the held adapters that
+        the catalogue does not want.
         """
         wanted = self._catalogue.wanted
         for fingerprint in held:
@@ -106,14 +110,14 @@ class AdapterFetcher:
         self._wake.set()
 
     def lack(self, fingerprints: Sequence[str]) -> None:
-        """Set the adapters that requests waiting for this worker lack."""
+        """Set the adapters that waiting requests need and this worker lacks."""
         if fingerprints or self._lacking:
             self._lacking = fingerprints
             self._wake.set()
 
     async def take(self, fingerprint: str) -> bool:
-        """Send a wanted adapter to the worker. Returns whether the worker holds the adapter; false if all places are in
-        use.
+        """Send a wanted adapter to the worker. Returns true as soon as the worker holds the adapter, and false if all
+        places of the worker are in use.
 
         Raises AdapterRefusedError, and UnreachableError if the session ends during the delivery.
         """
@@ -128,7 +132,7 @@ class AdapterFetcher:
         return await asyncio.shield(future)
 
     def attempt(self, fingerprint: str) -> None:
-        """Test whether the worker can use an adapter, as soon as the worker has a place for the adapter."""
+        """Send an adapter as a test whether the worker can use the adapter, as soon as the worker has a free place."""
         if fingerprint not in self._to_try:
             self._to_try[fingerprint] = None
             self._wake.set()
@@ -143,7 +147,7 @@ class AdapterFetcher:
             self._wake.set()
 
     def end(self, failure: WorkerError) -> None:
-        """The session is over: end deliveries and the waits of operators with this failure."""
+        """Called at the session's end: end deliveries, and fail the calls of operators that wait for an adapter."""
         self._failure = failure
         if self._handing is not None:
             self._handing.cancel()
@@ -166,7 +170,7 @@ class AdapterFetcher:
                     await self._bring(fetch)
                 else:
                     for fingerprint in list(self._asked):
-                        # if the worker does not hold the adapter, no place is free
+                        # the worker either holds the adapter by now, or has no free place for an adapter
                         self._answer(fingerprint, self.holds(fingerprint))
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(self._pause()):
@@ -176,7 +180,7 @@ class AdapterFetcher:
             self._is_over = True
             for future in self._asked.values():
                 future.set_exception(_over())
-                future.exception()  # marks the exception as read, as in `_answer`
+                future.exception()  # asyncio warns of an exception that is never read
 
     def _next(self) -> AdapterFetch | None:
         now = time.monotonic()
@@ -190,12 +194,12 @@ class AdapterFetcher:
         return self._scheduler.begin_fetch([*self._asked, *filter(may_be_tried, wanted)], preloads)
 
     def _pause(self) -> float | None:
-        """Seconds after which `run` looks for the next adapter, even without a change."""
+        """Seconds after which `run` looks for the next adapter to send, even if nothing has changed."""
         now = time.monotonic()
-        # A retry whose time has come waits for a free place in the worker.
+        # A retry that is already due waits for a free place in the worker, not for a time.
         pauses = [again_at - now for again_at, _ in self._retries.values() if again_at > now]
         if any(one not in self.refused and one not in self._retries for one in self._lacking):
-            pauses.append(LONG_FETCH_SECONDS)  # the adapter may be on its way to another worker
+            pauses.append(LONG_FETCH_SECONDS)  # the adapter is perhaps being sent to another worker first
         return min(pauses, default=None)
 
     def _answer(self, fingerprint: str, result: bool | WorkerError) -> bool:
@@ -239,7 +243,7 @@ class AdapterFetcher:
     def _retry_later(self, fingerprint: str, reason: str) -> None:
         pause = min(LAST_RETRY_SECONDS, 2 * self._retries.get(fingerprint, (0.0, FIRST_RETRY_SECONDS / 2))[1])
         self._retries[fingerprint] = time.monotonic() + pause, pause
-        self._to_forget.append(fingerprint)  # the worker may hold the adapter in spite of the failure
+        self._to_forget.append(fingerprint)  # a failed delivery may still have reached the worker
         log.warning("adapter not taken", worker=self._client.address, fingerprint=fingerprint, reason=reason)
 
     async def _hand_over(self, fingerprint: str) -> float | None:
@@ -257,7 +261,7 @@ class AdapterFetcher:
                 raise
             if self._failure is not None:
                 raise self._failure from None
-            self._to_forget.append(fingerprint)  # the adapter was no longer wanted, but the worker may hold the adapter
+            self._to_forget.append(fingerprint)  # the delivery was cancelled, but the worker may hold the adapter
             return None
         except CopyLostError as error:
             self._to_forget.append(fingerprint)

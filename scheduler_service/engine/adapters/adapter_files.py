@@ -20,12 +20,14 @@ NAME = re.compile(r"(?!\.+$)[\w.@:-]{1,128}")
 
 
 class CopyLostError(Exception):
-    """An adapter's copy can no longer be read. The message contains the reason."""
+    """An adapter's copy can no longer be read. The exception's text is the reason."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A copy of an adapter's folder in PEFT's format. A change of the folder does not affect requests in flight."""
+    """A copy of an adapter's folder in PEFT's format. Because of the copy, a change in the adapter's folder does not
+    affect requests in flight.
+    """
 
     name: str
     fingerprint: str
@@ -39,7 +41,7 @@ class Adapter:
 
 
 def read_adapter(name: str, folder: Path, copies: Path) -> Adapter:
-    """Copy an adapter into a new folder among the copies. Raises ValueError."""
+    """Copy an adapter's folder into a new folder below the folder for copies. Raises ValueError."""
     if not NAME.fullmatch(name):
         raise ValueError(f"{name[:200]!r} cannot name an adapter: 1 to 128 letters, digits and . _ @ : -")
     try:
@@ -85,7 +87,7 @@ async def _pieces_of(adapter: Adapter) -> AsyncIterator[worker_pb.TakeAdapterReq
 
 
 def configured_folders(named: Sequence[str], folder: Path | None) -> Sequence[tuple[str, Path]]:
-    """Names and folders from --lora-modules and --lora-dir. Raises ValueError."""
+    """The names and folders of the adapters that --lora-modules and --lora-dir name. Raises ValueError."""
     found = []
     for item in named:
         name, is_pair, place = item.partition("=")

@@ -29,13 +29,13 @@ from scheduler_service.wire.codec import WorkerInfo
 log = structlog.get_logger()
 
 MAX_HELD = 4096
-"""Maximum number of adapters that a worker is assumed to hold before its session. A worker's report may contain a wrong
-number.
+"""Maximum number of adapters that a worker may report as held before its session. The limit is needed because a faulty
+worker may report any number.
 """
 
 
 class Adapters:
-    """Loads, unloads and gives up the adapters of `catalogue`.
+    """Loads and unloads the adapters of `catalogue`, and gives up adapters that no worker can use.
 
     Fetchers send adapters to workers while steps run, as long as a worker has places for adapters.
     """
@@ -47,7 +47,7 @@ class Adapters:
         self.fetchers: list[AdapterFetcher] = []
         """The fetchers of open sessions."""
         self.when_changed: Callable[[], None] = lambda: None
-        """Callback that is called after the adapters have changed that requests can name."""
+        """Callback that is called when an adapter's name was added or removed."""
         self._requests = requests
         self._workers = workers
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by name
@@ -57,7 +57,8 @@ class Adapters:
     async def load(self, name: str) -> Adapter:
         """Let requests name an adapter of --lora-dir. The adapter replaces another adapter of the same name.
 
-        Raises RequestError, for example if a worker cannot use the adapter. After an error nothing has changed.
+        Raises RequestError, for example if a worker cannot use the adapter. After a failed call, requests can name the
+        same adapters as before.
         """
         catalogue, folder = self.catalogue, self.catalogue.folder_of(name)
         async with self._lock(name):
@@ -77,7 +78,7 @@ class Adapters:
                 old = catalogue.named.get(name)
                 catalogue.named[name] = adapter
                 self.when_changed()
-            finally:  # runs also if the call is cancelled
+            finally:  # also needed if the operator's call is cancelled
                 del catalogue.loading[name]
                 for one in (adapter, old):
                     if one is not None:
@@ -87,11 +88,12 @@ class Adapters:
         return adapter
 
     def _lock(self, name: str) -> asyncio.Lock:
-        """The lock for a name. With the lock, operators' calls for the same name run one after the other."""
+        """The lock of an adapter's name. The lock makes operators' calls for the same name run one after the other."""
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def _bring(self, adapter: Adapter) -> None:
-        """Send the adapter to all serving workers that have a place for an adapter. Each worker checks the adapter.
+        """Send the adapter to all serving workers that have a place for an adapter. Each worker checks whether it can
+        use the adapter.
 
         Raises RequestError if a worker cannot use the adapter, or if no worker has a place.
         """
@@ -131,7 +133,9 @@ class Adapters:
             self.released(adapter.fingerprint)
 
     def released(self, fingerprint: str) -> None:
-        """A request of the adapter has ended. Remove the adapter if no name and no other request refers to it."""
+        """Called when a request of the adapter has ended. Remove the adapter's copy if no name and no other request
+        refers to the adapter.
+        """
         leaving = self.catalogue.leaving
         adapter = leaving.get(fingerprint)
         if adapter is None or self._requests.uses_adapter(fingerprint):
@@ -154,8 +158,8 @@ class Adapters:
     # ---- calls of the workers' sessions
 
     def begin(self, worker: Worker, scheduler: Scheduler, held: Sequence[str]) -> AdapterFetcher:
-        """Create the fetcher of a new session. Before the session the worker holds the adapters `held`. Call `end`
-        after the session.
+        """Create the fetcher of a new session. `held` are the adapters that the worker holds before the session. Call
+        `end` after the session.
         """
         fetcher = AdapterFetcher(
             self.catalogue, worker.client, scheduler, worker.in_flight, worker.fetch_counts, self._fetched
@@ -165,12 +169,12 @@ class Adapters:
         return fetcher
 
     def end(self, fetcher: AdapterFetcher) -> None:
-        """The session of the fetcher has ended."""
+        """Called when the session of the fetcher has ended."""
         self.fetchers.remove(fetcher)
 
     async def check(self, client: WorkerClient, info: WorkerInfo) -> list[str]:
-        """Check that a worker supports adapters before it serves. Before the worker serves, send it the adapters that
-        some other workers cannot use.
+        """Check that a worker supports adapters before it serves. Before the worker serves, test it with the adapters
+        that some other workers cannot use.
 
         Returns the fingerprints of the adapters that the worker holds, at most as many as the worker has places. Raises
         WorkerError.
@@ -194,15 +198,15 @@ class Adapters:
         return held
 
     def _fetched(self) -> None:
-        """A worker has received an adapter, or cannot use an adapter."""
+        """Called when a worker has received an adapter, or cannot use an adapter."""
         self.settle()
         self._workers.wake()
 
     def settle(self) -> None:
-        """Decide about adapters that a worker cannot use.
+        """Decide what happens to adapters that a worker cannot use.
 
         If another worker holds the adapter, the session of the refusing worker ends. If no worker that accepts requests
-        can use the adapter, the adapter is given up. An adapter whose copy is lost is given up too.
+        can use the adapter, the adapter is given up. An adapter whose copy cannot be read any more is given up, too.
         """
         fetchers = self.fetchers
         for fetcher in fetchers:
@@ -232,14 +236,14 @@ class Adapters:
         self._update()
         reason = f"the adapter {adapter.name} cannot be used: {reason}"
         self._requests.end_all(RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason), adapter.fingerprint)
-        # if the adapter is still wanted, an operator is loading it again
+        # if the adapter is still wanted here, an operator is loading the same adapter again
         if adapter.fingerprint not in self.catalogue.wanted:
             self._forget(adapter)
         self.when_changed()
 
 
 def _discard(reading: "asyncio.Future[Adapter]") -> None:
-    """Remove the copy that was read for a cancelled call."""
+    """Remove the copy that was made for a cancelled call."""
     if not reading.cancelled() and reading.exception() is None:
         reading.result().weights.unlink(missing_ok=True)
 

@@ -1,4 +1,5 @@
-"""The existing adapters and their copies: named, being loaded, or needed by requests in flight.
+"""The adapters of a scheduler and their copies. An adapter has a name, is being loaded, or is needed by requests in
+flight.
 
 An admitted request refers to its adapter by fingerprint. A name can therefore change to another adapter while requests
 of the old adapter still run and move between workers. A name can even be removed while requests of its adapter run.
@@ -23,7 +24,9 @@ LONG_FETCH_SECONDS = 5.0
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """The adapter that is being sent to one worker, and the start of the delivery in seconds of `time.monotonic`."""
+    """The adapter that a fetcher is sending to its worker, and the start of this delivery in seconds of
+    `time.monotonic`.
+    """
 
     fingerprint: str = ""
     since: float = 0.0
@@ -43,12 +46,13 @@ class Catalogue:
         self.leaving: dict[str, Adapter] = {}
         """Adapters without a name that requests in flight need, by fingerprint."""
         self.wanted: dict[str, Adapter] = {}
-        """Adapters that are named, loading or leaving, by fingerprint. Only adapters in `wanted` are sent to workers.
+        """All adapters in `named`, `loading` and `leaving`, by fingerprint. Only the adapters in this dictionary are
+        sent to workers.
         """
         self.fingerprints: list[str] = []
         """Fingerprints of the adapters that requests can name."""
         self.contested: set[str] = set()
-        """Fingerprints of the adapters that at least one worker could use and at least one worker could not."""
+        """Fingerprints of the adapters that one worker could use and another worker could not."""
         self.deliveries: set[Delivery] = set()
         """Deliveries of open sessions."""
         try:
@@ -62,7 +66,7 @@ class Catalogue:
 
     @property
     def are_served(self) -> bool:
-        """Whether requests can name adapters, now or after an operator has loaded an adapter."""
+        """Whether requests can name adapters, at once or after an operator has loaded an adapter."""
         return bool(self.named) or self._folder is not None
 
     @property
@@ -92,7 +96,9 @@ class Catalogue:
         return read_adapter(name, folder, self._place())
 
     def _place(self) -> Path:
-        """The folder for copies. The folder is removed with this object. Raises ValueError."""
+        """The temporary folder for copies of adapters. The folder is removed when this object is garbage-collected.
+        Raises ValueError.
+        """
         if self._copies is None:
             try:
                 self._copies = TemporaryFolder("adapters")
@@ -121,8 +127,8 @@ class Catalogue:
     def may_be_brought(self, fingerprint: str) -> bool:
         """Whether to send an adapter to a worker that lacks it.
 
-        An adapter is sent to one worker at a time, because a single copy may be enough. If a delivery is slow, the
-        adapter is also sent to the next worker.
+        An adapter is sent to one worker at a time, because one worker may be enough for its requests. If the delivery
+        to one worker is slow, the adapter is also sent to the next worker.
         """
         since = time.monotonic() - LONG_FETCH_SECONDS
         is_on_its_way = any(one.fingerprint == fingerprint and one.since > since for one in self.deliveries)

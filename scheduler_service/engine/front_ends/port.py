@@ -1,7 +1,7 @@
 """Reserves a TCP port that the processes of one service share, and that no other service can use.
 
-One race remains. Two services start within a fraction of a millisecond, the first at one address and the second at all
-addresses. Both services may then bind the same port.
+One race remains: two services may bind the same port if they start within a fraction of a millisecond, the first at one
+address and the second at all addresses.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ WILDCARDS = ("0.0.0.0", "::")  # noqa: S104
 
 @contextlib.contextmanager
 def reserved(listen: str, patience: float = 0.0) -> Iterator[str]:
-    """Reserve a port for this user's sockets during the `with` block. Yields HOST:PORT with the port's number.
+    """Reserve a port for this user's sockets during the `with` block. Yields HOST:PORT with the number of the reserved
+    port.
 
     The reserving sockets do not listen, and so receive no connections. The port is reserved at every address that gRPC
     will bind for this host. Raises StartError if the port is still in use after `patience` seconds.
@@ -43,7 +44,7 @@ def _taken(host: str, port: int) -> tuple[contextlib.ExitStack, int]:
     """Reserve the port. Returns the reserving sockets and the port's number. Raises OSError if the port is in use."""
     with contextlib.ExitStack() as stack:
         for family, address in _addresses(host.strip("[]")):
-            with _bound(family, address, port) as alone:  # fails while another server listens
+            with _bound(family, address, port) as alone:  # fails while another server listens at this port
                 port = alone.getsockname()[1]
                 stack.enter_context(_claimed(f"{address}:{port}"))
             stack.enter_context(_held(family, address, port))
@@ -65,7 +66,7 @@ def _has_family(family: socket.AddressFamily) -> bool:
     try:
         with socket.socket(family) as probe:
             probe.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
-    except OSError:  # many containers have no IPv6, for example
+    except OSError:  # for example in a container without IPv6
         return False
     return True
 
@@ -73,8 +74,8 @@ def _has_family(family: socket.AddressFamily) -> bool:
 def _held(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
     """A socket that shares the port with front ends, and excludes other services even before a front end listens.
 
-    Exception: if connections of an earlier server linger that did not share the port, other services are excluded only
-    once a front end listens.
+    In one case other services are excluded only when a front end listens: if an earlier server did not share the port,
+    and its connections linger.
     """
     try:
         return _bound(family, address, port, shares=True, lingers=False)
@@ -87,8 +88,9 @@ def _bound(
 ) -> socket.socket:
     """A socket bound to the port. Raises OSError if the port is in use.
 
-    `shares`: sockets of the same user may bind the port too. `lingers`: the port can be bound although connections of
-    an earlier server linger. Two sockets with `lingers` can both bind the port until one listens.
+    With `shares` further sockets of the same user may bind the port. With `lingers` the port can be bound although
+    connections of an earlier server linger. Two sockets with `lingers` can both bind the port until one of them
+    listens.
     """
     bound = socket.socket(family)
     try:
@@ -105,9 +107,11 @@ def _bound(
 
 
 def _claimed(address: str) -> socket.socket:
-    """Claim an address by a socket's name, which one process at a time can use (Linux only).
+    """Claim an address by binding an abstract socket with the address as its name (Linux only). Only one process at a
+    time can bind such a name.
 
-    Sockets that share a port do not exclude each other. Raises OSError if another process has claimed the address.
+    The claim is needed because sockets that share a port do not exclude each other. Raises OSError if another process
+    has claimed the address.
     """
     claim = socket.socket(socket.AF_UNIX)
     try:

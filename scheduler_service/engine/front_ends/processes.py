@@ -13,9 +13,10 @@ FIRST_PAUSE_SECONDS = 0.1
 LAST_PAUSE_SECONDS = 5.0
 END_SECONDS = 5.0
 MAX_DEAF_SECONDS = 60.0
-"""Seconds between checks whether a front end listens. On a busy machine, a front end starts in seconds.
+"""Seconds between checks whether a front end listens. On a busy machine, a front end needs seconds to start.
 
-If a front end hangs before it listens, only this check can end it: a front end sends its process id when it listens.
+Only this check ends a front end that hangs before it listens, because the engine learns a front end's process id only
+when it listens.
 """
 
 
@@ -46,7 +47,7 @@ class FrontEndProcesses:
             began = loop.time()
             try:
                 process = await start_process(arguments)
-            except OSError as error:  # memory is exhausted, or too many processes run
+            except OSError as error:  # the system has no memory left, or runs too many processes
                 log.error("front end could not be started", reason=error.strerror or str(error))
             else:
                 self._processes.add(process)
@@ -66,7 +67,7 @@ class FrontEndProcesses:
         return {process.pid for process in self._processes}
 
     def kill(self, process_id: int) -> None:
-        """Kill the front end with this process id. Ids of other processes are ignored."""
+        """Kill the front end with this process id. An id that belongs to no front end is ignored."""
         for process in self._processes:
             if process.pid == process_id:
                 _kill(process)
@@ -74,8 +75,8 @@ class FrontEndProcesses:
     async def stop(self, told: Set[int]) -> None:
         """Wait until the processes in `told` have ended. `told` contains the ids of processes that were asked to end.
 
-        All other processes are killed at once, because they have no calls yet, or hang. After END_SECONDS, every
-        process is killed.
+        Front ends that were not asked to end are killed at once, because they have no calls yet, or hang. After
+        END_SECONDS, all remaining front ends are killed.
         """
         self._is_over = True
         processes = list(self._processes)
@@ -93,7 +94,7 @@ class FrontEndProcesses:
 async def _end(process: asyncio.subprocess.Process, listens: Callable[[int], bool]) -> int:
     """Wait until a process ends, and return its exit status.
 
-    A process that does not listen after MAX_DEAF_SECONDS hangs while it starts or ends, and is killed.
+    The process is killed if it has not listened for MAX_DEAF_SECONDS, because it hangs while it starts or ends.
     """
     while True:
         try:
@@ -106,5 +107,5 @@ async def _end(process: asyncio.subprocess.Process, listens: Callable[[int], boo
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):  # the process has just ended
+    with contextlib.suppress(ProcessLookupError):  # the process has ended meanwhile
         process.kill()

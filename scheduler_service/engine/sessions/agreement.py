@@ -1,5 +1,5 @@
-"""The model that every worker has to serve. The first worker decides the model; front ends use the first worker's files
-and limits.
+"""The model that every worker has to serve. The first worker that joins decides the model. Front ends use this worker's
+model files and limits.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import PROTOCOL_VERSION, WorkerInfo
 
 LONG_FETCH_SECONDS = 5.0
-"""Seconds after which another worker is also asked for the model's files."""
+"""Seconds without the model's files from one worker, after which another worker is also asked for them."""
 
 log = structlog.get_logger()
 
@@ -34,9 +34,9 @@ class Agreement:
         self.model_files: dict[str, bytes] = {}
         self._settings = settings
         self._model_name = model_name(settings.model) if settings.model is not None else ""
-        """The name under which workers know the model. The name is empty until the first worker has reported it."""
+        """The name under which workers know the model, or an empty text until a worker has reported the model."""
         self._limits: asyncio.Future[pb.ModelLimits] = asyncio.get_running_loop().create_future()
-        self._asked: asyncio.Event | None = None  # set while the scheduler asks a worker for the model
+        self._asked: asyncio.Event | None = None  # an event while the scheduler fetches the model's files from a worker
 
     async def wait_for_model(self) -> pb.ModelLimits:
         """Wait for the limits of the served model, without a time limit."""
@@ -44,12 +44,12 @@ class Agreement:
 
     @property
     def model_name(self) -> str:
-        """The name under which clients know the model. The name is empty until the first worker has reported it."""
+        """The name under which clients know the model, or an empty text until a worker has reported the model."""
         return self._settings.served_model_name or self._model_name
 
     async def accept(self, client: WorkerClient, info: WorkerInfo) -> SchedulerConfig:
-        """The core's settings for a worker that serves the same model as the other workers. The first worker decides
-        the model.
+        """The core's settings for a worker that serves the same model as the other workers. The first worker that calls
+        this method decides the model.
 
         Raises WorkerError.
         """
@@ -75,8 +75,8 @@ class Agreement:
     async def _learn_model(self, client: WorkerClient, info: WorkerInfo) -> None:
         """Get the model's files and limits from this worker, unless another worker has already sent them.
 
-        The scheduler asks one worker. If the first worker that was asked is slow, the scheduler also asks another
-        worker. Raises WorkerError.
+        The scheduler asks one worker at a time for the files. If a worker is slow to answer, the scheduler also asks
+        another worker. Raises WorkerError.
         """
         with contextlib.suppress(TimeoutError):
             while not self._limits.done() and self._asked is not None:

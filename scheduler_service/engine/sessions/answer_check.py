@@ -15,20 +15,21 @@ _ROUNDING = 1e-3
 def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: int) -> None:
     """Raise ValueError if a correct worker cannot have given this answer to this step.
 
-    The core checks the answer's step and its number of tokens. Like the core, this function ignores entries of
-    sequences that have left the worker since the step was sent. A sequence that has left the worker may have a new id
-    on another worker.
+    The core itself checks the step number of the answer, and its number of tokens. Like the core, this function ignores
+    entries of sequences that have left the worker since the step was sent. A sequence that has left the worker may have
+    a new id on another worker.
     """
     if answer.token_ids and max(answer.token_ids) >= vocabulary_size:
         raise ValueError(f"the worker sampled token {max(answer.token_ids)} of a vocabulary of {vocabulary_size}")
     if answer.num_tokens and len(answer.num_tokens) != output.num_samples:
         raise ValueError(f"the worker counted tokens of {len(answer.num_tokens)} samples of {output.num_samples}")
-    num_gained: dict[int, int] = {}  # sequences with a number of new tokens other than 1
+    num_gained: dict[int, int] = {}  # the number of new tokens, for sequences that gained no token or several
     if answer.num_tokens or answer.num_draft_tokens:
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
         gained, verified = answer.num_tokens or itertools.repeat(1), answer.num_draft_tokens or itertools.repeat(0)
         for sequence, num_tokens, num_drafts in zip(sampled, gained, verified, strict=False):
-            # Drafts of sequences that have left the worker are counted, so their number is checked too.
+            # The statistics count drafts of sequences that have left the worker, so the number of these drafts is
+            # checked, too.
             if num_drafts > (room := output.num_draft_tokens.get(sequence, 0)):
                 raise ValueError(f"the worker verified {num_drafts} guesses for sequence {sequence.id}, not {room}")
             has_left = sequence in output.dropped
@@ -66,8 +67,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                 _check_entry(sequence, entry, token_id, width, vocabulary_size)
         entries = answer.prompt_logprobs.get(sequence.id, [])
         if sampling.prompt_logprobs is not None:
-            # A step reports log-probabilities of the prompt tokens that follow its computed tokens. After a sequence
-            # has ended, its stored tokens are not counted.
+            # For each token that a step computes, the worker reports the log-probability of the next token if that is a
+            # prompt token. For a sequence that has ended, the number of these entries is not checked.
             first = sequence.num_stored_tokens + 1
             due = max(0, min(first + num_tokens, sequence.num_prompt_tokens) - first)
             if len(entries) > num_tokens or (len(entries) != due and not sequence.status.is_finished):
@@ -80,8 +81,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
 
 
 def _check_nothing_else(output: SchedulerOutput, answer: ModelOutput) -> None:
-    """Raise ValueError for reports that the step did not request. Applied reports without a request would cause errors
-    later.
+    """Raise ValueError if the answer contains results that the step did not request, because these results would cause
+    errors later.
     """
     for sequence, _, samples in output.scheduled:
         if sequence in output.dropped:
@@ -108,10 +109,10 @@ def _said(output: SchedulerOutput, answer: ModelOutput) -> dict[int, list[int]]:
 
 
 def _check_entry(sequence: Sequence, entry: TokenLogprobs, token_id: int, width: int, vocabulary_size: int) -> None:
-    """Check one entry of log-probabilities. `token_id` is the token of the entry."""
+    """Check one entry of log-probabilities. `token_id` is the token whose log-probability the entry contains."""
     found, *likeliest = entry.token_ids or [-1]
     num_asked, num_found = min(width, vocabulary_size), len(likeliest)
-    # The error does not quote tokens, because tokens may come from a prompt.
+    # The error does not quote token ids, because they may come from a prompt.
     if num_found != num_asked or len(set(likeliest)) != num_asked or max(likeliest, default=0) >= vocabulary_size:
         what = f"{num_found} likeliest tokens where {num_asked} were asked for, or one twice or beyond the vocabulary"
     elif found != token_id or not 0 < entry.rank <= vocabulary_size:
@@ -126,8 +127,8 @@ def _check_entry(sequence: Sequence, entry: TokenLogprobs, token_id: int, width:
 
 
 def _are_of_one_distribution(entry: TokenLogprobs) -> bool:
-    """Whether the entry is possible: its likeliest tokens are in order, their probabilities sum to at most 1, and equal
-    tokens have equal values.
+    """Whether a correct worker can report this entry: the likeliest tokens are in order, the probabilities sum to at
+    most 1, and a token that occurs twice has the same value.
     """
     (token_id, *likeliest), (own, *logprobs) = entry.token_ids, entry.logprobs
     again = logprobs[likeliest.index(token_id)] if token_id in likeliest else own

@@ -1,7 +1,7 @@
 """Finds the addresses of workers. A target is a fixed address, or a name that is looked up repeatedly.
 
 In Compose the name of a scaled service has an address for each container. In Kubernetes the name of a headless service
-has an address for each pod. This module does not check whether a worker answers at an address.
+has an address for each pod. This module does not check whether a worker answers at an address that it finds.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """The set of workers.
 
-A worker joins when its address is found. A worker leaves when its address has disappeared and its session has ended.
+A worker joins when discovery finds its address. A worker leaves when its address has disappeared and its session has
+ended.
 """
 
 import asyncio
@@ -55,7 +56,7 @@ class Membership:
                 self._remove(self._loops[address])
 
     def _remove(self, loop: WorkerLoop) -> None:
-        """Remove a loop, unless a new loop serves its address."""
+        """Remove a worker's loop, unless a new loop has been started for the same address."""
         address = loop.worker.client.address
         if self._loops.get(address) is loop:
             del self._loops[address]

@@ -53,8 +53,8 @@ class WorkerFleet:
         return self.workers.outage.watch_health()
 
     def drain(self, worker: Worker) -> None:
-        """Send a worker no new requests. After the grace period, move the remaining requests to other workers and close
-        the session.
+        """Drain a worker: send no new requests to the worker. After the grace period, move the remaining requests to
+        other workers and close the session.
         """
         grace = self.settings.grace
         if worker.undrained.is_set():
@@ -65,7 +65,7 @@ class WorkerFleet:
             self.admission_changed(worker)
 
     def undrain(self, worker: Worker) -> None:
-        """Send a worker new requests again."""
+        """Undrain a worker: send new requests to the worker again."""
         if not worker.undrained.is_set():
             log.info("worker undrained by an operator", worker=worker.client.address)
             worker.undrained.set()
@@ -73,21 +73,21 @@ class WorkerFleet:
             self.admission_changed(worker)
 
     def tell_leaving(self, worker: Worker, is_leaving: bool) -> None:
-        """Record the worker's report whether it is shutting down."""
+        """Record whether the worker reports that it is shutting down."""
         if is_leaving != worker.is_leaving:
             log.info("worker is shutting down" if is_leaving else "worker serves again", worker=worker.client.address)
             worker.is_leaving = is_leaving
             self.admission_changed(worker)
 
     def admission_changed(self, worker: Worker) -> None:
-        """A worker, with or without a session, begins or ceases to accept requests."""
+        """Called when a worker, with or without a session, begins or ceases to accept requests."""
         if worker.scheduler is not None and worker.scheduler.admits == worker.draining:
             worker.scheduler.set_admission(not worker.draining)
         worker.woken.set()
         self.note_change()
 
     def note_change(self) -> None:
-        """A session began or ended, or a worker was drained or undrained."""
+        """Called when a session began or ended, or a worker was drained or undrained."""
         was_on = self.workers.outage.is_on
         self.workers.note_change()
         if self.workers.outage.is_on != was_on:

@@ -22,8 +22,8 @@ log = structlog.get_logger()
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
 RETRIES_PER_SECOND = 100
-"""Maximum attempts to connect per second, over all workers. An attempt takes 0.6 ms of processor time, and thousands of
-addresses may have no worker.
+"""Maximum attempts to connect per second, over all workers. An attempt takes 0.6 ms of CPU time, and there may be
+thousands of addresses at which no worker answers.
 """
 LONG_RETRY_SECONDS = 30.0
 """Seconds between attempts to use a worker that another scheduler uses, or that fails in every step while other workers
@@ -43,14 +43,18 @@ class WorkerLoop:
         self._is_lost_in_a_step = False
 
     def leave(self) -> bool:
-        """Do not connect again. Returns whether the loop has ended, because no session is open."""
+        """Do not connect again. Returns whether the loop has ended already. The loop ends at once if no session is
+        open.
+        """
         self.worker.is_wanted = False
         if self.worker.scheduler is None and self._task is not None:
             self._task.cancel()
         return self.worker.scheduler is None
 
     async def run(self) -> None:
-        """Connect, serve, and connect again after a growing pause, as long as the worker is wanted."""
+        """Connect to the worker, serve a session, and connect again after a growing pause, as long as the worker's
+        address is known.
+        """
         self._task = asyncio.current_task()
         worker, workers = self.worker, self._fleet.workers
         pause = FIRST_RETRY_SECONDS
@@ -63,23 +67,23 @@ class WorkerLoop:
             try:
                 await self._serve()
             except WorkerError as error:
-                reason = str(error)[:MAX_OF_A_REASON]  # part of the reason may be text that the worker sent
+                reason = str(error)[:MAX_OF_A_REASON]  # the reason may quote text of any length that the worker sent
                 worker.is_superseded = isinstance(error, SupersededError)
                 is_starting = isinstance(error, UnreachableError) and not worker.epoch
                 if is_starting or isinstance(error, DrainedError):
                     level = logging.INFO
-                # Stack frames and failed tasks refer to each other. Frames also refer to the session's scheduler and
-                # the scheduler's requests.
+                # Stack frames and failed tasks refer to each other. Stack frames also refer to the session's scheduler
+                # and its requests.
                 traceback.clear_frames(error.__traceback__)
-            except Exception as error:  # after any error, the other workers and all streams continue
+            except Exception as error:  # an error in this loop must not stop the other workers' loops
                 log.error("worker loop failed", worker=worker.client.address, exc_info=error)
                 reason = "internal error; the server's log has the details"
                 traceback.clear_frames(error.__traceback__)
             if worker.num_steps > steps_before:
                 pause = FIRST_RETRY_SECONDS
             elif self._is_lost_in_a_step and workers.admits:
-                # The worker was lost in its first step. Each further attempt would make requests of the worker
-                # suspects, while other workers could serve the requests.
+                # The worker was lost in its session's first step. In each further session with this worker, more
+                # requests could become suspects, while other workers could serve these requests.
                 pause, longest = max(pause, FIRST_FAILING_RETRY_SECONDS), LONG_RETRY_SECONDS
             if worker.is_superseded:
                 longest = LONG_RETRY_SECONDS
@@ -139,12 +143,12 @@ class WorkerLoop:
         return info, config, await fleet.adapters.check(client, info)
 
     def _check_is_available(self, info: WorkerInfo) -> None:
-        """Raise WorkerError if the worker is in a session that must not be ended.
+        """Raise WorkerError if the worker has a session with another scheduler that this scheduler must not end.
 
-        A scheduler that has just started takes a worker over from another scheduler. The other scheduler is usually the
-        new scheduler's predecessor. If both schedulers run because of a configuration mistake, the mistake becomes
-        visible. The other scheduler does not take the worker back. If it did, both schedulers would take turns for
-        ever, and would recompute every request's tokens each time.
+        A scheduler that has just started takes a worker over from another scheduler. Usually, the other scheduler is
+        the predecessor of the new scheduler. If both schedulers run, the configuration is wrong, and the other
+        scheduler's state shows that it has lost the worker. The other scheduler does not take the worker back, because
+        both would then take the worker in turns for ever. Each time, they would recompute the tokens of every request.
         """
         for other in self._fleet.workers.all:
             if other.scheduler is not None and info.instance_id and other.instance_id == info.instance_id:

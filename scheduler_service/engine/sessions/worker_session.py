@@ -1,8 +1,8 @@
 """One session with a worker: plan steps, send steps, and process their answers.
 
-One task plans and sends steps, up to a few steps ahead of their answers. Another task processes the answers. The worker
-therefore has its next step when it finishes a step. Further tasks watch the worker. The first task that fails ends the
-session, and the session's requests continue on other workers.
+One task plans and sends steps, up to a few steps ahead of their answers. The worker therefore already has its next step
+when it finishes a step. A second task processes the answers, and further tasks watch the worker. The first task that
+fails ends the session, and the session's requests continue on other workers.
 """
 
 import asyncio
@@ -23,7 +23,9 @@ from scheduler_service.wire.codec import WorkerInfo
 
 
 class WorkerSession:
-    """A session, from the opening of its stream until `end`. Before the session the worker held the adapters `held`."""
+    """A session, from the opening of its stream until `end`. `held` are the adapters that the worker held before the
+    session.
+    """
 
     def __init__(
         self, fleet: WorkerFleet, worker: Worker, stream: Session, scheduler: Scheduler, held: Sequence[str]
@@ -54,12 +56,12 @@ class WorkerSession:
         """End the session: its requests continue on other workers. `reason` is None if this scheduler itself ends the
         session.
 
-        Returns whether the worker was lost in a step.
+        Returns whether the worker was lost while a step was in flight.
         """
         fleet, worker, scheduler = self._fleet, self._worker, self._scheduler
         # A worker that shuts down does not count as lost. A shutdown may break the stream during a step.
         is_lost = reason is not None and not worker.is_leaving and not isinstance(reason, DrainedError)
-        # An error of this scheduler is no evidence against the worker's requests.
+        # If the scheduler itself fails, the requests on the worker do not become suspects.
         blames_requests = is_lost and isinstance(reason, WorkerError) and reason.blames_requests
         is_lost_in_a_step = is_lost and bool(worker.in_flight)
         worker.num_losses += is_lost

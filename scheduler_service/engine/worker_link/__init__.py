@@ -1,1 +1,1 @@
-"""The connection and the stream of steps to one worker."""
+"""The scheduler's connection to one worker, and the stream of steps on it."""

@@ -27,7 +27,7 @@ OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
-    ("grpc.use_local_subchannel_pool", 1),  # each new channel opens a new connection
+    ("grpc.use_local_subchannel_pool", 1),  # so each new channel opens a connection of its own
 )
 TOKENIZER_FILES = frozenset(
     (
@@ -58,17 +58,19 @@ T = TypeVar("T")
 _WRITE_FAILED = "Internal error from Core"
 """gRPC's message for a write that fails because the stream ends."""
 END_SECONDS = 1.0
-"""Seconds to wait for a stream's status after a failed write. The status arrives after the answers in flight."""
+"""Seconds to wait for a stream's status after a failed write. gRPC delivers the status after the answers that are still
+on their way.
+"""
 
 
 LONG_ENCODING_NS = 1_000_000
-"""Nanoseconds of encoding. A step that takes longer to encode is written in a separate turn of the event loop. Writing
-takes half as long as encoding.
+"""Nanoseconds of encoding a step. A step that takes longer to encode is written in a later turn of the event loop.
+Writing a step takes half as long as encoding the step.
 """
 
 
 class WorkerError(Exception):
-    """The worker cannot be used. The message contains the reason."""
+    """The worker cannot be used. The exception's text is the reason."""
 
     blames_requests = True
     """Whether a request in flight may have crashed the worker."""
@@ -85,13 +87,13 @@ class DrainedError(WorkerError):
 
 
 class AdapterRefusedError(WorkerError):
-    """The worker cannot use an adapter. The message contains the reason."""
+    """The worker cannot use an adapter. The exception's text is the reason."""
 
     blames_requests = False
 
 
 class AdapterFailedError(WorkerError):
-    """The worker could not load an adapter now. A retry may succeed."""
+    """The worker could not load an adapter at this time; a later attempt may succeed. A retry may succeed."""
 
     blames_requests = False
 
@@ -113,9 +115,10 @@ class SupersededError(WorkerError):
 
 
 class Session:
-    """One Execute stream. Steps are sent, and their answers arrive in order. `split` records the times of each step.
+    """The Execute stream of one session: steps are sent, and their answers arrive in the same order. `split` records
+    the times of each step.
 
-    Sending and receiving raise WorkerError if the stream breaks or ends, and for invalid answers. If the worker or
+    Sending and receiving raise WorkerError if the stream breaks or ends, or if an answer is invalid. If the worker or
     another scheduler ended the stream in an orderly way, sending and receiving raise DrainedError or FencedError.
     """
 
@@ -125,15 +128,16 @@ class Session:
         self.epoch = epoch
         self.last_answer = pb.ModelOutput()  # the last answer in serialized form, for a recording
         self._call = call
-        self._answers = aiter(call)  # Yields even answers that arrived before a failed write; `read` would not.
-        self._status: tuple[grpc.StatusCode, str | None]  # Set at the end of the call.
+        self._answers = aiter(call)  # Also yields answers that arrived before a failed write; `read` would drop them.
+        self._status: tuple[grpc.StatusCode, str | None]  # Unset until the call has ended.
         call.add_done_callback(self._ended)
         self._split = split
         self._round_trips = RoundTrips(split)
 
     @property
     def waiting_since(self) -> float | None:
-        """Start of the current wait: the oldest step's sending or the previous answer's arrival, whichever is later.
+        """The time since which the scheduler waits for the answer to the oldest step in flight: the step was sent, or
+        the previous answer arrived, whichever is later.
 
         The value is in seconds of `time.perf_counter`, or None if no step is in flight.
         """
@@ -155,7 +159,7 @@ class Session:
             raise await self._end() from None
 
     async def receive(self) -> ModelOutput:
-        """Wait for the next answer."""
+        """Wait for the answer to the oldest step in flight."""
         try:
             answer = await anext(self._answers)
         except (StopAsyncIteration, grpc.aio.AioRpcError):
@@ -176,15 +180,15 @@ class Session:
         return output
 
     def _ended(self, call: grpc.aio.Call) -> None:
-        """Store the status at once. gRPC overwrites the status if a write fails in this turn of the event loop or
-        later.
+        """Store the stream's status at once. gRPC overwrites the status if a write fails in this turn of the event loop
+        or later.
         """
         self._status = _at_once(call.code()), _at_once(call.details())
 
     async def _end(self) -> WorkerError:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
-                while self._status[1] == _WRITE_FAILED:  # the write failed before the status arrived
+                while self._status[1] == _WRITE_FAILED:  # the write failed, and the stream's status has not arrived yet
                     await asyncio.sleep(0.001)
                     self._ended(self._call)
         code, details = self._status
@@ -204,7 +208,7 @@ class Session:
 class WorkerClient:
     """A channel to one worker. Create a client inside the event loop that uses it.
 
-    Every call raises UnreachableError if the worker does not answer.
+    Every method that calls the worker raises UnreachableError if the worker does not answer.
     """
 
     def __init__(self, address: str, tls: TlsFolder | None = None, identity: str = "") -> None:
@@ -213,7 +217,8 @@ class WorkerClient:
         """
         self.address = address
         self.epoch = 0
-        """Epoch of the current or next session. Calls about adapters contain this epoch."""
+        """Epoch of the current session, or of the next session. Calls that load or unload adapters contain this epoch.
+        """
         self._direction = Direction(address, tls is not None, "--worker-tls", _PORT)
         self._tls = tls
         self._identity = identity
@@ -225,7 +230,9 @@ class WorkerClient:
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def reconnect(self) -> None:
-        """Make the next call open a new connection. The present connection may be dead although it looks open."""
+        """Make the next call open a new connection. Used when the existing connection may be dead although it looks
+        open.
+        """
         await self._channel.close()
         self._connect()
 
@@ -236,8 +243,8 @@ class WorkerClient:
             raise await self._unreachable(error) from None
 
     async def fetch_tokenizer(self) -> dict[str, bytes]:
-        """Fetch the worker's tokenizer files. Returns their contents by file name. Raises WorkerError for any other
-        file.
+        """Fetch the worker's tokenizer files. Returns the contents of the files by file name. Raises WorkerError if the
+        worker sends a file that is not a tokenizer file.
         """
         files: dict[str, bytearray] = {}
         left = MAX_TOKENIZER_BYTES
@@ -260,12 +267,12 @@ class WorkerClient:
         failures: list[Exception] = []
 
         async def sent() -> AsyncIterator[worker_pb.TakeAdapterRequest]:
-            epoch = self.epoch  # the epoch that the first piece contains
+            epoch = self.epoch  # only the first piece of the adapter contains the epoch
             try:
                 async for piece in pieces:
                     piece.epoch, epoch = epoch, 0
                     yield piece
-            except Exception as error:  # gRPC would end the call with this error and hide the error
+            except Exception as error:  # gRPC would report a cancelled call in place of this error
                 failures.append(error)
                 raise
 

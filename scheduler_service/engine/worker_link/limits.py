@@ -1,5 +1,5 @@
-"""Limits of the served model and its workers. The first worker sets the limits. The limits of every later worker must
-be at least as large.
+"""Limits of the served model and its workers. The first worker that joins sets the limits. A worker that joins later
+must have limits that are at least as large.
 """
 
 import os
@@ -15,8 +15,8 @@ from scheduler_service.settings import MAX_BATCHED_TOKENS, MAX_SEQS, SchedulerSe
 from scheduler_service.wire.codec import WorkerInfo
 
 LARGEST_STEPS_BEFORE_TIMEOUT = 10
-"""Factor on the time of the largest step that the worker measured at its start. A step with long contexts may take
-several times as long.
+"""A step times out after this many times the duration of the largest step, which the worker measured at its start. A
+step with long contexts may take several times as long as the measured step.
 """
 
 
@@ -35,8 +35,8 @@ def model_name(model: str) -> str:
 
 def max_sequence_tokens(info: WorkerInfo) -> int:
     """Maximum number of tokens of one sequence on this worker: the model's limit or the pool's size, whichever is
-    smaller. With a sliding window, the pool's size may not count, because not all tokens of a sequence must be in the
-    cache.
+    smaller. If the model's sliding window fits into the pool, the pool's size does not limit a sequence, because only
+    the window's tokens must be in the cache.
     """
     if not info.num_device_blocks:
         return info.max_model_len
@@ -59,13 +59,13 @@ def max_num_batched_tokens(settings: SchedulerSettings, info: WorkerInfo) -> int
 
 
 def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
-    """Maximum number of sequences in one step of this worker. Each sequence computes at least one token."""
+    """Maximum number of sequences in one step of this worker. Each sequence of a step computes at least one token."""
     return min(settings.max_num_seqs or MAX_SEQS, info.max_num_seqs, max_num_batched_tokens(settings, info))
 
 
 def settings_above(settings: SchedulerSettings, info: WorkerInfo) -> dict[str, tuple[int, int]]:
-    """The scheduler's flags that exceed this worker's limits. Each entry contains the flag's value and the worker's
-    limit.
+    """The scheduler's flags whose values exceed this worker's limits. For each flag, the result contains the flag's
+    value and the worker's limit.
     """
     pairs = {
         "--max-num-batched-tokens": (settings.max_num_batched_tokens, info.max_num_batched_tokens),
@@ -75,7 +75,9 @@ def settings_above(settings: SchedulerSettings, info: WorkerInfo) -> dict[str, t
 
 
 def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
-    """The limits that requests are promised. The promised limits follow from the limits of the first worker."""
+    """The limits of the served model, up to which requests are accepted. The limits follow from the limits of the first
+    worker.
+    """
     context_length = max_sequence_tokens(info)
     return ModelLimits(
         name=settings.served_model_name or info.model_id,
@@ -83,9 +85,9 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         dtype=info.dtype,
         context_length=context_length,
         block_size=info.block_size,
-        # A promised size must fit into every worker. A later worker may have less memory free than the first worker, if
-        # other programs used the later worker's machine at its start. The promised size is therefore the larger of two
-        # sizes: half of the first worker's size, and the longest sequence.
+        # A request of this size must fit into every worker. A worker that joins later may have less free memory than
+        # the first worker, if other programs used its machine at its start. The size is therefore half of the first
+        # worker's pool, or the longest sequence, whichever is larger.
         pool_tokens=max(context_length, _num_own_blocks(info) // 2 * info.block_size),
         vocabulary_size=info.vocabulary_size,
         max_num_seqs=max_num_seqs(settings, info),
@@ -105,7 +107,9 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
 
 
 def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerInfo) -> None:
-    """Raise ValueError if a worker serves another model, or has less room than requests were promised."""
+    """Raise ValueError if a worker serves another model, or if its limits are smaller than the limits of the served
+    model.
+    """
     for name, ours, theirs in (
         ("model fingerprint", limits.fingerprint, info.model_fingerprint),
         ("dtype", limits.dtype, info.dtype),
@@ -136,14 +140,14 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
 
 
 def num_places(info: WorkerInfo) -> int:
-    """Number of adapters that a worker can hold. If a worker does not report its number of places, the number is the
-    adapters of one step. The number is 0 without adapter support.
+    """Number of adapters that a worker can hold. If a worker does not report this number, it is the number of adapters
+    that one step may use. For a worker without support for adapters the number is 0.
     """
     return (info.max_cpu_loras or info.max_loras) if info.max_loras else 0
 
 
 def step_timeout(settings: SchedulerSettings, config: SchedulerConfig) -> float:
-    """Seconds that a step may take before its worker counts as lost."""
+    """Seconds that a step may take. After this time the worker counts as lost."""
     if not config.prefill_tokens_per_second:
         return settings.step_timeout
     largest_step = config.max_num_batched_tokens / config.prefill_tokens_per_second

@@ -1,17 +1,19 @@
 """The time of a worker's steps, split into ten phases. The time of each phase is summed over all steps since the
 scheduler started.
 
-The scheduler measures schedule, encode, decode, update and publish, around the calls of the functions with these names.
-The worker's answers contain move, forward, sample and guess. wire is the rest of the round trip.
+The scheduler measures the phases schedule, encode, decode, update and publish, around the calls of the functions with
+these names. The worker measures the phases move, forward, sample and guess, and reports them in its answers. The phase
+wire is the rest of the round trip.
 
-A step that was sent ahead first waits for the previous step. The wait for the previous step is not part of wire.
-Therefore a round trip begins when its step is sent or when the previous answer arrives, whichever is later. Round trips
-follow each other without overlap, and each moment belongs to one step.
+A step that was sent ahead first waits in the worker until the previous step ends. This wait is not part of the phase
+wire. A round trip therefore begins when its step is sent or when the previous answer arrives, whichever is later. Round
+trips follow each other without overlap, and each moment belongs to one step.
 
-wire is therefore the time in which steps were in flight and the worker was in none of its four phases. wire contains
-protobuf, gRPC and the network in both directions, the worker's codec and bookkeeping, and delays of this event loop.
-wire does not contain transfers while the worker computes another step. The scheduler's phases are counted in full, even
-if they overlap the worker's. The sum of all phases is therefore at least the elapsed time.
+The phase wire is therefore the time in which steps were in flight and the worker was in none of its four phases. The
+phase wire contains protobuf, gRPC and the network in both directions, the worker's codec and bookkeeping, and delays of
+the scheduler's event loop. Transfers while the worker computes another step are not part of the phase wire. The
+scheduler's phases are counted in full, even if they overlap the worker's phases. The sum of all phases is therefore at
+least the elapsed time.
 
 Measuring the phases of a step takes 1.3 µs on an EPYC (Zen 5). The 1.3 µs include nine readings of the clock.
 """
@@ -24,7 +26,7 @@ from pagewire.v1 import scheduler_output_pb2 as pb
 
 @dataclass(slots=True)
 class StepSplit:
-    """One worker's phases, in nanoseconds, in the order of a step."""
+    """The time of each phase of one worker's steps in nanoseconds, in the order in which a step passes the phases."""
 
     num_steps: int = 0
     """Number of answered steps."""
@@ -32,8 +34,8 @@ class StepSplit:
     """Nanoseconds of planning, empty plans included."""
     encode: int = 0
     wire: int = 0
-    """Nanoseconds of transfer. The sum over few steps may be negative: the delay of a late answer is subtracted from
-    the next step.
+    """Nanoseconds of transfer. The sum over few steps may be negative: if an answer arrives late, its delay is
+    subtracted from the transfer time of the next step.
     """
     move: int = 0
     forward: int = 0
@@ -45,8 +47,8 @@ class StepSplit:
 
 
 class RoundTrips:
-    """The steps in flight of one session. The times of answered steps are added to `split`. All times are nanoseconds
-    of one clock.
+    """The steps in flight of one session. When a step is answered, its times are added to `split`. All times are
+    nanoseconds of one clock.
     """
 
     def __init__(self, split: StepSplit) -> None:
@@ -70,7 +72,7 @@ class RoundTrips:
         self._sent_at.append(at)
 
     def answered(self, at: int, timing: pb.StepTiming) -> None:
-        """The answer to the oldest step in flight has arrived."""
+        """Called when the answer to the oldest step in flight has arrived."""
         began = max(self._sent_at.popleft(), self._answered_at)
         self._answered_at = at
         move, forward = 1000 * timing.move_us, 1000 * timing.forward_us

@@ -19,7 +19,7 @@ async def watch_health(client: WorkerClient, num_steps: Callable[[], int], inter
     """Raise WorkerError if the worker neither answers steps nor reports its health. `num_steps` returns the number of
     answered steps.
 
-    `interval` is the seconds between checks, and the time limit of each check.
+    `interval` is the pause between two health checks in seconds, and the time limit of each check.
     """
     while True:
         num_before = num_steps()
@@ -36,17 +36,17 @@ async def _answers(client: WorkerClient, timeout: float) -> bool:
     try:
         await client.is_serving(timeout)
     except UnreachableError:
-        # the pause has its full length even if the check failed early
+        # after a check that failed early, wait until `timeout` is over
         await asyncio.sleep(began + timeout - perf_counter())
         return False
     return True
 
 
 async def watch_steps(session: Session, timeout: float) -> Never:
-    """Raise WorkerError when a step takes more than `timeout` seconds. The error may be raised up to a quarter of
-    `timeout` later.
+    """Raise WorkerError when a step takes more than `timeout` seconds. The time is checked every quarter of `timeout`,
+    so the error may be raised up to this much later.
 
-    The time begins when the worker can begin the step: the step was sent, and the previous step was answered.
+    A step's time begins when the worker can begin the step: the step was sent, and the previous step was answered.
     """
     while True:
         since = session.waiting_since
@@ -57,8 +57,8 @@ async def watch_steps(session: Session, timeout: float) -> Never:
 
 
 async def watch_leaving(client: WorkerClient, tell: Callable[[bool], None]) -> Never:
-    """Report to `tell` whether the worker shuts down: now, and after each change."""
+    """Call `tell` with whether the worker shuts down: at once, and after each change."""
     async for is_serving in client.watch_serving():
         tell(not is_serving)
-    await asyncio.Event().wait()  # the connection broke; the other watches decide whether the worker is lost
+    await asyncio.Event().wait()  # the connection broke; the functions above decide whether the worker is lost
     raise AssertionError

@@ -1,4 +1,4 @@
-"""Number, bytes and seconds of the adapters sent to a worker."""
+"""Counts of the adapters that were sent to a worker: number, bytes and seconds."""
 
 from dataclasses import dataclass
 

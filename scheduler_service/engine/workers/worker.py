@@ -13,7 +13,7 @@ from scheduler_service.statistics.counts import STEP_BOUNDS, Histogram
 
 _FEATURE = "speculate:"
 MAX_NAME = 16
-"""Maximum number of characters of a proposer's name. The name is a metrics label."""
+"""Maximum number of characters of a proposer's name, which becomes a metrics label."""
 
 
 class Drafts:
@@ -28,17 +28,19 @@ class Drafts:
         """Add the draft counts of an answer."""
         if any(answer.num_draft_tokens):
             self.verified.count(filter(None, answer.num_draft_tokens))
-            self.right.count(number - 1 for number in answer.num_tokens if number > 1)  # a late sequence has 0 tokens
+            self.right.count(number - 1 for number in answer.num_tokens if number > 1)  # 0: its form is still parsed
 
 
 def proposer_of(features: Iterable[str]) -> str:
-    """The proposer in a worker's features. The name is empty if the worker does not draft."""
+    """The name of the worker's proposer, from the features that the worker reports. The name is empty if the worker
+    does not propose drafts.
+    """
     named = (feature.removeprefix(_FEATURE) for feature in features if feature.startswith(_FEATURE))
     return next((name[:MAX_NAME] for name in named if name.replace("_", "").isalnum()), "")
 
 
 class Lengths:
-    """Counts of the number of consecutive drafts, over all sequences and steps."""
+    """For each number of consecutive drafts, how often a sequence had this number in a step."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -51,7 +53,7 @@ class Lengths:
         return sum(length * count for length, count in self._counts.items())
 
     def by_position(self) -> list[int]:
-        """Counts of drafts at the first position, at the second, and so on."""
+        """Number of drafts at the first position after the last token, at the second position, and so on."""
         longest = max(self._counts, default=0)
         return [sum(n for length, n in self._counts.items() if length > place) for place in range(longest)]
 
@@ -60,12 +62,12 @@ class WorkerStatus(enum.StrEnum):
     """The status of a worker."""
 
     CONNECTING = enum.auto()
-    """No session is open, and the loop tries to connect. `last_error` contains the reason."""
+    """No session is open, and the worker's loop tries to connect. `last_error` contains the reason."""
     SERVING = enum.auto()
     DRAINING = enum.auto()
     """The worker finishes its requests and receives no new requests."""
     DRAINED = enum.auto()
-    """An operator drained the worker. The worker has no requests left, and no session is open."""
+    """An operator has drained the worker, its requests have ended, and no session is open."""
     SUPERSEDED = enum.auto()
     """Another scheduler has a session with the worker. This scheduler waits until the other scheduler's session ends.
     """
@@ -80,19 +82,19 @@ class Worker:
         self.epoch = 0
         self.num_steps = 0
         self.split = StepSplit()  # Sum over all sessions.
-        self.step_tokens = Histogram(STEP_BOUNDS)  # Tokens of each step, over all sessions.
+        self.step_tokens = Histogram(STEP_BOUNDS)  # Number of tokens of each step, over all sessions.
         self.num_preemptions = 0  # Number of preemptions in earlier sessions.
         self.num_losses = 0  # Number of sessions that ended without a drain.
         self.fetch_counts = FetchCounts()  # Sum over all sessions.
         self.drafts = Drafts()  # Sum over all sessions.
         self.is_wanted = True
-        """Whether the loop connects to the worker again after the session."""
+        """Whether the worker's loop connects again after the current session."""
         self.last_error = "not connected yet"
         self.instance_id = ""
         self.in_flight: deque[SchedulerOutput] = deque()
         """Steps that were sent and are not answered."""
         self.woken = asyncio.Event()
-        """Set when the worker's loop should check whether a step can be sent."""
+        """An event that makes the worker's loop check whether a step can be sent."""
         self.is_leaving = False
         """Whether the worker has reported that it shuts down."""
         self.is_superseded = False
@@ -126,8 +128,8 @@ class Worker:
         return len(self.in_flight) < self._most_in_flight
 
     def wake(self) -> None:
-        """Check again whether a step can be sent. The call has no effect while the maximum number of steps is in
-        flight.
+        """Have the worker's loop check whether a step can be sent. The call has no effect while the maximum number of
+        steps is in flight.
         """
         if self.may_send:
             self.woken.set()

@@ -1,8 +1,9 @@
 """All currently known workers, whether connected or not, and outages.
 
-In an outage requests wait for a limited time, and health stays SERVING for the same time. New requests are accepted,
-because a worker may return in a moment. If the server left its load balancer at once, short pauses would become errors.
-When waiting requests begin to end with UNAVAILABLE, health changes, and clients should use other servers.
+In an outage requests wait for a limited time, and the server's health stays SERVING for the same time. During this time
+new requests are accepted, because a worker may return in a moment. If the health changed at once, the load balancer
+would send no calls to this server, and a short outage would cause errors. When waiting requests begin to end with
+UNAVAILABLE, the health becomes NOT_SERVING, and clients should use other servers.
 """
 
 import asyncio
@@ -18,8 +19,8 @@ from scheduler_service.engine.workers.worker import Worker
 
 
 class Outage:
-    """An outage. `set` begins and ends the outage. At the start of the server an outage lasts until the first worker
-    accepts requests.
+    """Whether an outage lasts now. `set` begins or ends the outage. At the start of the server an outage lasts until
+    the first worker accepts requests.
     """
 
     def __init__(self, patience: float) -> None:
@@ -39,8 +40,8 @@ class Outage:
         ends.clear()
 
     async def watch_health(self) -> AsyncIterator[bool]:
-        """Yield whether clients should send requests to this server. The first value is True, as soon as a worker
-        serves. Each change yields a further value.
+        """Yield whether clients should send requests to this server. The first value is True, and comes as soon as a
+        worker serves. A further value comes after each change.
         """
         while True:
             await self._ended.wait()
@@ -50,14 +51,14 @@ class Outage:
             yield False
 
     async def lasts(self, seconds: float) -> None:
-        """Return when an outage has lasted for `seconds`. The time begins with this call, or with the outage if the
-        outage begins later.
+        """Return when an outage has lasted for `seconds`. The seconds count from this call, or from the outage's begin
+        if the outage begins later.
         """
         while await self._ends_in_time(seconds):
             pass
 
     async def _ends_in_time(self, seconds: float) -> bool:
-        """Wait for the next outage and for its end. Returns False if the outage lasts longer than `seconds`."""
+        """Wait for an outage to begin and to end. Returns False if the outage lasts longer than `seconds`."""
         await self._began.wait()
         try:
             await asyncio.wait_for(self._ended.wait(), seconds)
@@ -71,8 +72,8 @@ log = structlog.get_logger()
 MAX_WORKERS = 3
 """Maximum number of workers whose reasons an error lists."""
 UNSERVED_SECONDS = 2.5
-"""Seconds without a worker, after which a shutdown no longer waits for a worker. Attempts to connect are at most 2 s
-apart.
+"""Seconds without a worker, after which a shutdown no longer waits for a worker. Attempts to connect to a worker are at
+most 2 s apart.
 """
 
 
@@ -158,13 +159,13 @@ class Workers:
             worker.wake()
 
     def wake_for(self, output: SchedulerOutput) -> None:
-        """Wake the workers to which a step has left requests."""
+        """Wake the workers to which a step of another worker has left requests."""
         for placement in (*output.moved, *output.placements):
             if placement.to is not None:
                 self.serving[placement.to].wake()
 
     def finish(self, request_id: str, status: SequenceStatus) -> bool:
-        """End a request, whether it is computed or waits. Returns whether a session contained the request."""
+        """End a request, in the waiting queue or on a worker. Returns whether a session contained the request."""
         return any(scheduler.finish_requests([request_id], status) for scheduler in self.schedulers)
 
     def reset_prefix_cache(self) -> int:
