@@ -16,7 +16,7 @@ def named(name: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """The text of a library's error, for an error message. If transformers advises to set `trust_remote_code`, other
+    """The text of a library's error, for an error message. If the error advises to set `trust_remote_code`, another
     text replaces the advice, because a worker never runs a model's code.
     """
     text = " ".join(str(error).split()) or type(error).__name__

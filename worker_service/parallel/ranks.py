@@ -111,11 +111,11 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for work that all ranks do together. If an error is raised in one rank, its process exits and the
-        whole worker ends. After an error the rank could not take part in further collective operations.
+        """A context for work that all ranks do together. An error in one rank ends its process, and so the whole
+        worker, because the rank could not take part in further collective operations.
 
-        An InvalidStepError does not end the process. All ranks raise it for the same step, before any of them waits for
-        another rank.
+        An InvalidStepError does not end the process, because all ranks raise this error for the same step, before any
+        rank waits for another rank.
         """
         if self.size == 1:
             yield

@@ -33,7 +33,7 @@ class _Handing:
 
 
 class AdapterCalls:
-    """The calls of TakeAdapter and DropAdapter of one worker. `newest_epoch` returns the epoch of the newest session."""
+    """The calls of TakeAdapter and DropAdapter of one worker. `newest_epoch` returns the newest session's epoch."""
 
     def __init__(self, newest_epoch: Callable[[], int]) -> None:
         self._newest_epoch = newest_epoch

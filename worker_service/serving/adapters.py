@@ -84,7 +84,7 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
 
     with TemporaryFolder("adapter") as folder:
         digest, num_bytes = hashlib.sha256(), 0
-        with open(folder / WEIGHTS, "wb") as file:  # noqa: ASYNC230  # a cancelled thread would keep it open
+        with open(folder / WEIGHTS, "wb") as file:  # noqa: ASYNC230  # a cancelled thread leaves files open
             piece: TakeAdapterRequest | None = first
             while piece is not None:
                 num_bytes += len(piece.data)
@@ -135,8 +135,8 @@ async def _hold(
         except asyncio.CancelledError:
             device_thread.submit(partial(abandon, worker.ranks))
             raise
-    # This call is not awaited. The device thread runs work in the order of submission, so steps that are submitted
-    # later can use the adapter.
+    # Storing the adapter is not awaited. The device thread runs work in the order of submission, so steps that are
+    # submitted later can use the adapter.
     device_thread.submit(partial(hold, worker.ranks, worker.adapters, fingerprint, own))
     worker.adapters.fingerprints.append(fingerprint)
 

@@ -1,5 +1,5 @@
-"""Converts protobuf messages of the scheduler to the worker's types, and answers back to messages. No other file of the
-worker uses both kinds of types.
+"""Converts protobuf messages of the scheduler to the worker's types, and the worker's answers to protobuf messages. No
+other file of the worker uses both kinds of types.
 
 Decoding a step checks every value against the worker's limits, without knowing the session's live sequences. The checks
 include the ranges of block numbers, token ids and parameters, and the equal length of columns. After these checks, all
@@ -81,8 +81,8 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         )
     if 0 in num_scheduled_tokens:
         raise InvalidStepError("num_scheduled_tokens: an entry is 0")
-    # This check uses the sum of two limits: of encoder tokens and of other tokens. The session checks each of them,
-    # because only the session knows which sequences are encoder inputs.
+    # The limit in this check is the sum of the limits for encoder tokens and for other tokens. The session checks both
+    # limits separately, because only the session knows which sequences are encoder inputs.
     most = limits.max_num_batched_tokens + limits.max_num_encoder_tokens
     if sum(num_scheduled_tokens) > most:
         raise InvalidStepError(f"num_scheduled_tokens: {sum(num_scheduled_tokens)} tokens; the limit is {most}")

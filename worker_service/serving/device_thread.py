@@ -1,4 +1,6 @@
-"""The single thread of a worker that uses the device. It runs submitted work in order, in parallel to the event loop."""
+"""The single thread that uses a worker's device. The thread runs submitted work in order, in parallel to the event
+loop.
+"""
 
 import contextlib
 import queue

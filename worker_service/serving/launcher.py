@@ -1,9 +1,9 @@
 """Starts all ranks of a worker as processes on this machine, and ends them together.
 
-The launcher uses the library of torchrun, and sets the same environment variables as torchrun. Unlike torchrun, it
-never restarts a rank. When one rank has ended, the launcher kills the other ranks immediately, even if they wait in a
-collective operation. Signals to the launcher are passed to the first rank. The launcher's exit status depends on the
-first rank's exit status.
+The launcher uses the library of torchrun, and sets the same environment variables as torchrun. Unlike torchrun, the
+launcher never restarts a rank. When one rank has ended, the launcher kills the other ranks immediately, even if they
+wait in a collective operation. Signals to the launcher are passed to the first rank. The launcher's exit status depends
+on the first rank's exit status.
 """
 
 import logging
@@ -54,8 +54,8 @@ def launch(command: Sequence[str], size: int) -> int:
         "TORCHELASTIC_RUN_ID": "pagewire",
         LAUNCHER: str(os.getpid()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # All ranks run on this machine. They communicate through the loopback interface, so that they cannot be reached
-        # through the network.
+        # All ranks run on this machine, and communicate through the loopback interface, so that the network cannot
+        # reach them.
         "GLOO_SOCKET_IFNAME": _loopback(),
         "NCCL_SOCKET_IFNAME": _loopback(),
     }
@@ -80,8 +80,8 @@ def wait_for_end(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
     """Wait until the first rank ends or another rank fails, and kill the remaining ranks. Returns the worker's exit
     status.
     """
-    # The end of another rank with status 0 does not end this loop. The other ranks end in this way when the first rank
-    # ends, perhaps before the process of the first rank has exited.
+    # This loop ignores ranks that end with status 0. All other ranks end with status 0 when the first rank ends,
+    # perhaps before the process of the first rank has exited.
     while ranks[0].poll() is None and not any(process.poll() for process in ranks):
         time.sleep(_LOOK_SECONDS)
     try:

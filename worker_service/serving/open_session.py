@@ -63,7 +63,7 @@ class OpenSession:
     def close(self, reason: RequestError) -> None:
         """End the session: no further step starts, and the next answer is the error `reason`."""
         self.end = reason
-        # In both cases, the error wakes the gRPC call: if it waits for the answer to a step, or if it waits for the
+        # The error wakes the session's gRPC call, whether the call waits for the answer to a step or for the
         # scheduler's next step.
         if self.awaited is not None and not self.awaited.done():
             self.awaited.set_exception(reason)

@@ -2,8 +2,8 @@
 (followers) follow it.
 
 A follower computes every step that the first rank sends, with the follower's parts of weights, KV cache and adapters. A
-follower discards its answer to a step, because it equals the first rank's answer. A follower ends when the first rank
-has ended.
+follower discards its answer to a step, because the answer equals the first rank's answer. A follower ends when the
+first rank has ended.
 """
 
 import contextlib

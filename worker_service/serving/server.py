@@ -56,8 +56,8 @@ async def serve(settings: WorkerSettings) -> None:
         logging.shutdown()
         os._exit(1)  # the clean-up of CUDA may hang
     if not device_thread.idle:
-        # The device thread is still busy. The process exits without waiting for it, because neither loading a model nor
-        # a step can be interrupted.
+        # The process exits without waiting for the device thread, because neither loading a model nor computing a step
+        # can be interrupted.
         log.info("stopped", cut_off="a step, or the loading of the model")
         logging.shutdown()
         os._exit(0)

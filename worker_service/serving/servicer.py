@@ -84,7 +84,9 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self._worker = worker
 
     async def drain(self, grace: float) -> None:
-        """Accept no further sessions, and end the open session when it has no live sequences, or after `grace` seconds."""
+        """Accept no further sessions. End the open session when it has no live sequences, at the latest after `grace`
+        seconds.
+        """
         self._draining.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
@@ -122,8 +124,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[TakeAdapterRequest], context: Context
     ) -> TakeAdapterResponse:
         worker = self._ready_worker()
-        # Only one adapter is loaded at a time. While an adapter is loaded, memory contains the whole adapter in
-        # addition to this rank's part. Its pieces for other ranks must not be mixed with pieces of another adapter.
+        # Only one adapter is loaded at a time, because loading needs memory for the whole adapter in addition to this
+        # rank's part. The pieces of two adapters must also not be mixed when they are sent to other ranks.
         await self._adapter_calls.take(
             aiter(request_iterator), lambda pieces: load_adapter(worker, self._device_thread, pieces)
         )
@@ -220,7 +222,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             self._idle.set()
 
     async def _read(self, opened: OpenSession, first: SchedulerOutput, steps: AsyncIterator[SchedulerOutput]) -> None:
-        """Receive the steps of a session, and submit each step to the device thread, which computes the steps in order."""
+        """Receive the steps of a session, and submit them to the device thread, which computes them in order."""
         try:
             step: SchedulerOutput | None = first
             while step is not None:

@@ -45,7 +45,7 @@ class SequenceState:
     pooled: object = None
     """The partial result of pooling the prompt's hidden states. Only the package `execution` uses this field."""
     is_encoder: bool = False
-    """Whether the sequence is an encoder input. In the blocks of an encoder input are the keys and values of cross
+    """Whether the sequence is an encoder input. The blocks of an encoder input contain keys and values for cross
     attention.
     """
     features: bytes = b""
@@ -69,7 +69,9 @@ class ScheduledChunk(NamedTuple):
     start: int
     stop: int
     samples: bool
-    """Whether the sequence gains a token after the chunk. If so, the chunk ends with the sequence's last token."""
+    """Whether the sequence gains a token after the chunk. A chunk after which the sequence gains a token ends with the
+    sequence's last token.
+    """
     drafts: "array[int]" = array(TOKENS)
     """The draft tokens at the end of the chunk, after the sequence's last token. A token is sampled after each draft,
     too. The session first fills the room that the scheduler gives for drafts with `PLACEHOLDER` tokens.
@@ -213,9 +215,7 @@ class Session:
         )
 
     def _encoder(self, new: NewSequence) -> SequenceState | None:
-        """Find the encoder input of a new sequence. Raises InvalidStepError if the model requires one and it is
-        missing.
-        """
+        """Find the encoder input of a new sequence. Raises InvalidStepError if a required encoder input is missing."""
         if new.is_encoder or not self._limits.max_encoder_len:
             return None
         encoder = self._known(new.encoder_id)

@@ -1,7 +1,7 @@
 """The worker's types for the scheduler's steps and for the answers to steps, without protobuf.
 
-The file `codec.py` converts protobuf messages to the types in this file. It also checks all values that can be checked
-without knowing the live sequences. The file `session.py` checks the remaining values.
+The file `codec.py` converts protobuf messages to the types in this file. `codec.py` also checks all values that can be
+checked without knowing the live sequences. The file `session.py` checks the remaining values.
 """
 
 import enum
@@ -100,7 +100,7 @@ class PoolingParams:
 
 @dataclass(frozen=True)
 class TranscriptParams:
-    """The rules for the tokens of a transcript of speech. The protobuf message of the same name documents the fields."""
+    """The rules for tokens of a transcript of speech. The protobuf message of the same name documents the fields."""
 
     first_timestamp: int = 0
     max_initial: int = 0
@@ -201,7 +201,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class BlockMapping:
-    """Copies of blocks: block number sources[i] is copied to block number destinations[i]. No destination occurs twice."""
+    """Copies of blocks: block `sources[i]` is copied to block `destinations[i]`. No destination occurs twice."""
 
     sources: tuple[int, ...] = ()
     destinations: tuple[int, ...] = ()

@@ -49,7 +49,7 @@ class Proposer(Protocol):
         """
 
     def most_behind(self, num_tokens: int) -> int:
-        """The maximum number of tokens that this proposer can draft after the first `num_tokens` tokens of a sequence."""
+        """The maximum number of tokens that the proposer can draft after a sequence's first `num_tokens` tokens."""
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
         """Prepare for drafting in a step. The drafter calls this method before the device computes the step.
@@ -58,7 +58,7 @@ class Proposer(Protocol):
         """
 
     def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
-        """Draft up to `number` tokens for each `Beginning`. Returns a list of draft tokens for each of them."""
+        """Draft up to `number` tokens for each `Beginning`. Returns one list of draft tokens for each `Beginning`."""
 
 
 @dataclass(slots=True)
@@ -82,8 +82,8 @@ class Drafter:
     """Drafts tokens for the sequences of one worker. Only the device thread uses a `Drafter`.
 
     The method `begins` chooses the drafts that a step verifies, within the room that the scheduler has reserved. The
-    method `ends` compares the tokens that the step has sampled with its drafts, and requests room for drafts in later
-    steps.
+    method `ends` compares the step's drafts with the tokens that the step has sampled, and requests room for drafts in
+    later steps.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class Drafter:
         self._vocabulary_size = vocabulary_size
         self._cost = StepCost(1 / prefill_tokens_per_second if prefill_tokens_per_second else 0.0)
         self._first_chance = FIRST_CHANCE if proposer.cost is None else HOPE
-        self._chance = self._first_chance  # first estimate for new sequences
+        self._chance = self._first_chance  # first `chance` of new sequences
         self._runs_ahead = runs_ahead
         self._pause = FIRST_PAUSE if runs_ahead else 0.0
         self._seconds_before = self._seconds_after = 0.0  # durations of `begins` and `ends`
         self._has_failed = False
 
     def begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
-        """Choose the drafts that a step verifies. Returns the step's chunks, in which drafts replace the placeholders."""
+        """Choose the drafts that a step verifies. Returns the step's chunks with drafts in place of placeholders."""
         if self._has_failed:
             return [chunk.with_drafts(NO_DRAFTS) for chunk in chunks]
         self._proposer.step_begins(output, chunks)
@@ -136,7 +136,7 @@ class Drafter:
         if self._proposer.cost is not None and any(numbers):
             proposing = time.perf_counter()
             self._propose_in_step(chunks, numbers)
-            began += time.perf_counter() - proposing  # counted in the proposer's cost
+            began += time.perf_counter() - proposing  # this time is part of the proposer's cost
         drafts = [record.drafted[:number] for record, number in zip(records, numbers, strict=True)]
         self._seconds_before = time.perf_counter() - began
         return [
@@ -271,7 +271,7 @@ def _num_known(chunk: ScheduledChunk) -> int:
     if chunk.drafts:
         return len(chunk.sequence.token_ids)
     num_known = chunk.stop + 1 if chunk.samples else chunk.stop
-    return min(num_known, len(chunk.sequence.token_ids))  # late: no token was gained
+    return min(num_known, len(chunk.sequence.token_ids))  # a late sequence has gained no token
 
 
 def may_be_drafted_for(sequence: SequenceState) -> bool:

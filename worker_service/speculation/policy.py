@@ -16,7 +16,7 @@ from itertools import repeat
 DECAY = 0.95
 """Factor by which the weight of a measured step in the cost estimate shrinks with each later step."""
 CERTAINTY = 8.0
-"""Weight of the initial slope in the least-squares fit. The unit is a squared difference between two steps' numbers of
+"""Weight of the initial slope in the least-squares fit, in units of a squared difference between two steps' numbers of
 tokens.
 """
 FIRST_PAUSE = 0.001
@@ -80,8 +80,8 @@ def numbers_of_drafts(
     shares: Sequence[float] | None = None,
     drafting: StepCost | None = None,
 ) -> list[int]:
-    """Choose the number of drafts to verify for each sequence of a step. A number is zero if no draft is worth its
-    time.
+    """Choose the number of drafts to verify for each sequence of a step. The number is zero for a sequence whose drafts
+    are not worth their time.
 
     chances: for each sequence, the probability that a draft is right if the drafts before it are right. mosts: the
     maximum number of drafts of each sequence. shares: for each sequence, the probability that the proposer finds

@@ -138,7 +138,7 @@ class Adapters:
         return upload(rows, torch.int32, device)
 
     def _place(self, name: str, needed: Mapping[str, None]) -> int:
-        """The slot of an adapter. An adapter that is in no slot is first copied into one."""
+        """Find the slot of an adapter. An adapter that is in no slot is copied into a slot."""
         loaded = self._loaded.get(name)
         if loaded is None:
             raise InvalidStepError(f"the adapter {name[:64]} is not loaded")

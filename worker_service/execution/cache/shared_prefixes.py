@@ -87,9 +87,7 @@ def _sharing_rows(tables: "Sequence[array[int]]", rows: Iterable[int], first: in
 
 
 class SharedInputs:
-    """Device buffers that describe a step's shared parts. Their addresses are fixed, so that CUDA graphs can be
-    replayed.
-    """
+    """Device buffers that describe a step's shared parts, at fixed addresses so that CUDA graphs can be replayed."""
 
     def __init__(
         self,
@@ -152,7 +150,7 @@ class SharedInputs:
         return SharedParts(items, self._rows, self._num_parts[:size], self.most_parts(size))
 
     def most_parts(self, size: int) -> int:
-        """The maximum number of parts of one row in a step of `size` rows. One limit of the number of parts is the
-        number of allocated items.
+        """The maximum number of parts of one row in a step of `size` rows, which the number of allocated items also
+        limits.
         """
         return min(self._longest, self._room // size, _ITEMS_A_ROW * self._most_rows)

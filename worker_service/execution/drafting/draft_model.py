@@ -1,4 +1,5 @@
-"""A proposer that drafts with a smaller model. The draft model has the target model's vocabulary and random numbers.
+"""A proposer that drafts with a smaller model. The draft model has the same vocabulary as the target model, and samples
+with the same random numbers.
 
 The draft model has a KV cache of its own, whose blocks have the same numbers as the target's blocks. If the scheduler
 swaps, copies or reuses a block, the block is moved in both caches, so the scheduler need not know the draft model.
@@ -32,8 +33,8 @@ from worker_service.speculation.policy import StepCost
 
 
 class _Widened:
-    """A draft model whose logits are cut or padded to the target's vocabulary size. The sizes may differ in padding
-    only.
+    """A draft model whose logits are cut or padded to the target's vocabulary size. Only the padding of the two
+    vocabularies may differ.
     """
 
     def __init__(self, model: CausalModel, vocabulary_size: int) -> None:
@@ -104,8 +105,8 @@ class DraftModel:
     ) -> None:
         """Create a proposer.
 
-        reads_next: whether keys and values of a token depend also on the next token, as in a head. If so, the last
-        token of a sequence has no slot in the draft cache yet.
+        reads_next: whether keys and values of a token depend also on the next token, as in a head. The last token of a
+        sequence has no slot in a head's cache yet.
         """
         cache = runner.cache_engine
         self.cost: StepCost | None = StepCost(1 / max(1, prefill_tokens_per_second))
@@ -220,10 +221,9 @@ class DraftModel:
         return max(0, min(one.number, slots - one.num_tokens + 1))
 
     def _awaits_states(self, one: Beginning) -> bool:
-        """Whether the target computes some of the sequence's first tokens in this step, as part of another sequence.
-
-        The two sequences share the blocks of these first tokens. A head cannot draft yet, because the target has not
-        stored its hidden states of these tokens.
+        """Whether the target computes some of the sequence's first tokens in this step, as part of another sequence. A
+        head cannot draft for such a sequence yet, because the target has not stored its hidden states of the first
+        tokens.
         """
         writers = self._writers[one.sequence.block_ids[: (one.num_tokens - 1) // self._block_size]]
         return bool(((writers != _NO_SEQUENCE) & (writers != one.sequence.sequence_id)).any())

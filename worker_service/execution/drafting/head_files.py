@@ -147,8 +147,7 @@ class EagleFiles:
     def check(self) -> list[int]:
         blueprint = self._allocate(torch.device("meta")).checkpoint_tensors(self._layer_name)
         self.checkpoint.check(blueprint)
-        # The tensor t2d is not read. It tells which tokens of the vocabulary have a logit, and the tensor d2t already
-        # tells this.
+        # The tensor t2d is not read, because the tensor d2t already tells which tokens of the vocabulary have a logit.
         self.checkpoint.check_none_left({*blueprint, "d2t", "t2d"})
         self._token_ids()
         return _sizes([*blueprint.values()])

@@ -50,8 +50,8 @@ class ProposerLoader:
         """
 
     def attach(self, cache: CacheEngine) -> None:
-        """Give the proposer its KV cache. The call comes before the target's CUDA graphs are captured, because the
-        graphs may store hidden states in a head's cache.
+        """Give the proposer its KV cache. `attach` must be called before the target's CUDA graphs are captured, because
+        the graphs may store hidden states in a head's cache.
 
         Raises StartError.
         """

@@ -54,8 +54,8 @@ class Loader(ABC):
         return None
 
     def info(self, fingerprint: str, speed: int) -> WorkerInfo:
-        """The model's properties that the scheduler needs. All ranks must call this method, because ranks exchange
-        numbers.
+        """The model's properties that the scheduler needs. All ranks must call this method, because the ranks may
+        exchange measurements in it.
         """
         target = self.target
         return WorkerInfo(

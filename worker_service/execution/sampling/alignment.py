@@ -30,7 +30,7 @@ from worker_service.session.session import ScheduledChunk, SequenceState
 
 @dataclass(frozen=True)
 class Aligner:
-    """Computes for the tokens of a transcript, sent as a prompt, the times at which they are spoken.
+    """Computes the times at which the tokens of a transcript are spoken. The transcript is sent as a prompt.
 
     heads: for each layer, the numbers of the alignment heads. filter_width: the number of encoder tokens over which
     attention weights are smoothed, an odd number.
@@ -115,9 +115,9 @@ def first_columns(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     matrix.
 
     costs: shape [rows, columns]. Each move of the path goes to the next row, to the next column, or to both. If several
-    moves cost the same, the path goes to the next column, as in transformers. Sums of costs are float32. They are
-    computed one diagonal of the matrix at a time, because the sum at a cell needs only the two diagonals before it. A
-    matrix of 450 rows and 1,500 columns took 77 ms on a busy machine.
+    moves cost the same, the path goes to the next column, as in transformers. Sums of costs are float32, and are
+    computed one diagonal of the matrix at a time. The sum at a cell needs only the two diagonals before it. A matrix of
+    450 rows and 1,500 columns took 77 ms on a busy machine.
     """
     num_rows, num_columns = costs.shape
     steps = np.full((num_rows + num_columns + 1, num_rows + 1), -1, dtype=np.int8)

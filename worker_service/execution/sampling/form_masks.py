@@ -20,8 +20,8 @@ class FoundMasks(NamedTuple):
 
 
 class FormMasks:
-    """The masks of a step. A sequence with an output form that samples has one mask after its last token, and one after
-    each draft.
+    """The masks that a step needs, and that another process computes. A sequence with an output form that samples has
+    one mask after its last token, and one after each draft.
     """
 
     def __init__(self, rows: dict[tuple[int, int], int], found: "Future[FoundMasks]") -> None:

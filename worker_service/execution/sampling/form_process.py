@@ -10,9 +10,9 @@ tokenizer's memory. The started process has no threads, because a forked child w
 ends, the started process and its children end.
 
 An output that is new to a child process may already have thousands of tokens, which the child process has to read. The
-child process reads them in time slices of `SLICE_SECONDS`, one slice in each step. Masks of other outputs therefore
-wait for at most one slice. Until the child process has read all tokens of an output, its answers for the output are
-late. A late answer contains no mask, and the output gains no token in the step.
+child process reads such tokens in time slices of `SLICE_SECONDS`, one slice in each step. Masks of other outputs
+therefore wait for at most one slice. Until the child process has read all tokens of an output, its answers for the
+output are late. A late answer contains no mask, and the output gains no token in the step.
 
 Each step also has one time slice for compiling grammars. A compilation may take longer than its slice. The next
 compilation is delayed by the time that the last one took, so that other outputs gain tokens in between. Until the
@@ -57,8 +57,8 @@ pass takes about as long. In one slice a matcher reads 6,000 tokens of JSON. In 
 takes up to 0.25 ms before the list exceeds llguidance's limit.
 """
 FEW_TOKENS = 16
-"""An output with more unread tokens counts as new to the process. An output with at most this number, for example after
-accepted drafts, has a time slice of its own.
+"""Maximum unread tokens of an output that is not new to the process, for example after accepted drafts. Each output
+that is not new has a time slice of its own.
 """
 HEAD = struct.Struct("<dqI?")
 """The header of an answer, which precedes the mask, has four fields. The first field is the CPU time in seconds since
@@ -207,16 +207,16 @@ class Follower:
         """A new matcher of a grammar, which has read no tokens yet.
 
         If a matcher is not `alone`, it shares llguidance's cache for the grammar with other matchers of the grammar.
-        The matchers share the limits of the cache, too. If one of them exceeds a limit, all matchers of the grammar
+        The matchers share the limits of the cache, too. If one matcher exceeds a limit, all matchers of the grammar
         fail.
         """
         compiled = self._compiled.pop(form, None)
         if alone or compiled is None or compiled.is_error():
             # llguidance's log is off, because the log would contain tokens of outputs.
             compiled = LLMatcher(self._tokenizer, form, log_level=0, limits=parser_limits())
-            # The mask before the first token is computed once for each compiled grammar. If it is not computed, a later
-            # mask may take very long. For the regular expression yyyyy|z(a|aa|aaa){1,1000}…, the mask after z took 69 s
-            # instead of 6 ms.
+            # The mask before the first token is computed for each compiled grammar, because otherwise a later mask may
+            # take very long. For the regular expression yyyyy|z(a|aa|aaa){1,1000}…, the mask after z took 69 s instead
+            # of 6 ms.
             self._mask(compiled)
         if alone:
             return compiled

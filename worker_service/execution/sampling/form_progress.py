@@ -47,8 +47,8 @@ class Progress:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the matcher's next answer depends only on the output's tokens. This is so if the form is compiled
-        separately for the output, and the matcher has computed no mask yet.
+        """Whether the matcher's next answer depends only on the output's tokens. Such a matcher is compiled separately
+        for the output, and has computed no mask yet.
         """
         return self.is_alone and not self.num_masks
 

@@ -1,10 +1,10 @@
-"""The tokenizer that llguidance uses for output forms (grammars). It encodes text that a grammar prescribes.
+"""The tokenizer with which llguidance encodes text that an output form (grammar) prescribes.
 
 If a grammar allows only one continuation, llguidance encodes the continuation and allows only its first token. The
-model's own tokenizer cannot encode prescribed text correctly in two cases. First, it would encode the characters
-`<|im_end|>` in a choice as the special token that ends the output. Second, if it normalizes text, it would change
-characters of the prescribed text. This tokenizer therefore checks that the model's tokens spell the prescribed text,
-and otherwise splits the text into other tokens. A grammar can still name special tokens.
+model's own tokenizer cannot encode prescribed text correctly in two cases. First, the model's tokenizer would encode
+the characters `<|im_end|>` in a choice as the special token that ends the output. Second, if it normalizes text, it
+would change characters of the prescribed text. This tokenizer therefore checks that the model's tokens spell the
+prescribed text, and otherwise splits the text into other tokens. A grammar can still name special tokens.
 """
 
 from llguidance import LLTokenizer

@@ -43,8 +43,8 @@ def in_turns(
 def largest(
     items: Iterable[WithRows],
 ) -> Iterator[WithRows]:
-    """The outputs to end, so that the matchers of the remaining outputs need at most `MAX_TOGETHER` bytes. Each is the
-    largest output of the tenant whose outputs need the most memory.
+    """The outputs to end, so that the matchers of the remaining outputs need at most `MAX_TOGETHER` bytes. The next
+    output to end is always the largest output of the tenant whose outputs need the most memory.
     """
     alive = [one for one in items if not one[0].progress.is_over]
     by_owner: Counter[bytes] = Counter()

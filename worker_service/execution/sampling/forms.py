@@ -11,20 +11,20 @@ worker receives it.
 The CPU time that a form needs is charged to its output. If a form is slow, the worker ends only outputs of this form
 and of the same tenant:
 
-- Reading one token or computing one mask may take `MAX_SECONDS`. If it takes longer, the process is killed, the output
-  is ended, and a new process continues the other outputs. For `BAN_SECONDS`, new outputs of the same form and tenant
-  are ended immediately. The limit applies to a single token or mask, so the output's number of tokens cannot be the
-  cause. Other outputs of the form that already have tokens continue, until an output of the form exceeds the limit
-  again.
+- Reading one token or computing one mask may take `MAX_SECONDS`. If one token or mask takes longer, the process is
+  killed, the output is ended, and a new process continues the other outputs. For `BAN_SECONDS`, new outputs of the same
+  form and tenant are ended immediately. The limit applies to a single token or mask, so the output's number of tokens
+  cannot be the cause. Other outputs of the form that already have tokens continue, until an output of the form exceeds
+  the limit again.
 - All tokens of an output together may take `MAX_LEFT`, plus `TOKEN_SECONDS` for each token.
 - A new process reads the tokens of all running outputs again, in time slices between the masks of other outputs. Until
   the process has read all tokens of an output, the output is late and gains no token. Reading tokens a second time
   takes at most as long as the first time, and only half of the time is charged. Reading again therefore cannot use up
   an output's time.
 
-By these limits, one form delays other outputs in one step by at most three times `MAX_SECONDS`: for the mask of the
-next token, for the masks after drafts, and for a second try without drafts. On average, a form delays other outputs by
-at most `TOKEN_SECONDS` in each step. In one step, at most `MAX_ENDED` processes are killed because of slow forms. A
+Because of these limits, one form delays other outputs in one step by at most three times `MAX_SECONDS`: for the mask of
+the next token, for the masks after drafts, and for a second try without drafts. On average, a form delays other outputs
+by at most `TOKEN_SECONDS` in each step. In one step, at most `MAX_ENDED` processes are killed because of slow forms. A
 step compiles one or a few new forms, in at most half of the step's time. Outputs of all other new forms are late.
 
 If the time of a step is used up, all outputs that the process has not computed in this step are late. To be fair, the
@@ -163,7 +163,7 @@ class Forms:
         ends = itertools.accumulate(item.num_masks for item in items)
         every = [(item, masks[end - item.num_masks : end]) for item, end in zip(items, ends, strict=True)]
         left, num_ended = deque(form_turns.in_turns(every)), 0
-        # Keys of outputs during whose computation a process has died in this step.
+        # Keys of outputs whose masks a process was computing when it died in this step.
         died: set[int] = set()
         while left := deque(self._followed(left)):
             if num_ended == MAX_ENDED:  # several forms were too slow
@@ -198,7 +198,7 @@ class Forms:
                             rows[number] = mask
                         elif item.samples and number == 0:
                             has_failed = True
-                    left.popleft()  # if the answer is unusable, `again` repeats it
+                    left.popleft()  # outputs in `again` are sent again
                     progress.taken += time.monotonic() - began
                     if progress.left < 0:
                         self._end_output(item, f"its tokens take more than {form_progress.TOKEN_SECONDS:g} s each")

@@ -20,8 +20,8 @@ from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.settings import WorkerSettings
 
 _CPU_SHARE = 4
-"""On a CPU, a worker's KV cache uses at most the machine's free memory divided by this number. Other processes need
-memory too.
+"""On a CPU, a worker's KV cache uses at most the machine's free memory divided by this number, because other processes
+need memory too.
 """
 _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
@@ -133,8 +133,8 @@ def _free_host_bytes() -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Bytes of inactive file pages, for example of weight files that were read. The kernel can reclaim inactive file
-    pages, although a control group counts them as used memory.
+    """Bytes of inactive file pages, for example of weight files that were read. Linux can reclaim inactive file pages,
+    although a control group counts them as used memory.
     """
     try:
         lines = (_CGROUP / "memory.stat").read_text().splitlines()
@@ -146,9 +146,9 @@ def _reclaimable_bytes() -> int:
 def give_freed_memory_back() -> None:
     """Make glibc return freed memory to the operating system.
 
-    Once memory of up to 32 MiB that was allocated with one call has been freed, glibc keeps every later freed
-    allocation up to this size. After packing 1.5 billion weights, glibc kept 235 MiB of freed memory; the weights and
-    everything else used 1,360 MiB.
+    After the process has freed an allocation of up to 32 MiB, glibc keeps every later freed allocation of at most the
+    same size. After packing 1.5 billion weights, glibc kept 235 MiB of freed memory; the weights and everything else
+    used 1,360 MiB.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has `malloc_trim`
     if trim is not None:

@@ -212,7 +212,7 @@ class Network:
         with byte_progress("loading weights") as progress:
 
             def fill(places: Mapping[str, torch.Tensor]) -> None:
-                give_freed_memory_back()  # returns the last layer's memory
+                give_freed_memory_back()  # frees memory of the last layer
                 self.checkpoint.load_into(places, self.cuts)
                 progress.update(sum(place.nbytes for place in places.values()))
 

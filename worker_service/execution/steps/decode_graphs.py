@@ -9,15 +9,15 @@ to step.
 
 LoRA adapters add two kernels to each matrix product, which makes 256 kernels in a forward pass of 32 layers. If a
 worker has slots for adapters, each batch size has a graph with adapter kernels and a graph without them. Steps without
-adapters use the graph without adapter kernels. The two graphs share inputs and memory. A further graph costs the time
-of its capture, and memory of the driver for its launches. One graph serves all adapters, because its kernels read
-adapter slots and LoRA ranks from device memory.
+adapters use the graph without adapter kernels. The graphs of a batch size share inputs and memory. Each additional
+graph costs the time of its capture, and memory of the driver for its launches. One graph serves all adapters, because
+its kernels read adapter slots and LoRA ranks from device memory.
 
 If kernels support shared prefixes (`worker_service.execution.cache.shared_prefixes`), each batch size of 8 rows and
 more has two graphs. The graph for shared prefixes has one more launch in each layer, and computes steps whose rows
-share enough blocks. The other graph computes all other steps. The rows of a short question that follows a long cached
-prompt also share the prompt's blocks. Steps without a graph do not share blocks, because launching kernels one by one
-costs more time than sharing could save.
+share enough blocks. The graph without sharing computes all other steps. The rows of a short question that follows a
+long cached prompt also share the prompt's blocks. Steps without a graph do not share blocks, because launching kernels
+one by one costs more time than sharing could save.
 """
 
 from array import array
@@ -40,13 +40,14 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.settings import WorkerSettings
 
 _PROMPT_ROWS = 256
-"""The largest graph has this number of rows, if a step may have so many tokens. If `max_num_seqs` is larger, the
-largest graph has `max_num_seqs` rows. More rows gain little. By an estimate for an H200 and an 8-billion-parameter
-Llama, not measured, computing 512 rows takes as long as Python needs to launch the kernels.
+"""Number of rows of the largest graph, unless `max_num_batched_tokens` is smaller or `max_num_seqs` is larger. If
+`max_num_seqs` is larger, the largest graph has `max_num_seqs` rows. More rows gain little. By an estimate for an H200
+and an 8-billion-parameter Llama, not measured, computing 512 rows takes as long as Python needs to launch the kernels.
 """
 _MAX_READ_AGAIN = 1 << 28
-"""A step is computed without a graph if its rows would read more bytes of a layer's keys and values repeatedly. With 4
-KiB for each token (Llama of 8 billion parameters), a prompt of 360 tokens reaches this limit.
+"""Maximum bytes of a layer's keys and values that the rows of a step may read repeatedly in a graph. A step that would
+read more bytes repeatedly is computed without a graph. With 4 KiB for each token (Llama of 8 billion parameters), a
+prompt of 360 tokens reaches this limit.
 
 In a graph, each row reads the keys and values of its whole context. Without a graph, the attention kernel reads a
 sequence's context once for several rows. On an H200, the kernels of one layer take 0.24 ms longer without a graph. In
@@ -55,17 +56,17 @@ limit is an estimate, not measured; hardware caches avoid some of the repeated r
 """
 
 _FEWEST_SHARING = 8
-"""Minimum number of rows of a step that shares parts of prefixes. The value is not measured."""
+"""Minimum number of rows of a step that shares parts of prefixes. This minimum is an estimate, not measured."""
 _MAX_SHARED_BYTES = 1 << 27
 """Maximum bytes of attention's float32 results for shared parts of prefixes, summed over all rows of a step. The limit
 allows 32 parts of 512 tokens for 256 rows of 32 heads with 128 numbers each. Each row attends separately to the tokens
 after its shared parts.
 """
 _MIN_SAVED = 200 << 20
-"""Rows share parts of prefixes only if this saves reading at least this number of bytes of a layer's keys and values.
-On an H100, attention to shared parts takes 35 µs or more, because one Triton program reads all 512 keys of a part. When
-sharing saved 126 MB, attention of a layer took 38 µs instead of 28 µs. When sharing saved 235 MB, attention of a layer
-took 44 µs instead of 49 µs.
+"""Minimum bytes of a layer's keys and values that sharing must save. If sharing parts of prefixes saves less reading, a
+step does not share them. On an H100, attention to shared parts takes 35 µs or more, because one Triton program reads
+all 512 keys of a part. When sharing saved 126 MB, attention of a layer took 38 µs instead of 28 µs. When sharing saved
+235 MB, attention of a layer took 44 µs instead of 49 µs.
 """
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
@@ -172,9 +173,9 @@ def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_mod
     config = model.config
     if not isinstance(config, DecoderConfig) or is_narrow(cache.dtype):  # no 8-bit kernel can share parts
         return None
-    # The numbers of heads are the whole model's. If several ranks store copies of one key head, each of these ranks has
-    # fewer query heads for it. A kernel of such a rank could compute more rows together, but every rank must make the
-    # same choice.
+    # Heads are counted for the whole model, not for this rank. If several ranks store copies of one key head, each of
+    # these ranks has fewer query heads for it. A kernel of such a rank could compute more rows together, but every rank
+    # must make the same choice.
     groups = config.num_heads // config.num_kv_heads
     most_rows = ops_for(cache.device).shared_tokens(groups, config.head_dim, cache.dtype)
     row_bytes = config.num_heads * config.head_dim * torch.float32.itemsize
@@ -188,15 +189,15 @@ def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_mod
 
 
 class _CudaGraphs:
-    """Captures CUDA graphs that use the same memory. This is safe, because only one graph runs at a time."""
+    """Captures CUDA graphs that use the same memory, which is safe because only one graph runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        # The computation runs once before the capture. This run compiles kernels, chooses kernels and allocates memory,
-        # which a capture does not allow.
+        # Before the capture, the computation runs once to compile kernels, choose kernels and allocate memory. A
+        # capture does not allow these operations.
         compute()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()

@@ -1,5 +1,5 @@
-"""The input tensors of a step that is computed with a CUDA graph. Their addresses are fixed, so that the graph can be
-replayed.
+"""The input tensors of a step that is computed with a CUDA graph. The tensors have fixed addresses, so that the graph
+can be replayed.
 
 Each token of the step is one row. The attention kernel treats every row as a sequence with one query token, which
 attends to itself and to all earlier tokens. Rows of one sequence have the same block table. A step that verifies drafts

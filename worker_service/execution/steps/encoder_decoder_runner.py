@@ -95,7 +95,7 @@ class EncoderDecoderRunner(ModelRunner):
         completed = []
         for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False):
             if chunk.sequence.sampling.pooling is not None:
-                assert self._aligner is not None  # codec.py refuses such requests without one
+                assert self._aligner is not None  # without an aligner, codec.py refuses the step
                 cache = self.cache_engine.device_blocks
                 times = self._aligner.take(chunk, {layer: of[start:stop] for layer, of in queries.items()}, cache)
                 if times is not None:

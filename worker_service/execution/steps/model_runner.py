@@ -53,8 +53,8 @@ class Runner:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether this runner can launch a step before the previous step has finished. For a given step, `follow` must
-        be true too.
+        """Whether this runner can launch steps before the previous step has finished. The method `follow` decides about
+        a given step.
         """
         return False
 

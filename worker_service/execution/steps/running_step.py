@@ -57,8 +57,8 @@ class RunningStep:
         return self._clock.has_stopped()
 
     def unseen_tokens(self) -> UnseenTokens:
-        """The tokens that this step samples, as a tensor on the device. They are inputs of a next step that is launched
-        early.
+        """The tokens that this step samples, as a tensor on the device. If the next step is launched early, it reads
+        its input tokens from this tensor.
         """
         return UnseenTokens(
             self._token_ids, {sequence.sequence_id: row for row, sequence in enumerate(self._sequences)}

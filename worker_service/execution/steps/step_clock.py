@@ -9,7 +9,7 @@ import torch
 
 
 class StepClock:
-    """The marks of one step. On a GPU, marks are CUDA events in the current stream."""
+    """Measures one step with marks between its parts. On a GPU, each mark is a CUDA event in the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         """Set the mark before the first part."""
