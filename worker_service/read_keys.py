@@ -121,8 +121,8 @@ class ReadKeys:
             self._within.pop(name, None)
 
     def neutral(self, **values: object) -> None:
-        """Mark keys as read if their values are the given values, for which the caller has nothing to do. Keys with
-        other values stay unread.
+        """Mark keys as read that have the given values, because the caller already behaves as these values require.
+        Keys with other values stay unread.
         """
         self.without_effect(*(name for name, value in values.items() if _is_same(self.plain.get(name), value)))
 

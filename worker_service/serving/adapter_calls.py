@@ -40,8 +40,8 @@ class AdapterCalls:
         self._handing: _Handing | None = None
 
     def check(self, epoch: int) -> int:
-        """Check the epoch that a call names. Returns this epoch, or the newest session's epoch if the call names none.
-        Raises RequestError with status ABORTED if the epoch is older than the newest session.
+        """Check the epoch that a call names. Returns the call's epoch, or the newest session's epoch if the call names
+        none. Raises RequestError with status ABORTED if the epoch is older than the newest session.
         """
         newest = self._newest_epoch()
         if 0 < epoch < newest:

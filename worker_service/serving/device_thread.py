@@ -64,7 +64,7 @@ class DeviceThread:
     process can exit while the thread is busy.
 
     If work returns a `Pending`, the thread settles the `Pending` when the device has finished. The thread may run other
-    work in between.
+    work before it settles a `Pending`.
     """
 
     def __init__(self) -> None:

@@ -88,7 +88,7 @@ class PoolingType(enum.Enum):
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """How to pool a sequence's hidden states. The protobuf message of the same name documents the fields."""
+    """How to pool a sequence's hidden states. The protobuf message PoolingParams documents the fields."""
 
     type: PoolingType
     dimensions: int
@@ -100,7 +100,7 @@ class PoolingParams:
 
 @dataclass(frozen=True)
 class TranscriptParams:
-    """The rules for tokens of a transcript of speech. The protobuf message of the same name documents the fields."""
+    """The rules for tokens of a transcript of speech. The protobuf message TranscriptParams documents the fields."""
 
     first_timestamp: int = 0
     max_initial: int = 0

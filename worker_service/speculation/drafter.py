@@ -1,5 +1,5 @@
-"""Decides how many draft tokens each step verifies. For this decision, the drafter estimates how likely drafts are to
-be right, by comparing earlier drafts with the sampled tokens.
+"""Decides how many draft tokens each step verifies, by estimates of the probability that a draft is right. The drafter
+makes these estimates by comparing earlier drafts with the sampled tokens.
 """
 
 import time

@@ -27,10 +27,11 @@ the next token, for the masks after drafts, and for a second try without drafts.
 by at most `TOKEN_SECONDS` in each step. In one step, at most `MAX_ENDED` processes are killed because of slow forms. A
 step compiles one or a few new forms, in at most half of the step's time. Outputs of all other new forms are late.
 
-If the time of a step is used up, all outputs that the process has not computed in this step are late. To be fair, the
-process computes one output of each tenant, then a second output of each tenant, and so on. The tenant whose outputs
-have used the least time comes first. If outputs did not take turns, a tenant's new output would wait for all earlier
-outputs of other tenants. After a process was killed, the tenant's running outputs would wait in the same way.
+If the time of a step is used up, all outputs that the process has not computed in this step are late. For fairness
+between tenants, the process computes one output of each tenant, then a second output of each tenant, and so on. The
+tenant whose outputs have used the least time comes first. If outputs did not take turns, a tenant's new output would
+wait for all earlier outputs of other tenants. After a process was killed, the tenant's running outputs would wait in
+the same way.
 
 The memory of all outputs' matchers together is limited. If they need more than `MAX_TOGETHER` bytes, the worker ends
 the largest output of the tenant whose outputs need the most memory. Without this limit, the process would run out of

@@ -1,5 +1,5 @@
-"""The capacity of a device: checks that the weights fit, then counts the KV cache blocks that fit into the worker's
-share of memory.
+"""Checks that the weights fit into the device's memory, and counts the KV cache blocks that fit into the worker's share
+of memory.
 
 Blocks are counted after the weights are loaded and a trial step of the largest size has run. The worker refuses to
 start if the cache is too small for one sequence of the model's full length, because a request of this length would wait

@@ -96,8 +96,8 @@ class DecodeGraphs:
         a function that is used in place of capturing CUDA graphs, for tests.
         """
         self._inputs = DecodeInputs(max_num_rows, max_model_len, cache.shape[3], cache.device)
-        # Bytes of a token in all ranks together, so that every rank chooses the same graph for a step. An all-reduce
-        # needs the same number of rows in all ranks, padding included.
+        # Bytes of a token's keys and values in one layer of all ranks together. Every rank must choose the same graph
+        # for a step. An all-reduce needs the same number of rows in all ranks, padding included.
         token_bytes = 2 * model.config.num_kv_heads * model.config.head_dim * cache.itemsize
         self._most_read_again = _MAX_READ_AGAIN // token_bytes
         self._shared = _shared_inputs(model, cache, max_num_rows, max_model_len)
@@ -182,7 +182,7 @@ def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_mod
     most_parts, room = (max_model_len - 1) // PART_KEYS, _MAX_SHARED_BYTES // row_bytes
     if not most_rows or not most_parts:
         return None
-    # Bytes of a token in all ranks together, so that every rank makes the same choice.
+    # Bytes of a token's keys and values in one layer of all ranks together, so that every rank makes the same choice.
     token_bytes = 2 * config.num_kv_heads * config.head_dim * cache.itemsize
     least_saved = _MIN_SAVED // token_bytes
     return SharedInputs(max_num_rows, most_rows, most_parts, room, least_saved, cache.shape[3], cache.device)
