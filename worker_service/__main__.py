@@ -1,11 +1,11 @@
-"""`python -m worker_service` runs a worker. `--help` lists its settings."""
+"""`python -m worker_service` runs a worker. The option `--help` lists the worker's settings."""
 
 import os
 import sys
 
-# torch's OpenMP threads must not spin for milliseconds after a parallel loop. The kernels have their own threads, and
-# the scheduler may run on the same cores. GOMP_SPINCOUNT counts spins of about 15 ns. GOMP_SPINCOUNT must be set before
-# torch is imported.
+# By default, the OpenMP threads of torch spin for milliseconds after a parallel loop. They would take the cores from
+# the threads of the CPU kernels and from a scheduler on the same machine. GOMP_SPINCOUNT limits the number of spins,
+# each of which takes about 15 ns. GOMP_SPINCOUNT must be set before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from pagewire_common.serving.server import run
@@ -18,7 +18,7 @@ from worker_service.settings import WorkerSettings
 
 
 def main() -> None:
-    """Serve in this process, or start a process for each rank."""
+    """Run the worker in this process, or start a process for each rank of the worker."""
     settings = load_settings(WorkerSettings, "worker_service")
     configure_logging(settings.log_level, settings.log_format)
     if not is_rank():
@@ -28,7 +28,7 @@ def main() -> None:
     elif is_rank():
         run("worker_service", lambda: run_rank(settings))
     else:
-        from worker_service.serving.launcher import launch  # this module imports torch
+        from worker_service.serving.launcher import launch  # the launcher imports torch
 
         sys.exit(launch([sys.executable, "-m", "worker_service", *sys.argv[1:]], settings.tensor_parallel_size))
 

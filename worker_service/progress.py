@@ -1,4 +1,4 @@
-"""Shows the progress of loading: a bar on a terminal, or a log line every few seconds."""
+"""Shows the progress of loading a model: a progress bar on a terminal, or a log line every few seconds."""
 
 import sys
 import time
@@ -10,16 +10,18 @@ from tqdm import tqdm
 log = structlog.get_logger()
 
 LOG_SECONDS = 5.0
-"""Seconds between two lines of the log."""
+"""Seconds between two log lines that show progress."""
 
 
 def stage(name: str) -> None:
-    """Log the current stage of loading."""
+    """Log the name of the stage of loading that begins."""
     log.info("loading", stage=name)
 
 
 class Progress:
-    """A context that shows progress. Call `update` with the amount done."""
+    """A context that shows progress. The caller calls `update` with the number of bytes or items that were done since
+    the last call.
+    """
 
     def __init__(self, what: str, total: int | None, unit: str) -> None:
         self._what, self._total, self._done = what, total, 0
@@ -37,7 +39,7 @@ class Progress:
             log.info("loading", stage=self._what, done=self._done, total=self._total)
 
     def reset(self, total: int) -> None:
-        """Start again with a new total."""
+        """Start again from zero, with a new total number."""
         self._done, self._total = 0, total
         if self._bar is not None:
             self._bar.reset(total)
@@ -51,10 +53,10 @@ class Progress:
 
 
 def byte_progress(what: str, num_bytes: int | None = None) -> Progress:
-    """Progress in bytes. If `num_bytes` is missing, `reset` sets the total."""
+    """A `Progress` that counts bytes. If the total `num_bytes` is not known yet, `reset` sets it later."""
     return Progress(what, num_bytes, "B")
 
 
 def count_progress(what: str, count: int) -> Progress:
-    """Progress in items."""
+    """A `Progress` that counts items."""
     return Progress(what, count, "it")

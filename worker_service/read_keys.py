@@ -1,7 +1,8 @@
-"""A JSON object whose values have types and limits, and that records which keys were read.
+"""Reads a JSON object, such as config.json, with a type and limits for each value. The reader records which keys were
+read.
 
-Every read names the type of its value, so no value is converted silently. At the end, `unread` returns the keys that
-were not understood.
+Each method reads one type of value, so no value is converted silently. At the end, `unread` returns the keys that no
+code has read; the caller refuses them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -12,29 +13,29 @@ from worker_service.wording import named, shown
 D = TypeVar("D")
 
 LARGEST = 2**31
-"""Maximum of counts in a network's config, such as its number of layers."""
+"""Default maximum of integers in a config.json, such as the number of layers."""
 _SMALLEST, _GREATEST = 1e-15, 1e15
-"""Limits of the absolute value of numbers. Within these limits float32 can store a number's square, and the inverse of
-the square.
+"""Default minimum and maximum of numbers. For a number within these limits, float32 can store the square and the
+inverse of the square.
 """
 REFUSED: Any = object()
-"""The `default` of a required key, and the `null` of a key that must not be null."""
+"""The argument `default` for a required key, and the argument `null` for a key that must not be null."""
 
 
 class ReadKeys:
-    """A JSON object. Every read raises ValueError with the key's name if the value has another type or is outside its
-    limits.
+    """A JSON object. Each method that reads a key raises ValueError with the key's name, if the value has another type
+    or is outside the limits.
 
-    default: the value if the key is missing. Without a default, the key is required. null: the value if the key is
-    null. Without `null`, null counts as a wrong type. Nested objects are also `ReadKeys`. The operator `in` does not
-    mark a key as read.
+    Two arguments of the methods: `default` is the result if the key is missing, and without `default` the key is
+    required. `null` is the result if the value is null, and without `null` a null value is refused. Nested objects are
+    also `ReadKeys`. The operator `in` does not mark a key as read.
     """
 
     def __init__(self, json: "Mapping[str, Any] | ReadKeys", where: str = "") -> None:
         self.plain: Mapping[str, Any] = json.plain if isinstance(json, ReadKeys) else json
-        """The plain object. Reading from the plain object marks no key as read."""
+        """The JSON object as a mapping. Reading a key from this mapping does not mark the key as read."""
         self._where = where
-        """The prefix of a key's name in error messages."""
+        """The names of the enclosing objects, which precede a key's name in error messages."""
         self._read: set[str] = set()
         self._within: dict[str, ReadKeys] = {}
 
@@ -52,7 +53,7 @@ class ReadKeys:
     def integer(
         self, name: str, default: int | D = REFUSED, *, null: int | D = REFUSED, least: int = 1, most: int = LARGEST
     ) -> int | D:
-        """Read an integer, which must be written as an integer: 2.0 is refused."""
+        """Read an integer. A number that is not written as an integer, such as 2.0, is refused."""
         wanted = f"a whole number from {least} to {most}"
         found: int | D = self._value(
             name, default, null, wanted, lambda value: type(value) is int and least <= value <= most
@@ -81,14 +82,14 @@ class ReadKeys:
         return found
 
     def choices(self, name: str, options: Collection[str], count: int) -> list[str] | None:
-        """A list of `count` options, or None if the key is missing or null."""
+        """Read a list of `count` strings from `options`. Returns None if the key is missing or null."""
         wanted = f"a list of {count}, each of which is {_one_of(options)}"
         found: list[str] | None = self._list(name, wanted, lambda value: _is_of(value, options), count)
         return found
 
     def integers(self, name: str, count: int | None = None, *, least: int, most: int) -> list[int] | None:
-        """A list of `count` integers, or of any length if `count` is None. Returns None if the key is missing or
-        null.
+        """Read a list of `count` integers, or of any number of integers if `count` is None. Returns None if the key is
+        missing or null.
         """
         wanted = f"a list of {'' if count is None else f'{count} '}whole numbers from {least} to {most}"
         found: list[int] | None = self._list(
@@ -97,7 +98,7 @@ class ReadKeys:
         return found
 
     def numbers(self, name: str, count: int) -> list[float]:
-        """A list of `count` finite numbers."""
+        """Read a list of `count` finite numbers. The key is required."""
         wanted = f"a list of {count} numbers from {_SMALLEST:g} to {_GREATEST:g}"
         found: list[float] | None = self._list(
             name, wanted, lambda value: _is_number(value, _SMALLEST, _GREATEST), count
@@ -107,27 +108,27 @@ class ReadKeys:
         return found
 
     def group(self, name: str) -> "ReadKeys":
-        """A nested object, or an empty object if the key is missing or null."""
+        """Read a nested object. Returns an empty object if the key is missing or null."""
         found: Mapping[str, Any] | None = self._value(
             name, None, None, "an object", lambda value: isinstance(value, Mapping)
         )
         return self._within.setdefault(name, ReadKeys(found or {}, f"{self._where}{named(name)}."))
 
     def without_effect(self, *names: str) -> None:
-        """Mark these keys as read, because the caller can ignore their values."""
+        """Mark keys as read whose values the caller may ignore."""
         for name in names:
             self._read.add(name)
             self._within.pop(name, None)
 
     def neutral(self, **values: object) -> None:
-        """Mark each key as read if its value is the given value, which the caller implements. Keys with other values
-        stay unread.
+        """Mark keys as read that have the given values, because the caller already behaves as these values require.
+        Keys with other values stay unread.
         """
         self.without_effect(*(name for name, value in values.items() if _is_same(self.plain.get(name), value)))
 
     def unread(self) -> dict[str, Any]:
-        """The unread keys and their values, with names such as "rope_scaling.factor". Keys with the values null, {} and
-        [] are omitted, because these values have no effect.
+        """The keys that were not read, with their values. Keys of nested objects have names such as
+        "rope_scaling.factor". Keys with the values null, {} and [] are left out, because these values have no effect.
         """
         found = {name: value for name, value in self.plain.items() if name not in self._read}
         for name, within in self._within.items():
@@ -170,5 +171,5 @@ def _is_of(value: object, options: Collection[str]) -> bool:
 
 
 def _is_same(found: object, value: object) -> bool:
-    """Equality that distinguishes True from 1."""
+    """Whether two JSON values are equal. Unlike in Python, true and 1 are different."""
     return (type(found) is bool) is (type(value) is bool) and found == value

@@ -1,4 +1,4 @@
-"""A worker's settings, from flags and environment variables."""
+"""The settings of a worker, which are read from flags and environment variables."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from worker_service.speculative_config import OLD_METHODS, SpeculativeConfig
 
 
 class WorkerSettings(ServiceSettings):
-    """The worker's settings. Some settings without a default are chosen at start, depending on the model and the
+    """The settings of a worker. If a setting is None, the worker chooses the value at start, by the model and the
     device.
     """
 
@@ -157,18 +157,18 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How the worker drafts tokens, or None without speculation."""
+        """The parsed `--speculative-config`, or None if the worker drafts no tokens."""
         return SpeculativeConfig.parse(self.speculative_config) if self.speculative_config is not None else None
 
     @property
     def num_drafts(self) -> int:
-        """The maximum number of drafts for one sequence in one step, or 0 without speculation."""
+        """The maximum number of drafts of one sequence in one step, or 0 if the worker drafts no tokens."""
         return self.speculation.num_speculative_tokens if self.speculation is not None else 0
 
     @property
     def metrics_readers(self) -> list[str]:
-        """A metrics reader's certificate must contain one of these names. The list is empty if every reader is
-        allowed.
+        """The names of clients that may read the metrics; a client's certificate must contain one of these names. If
+        the list is empty, every client may read the metrics.
         """
         return [name for name in (self.scheduler_identity, self.metrics_identity) if name]
 

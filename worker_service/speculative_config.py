@@ -1,6 +1,7 @@
-"""`--speculative-config`: how a worker drafts tokens. The JSON is the same as for vLLM's flag of this name.
+"""Parses the flag `--speculative-config`, which determines how a worker drafts tokens. The value is JSON, as for vLLM's
+flag of the same name.
 
-Keys and methods have vLLM's meaning. A key or method that is not supported is refused by name.
+Keys and methods have the same meaning as in vLLM. If a key or method is not supported, the error names it.
 """
 
 from typing import Literal, Self
@@ -11,16 +12,20 @@ from pagewire_common.model_files.json_text import loads
 
 Method = Literal["ngram", "draft_model", "eagle3", "mtp"]
 OLD_METHODS: dict[str, Method] = {"ngram": "ngram", "draft": "draft_model", "eagle": "eagle3", "mtp": "mtp"}
-"""Today's method for each value of `--speculate`, the flag of the previous release."""
+"""The value of `method` for each value of `--speculate`, the flag that the previous release had."""
 
 FEWEST = 2
-"""Minimum number of tokens that an earlier occurrence must match. A single token has nearly always occurred before."""
+"""Default minimum number of last tokens that must have occurred before, for the method ngram. A single token is too
+few, because it has nearly always occurred before.
+"""
 MAX = 16
-"""Maximum number of tokens that are compared. Longer matches did not give better drafts."""
+"""Default maximum number of last tokens that are compared with earlier tokens, for the method ngram. Comparing more
+tokens did not give better drafts.
+"""
 
 
 class SpeculativeConfig(BaseModel):
-    """How a worker drafts tokens."""
+    """The contents of `--speculative-config`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
@@ -32,7 +37,7 @@ class SpeculativeConfig(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse the setting's text. Raises ValueError with a sentence."""
+        """Parse the value of the flag. Raises ValueError whose text is a sentence for the user."""
         try:
             config = cls.model_validate_json(text)
         except ValidationError as error:
@@ -42,7 +47,7 @@ class SpeculativeConfig(BaseModel):
                 known = ", ".join(cls.model_fields)
                 raise ValueError(f"the key {key!r} is not known here; known are {known}") from None
             raise ValueError(f"{key}: {first['msg']}" if key else first["msg"].removeprefix("Value error, ")) from None
-        loads(text)  # refuses duplicate keys, of which the other parser keeps only one
+        loads(text)  # pydantic does not refuse duplicate keys
         return config
 
     @model_validator(mode="after")
@@ -57,15 +62,15 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def flag(self) -> str:
-        """The setting's name in error messages."""
+        """The name of the flag and of the method, for error messages."""
         return f'--speculative-config with the method "{self.method}"'
 
     @property
     def fewest(self) -> int:
-        """Minimum number of last tokens that must have occurred before, in the same order."""
+        """Minimum number of a sequence's last tokens that must have occurred before, for the method ngram."""
         return self.prompt_lookup_min or min(FEWEST, self.prompt_lookup_max or FEWEST)
 
     @property
     def longest(self) -> int:
-        """Maximum number of last tokens that are compared."""
+        """Maximum number of a sequence's last tokens that are compared with earlier tokens, for the method ngram."""
         return self.prompt_lookup_max or max(MAX, self.prompt_lookup_min or MAX)

@@ -1,4 +1,6 @@
-"""Makes words of untrusted files and of libraries fit for an error message: short, and on one line."""
+"""Shortens names in untrusted files and error texts of libraries to one short line, so that an error message can
+contain them.
+"""
 
 from pagewire_common.model_files.shown import shown as shown
 
@@ -7,15 +9,15 @@ _MAX_REASON = 1_000
 
 
 def named(name: str) -> str:
-    """The name of a tensor or key. A name that is long or cannot be printed on one line is returned in its `shown`
-    form.
+    """The name of a tensor or key, for an error message. If the name is long or not printable, `shown` escapes and
+    shortens it.
     """
     return name if name.isprintable() and 0 < len(name) <= _MAX_NAME else shown(name)
 
 
 def reason(error: Exception) -> str:
-    """A library's reason for an error, without its advice to trust the model's code, because the worker has no setting
-    for trust.
+    """The text of a library's error, for an error message. If the error advises to set `trust_remote_code`, another
+    text replaces the advice, because a worker never runs a model's code.
     """
     text = " ".join(str(error).split()) or type(error).__name__
     if "trust_remote_code" in text:

@@ -1,5 +1,5 @@
-"""Computes a step on the device: block moves, the forward pass and sampling. The package also measures and allocates
+"""Computes steps on the device: moves of blocks, the forward pass and sampling. The package also measures and allocates
 memory.
 
-The package `models` defines the networks, `loading` reads weights, and `serving` orders the steps.
+The package `models` defines the networks, `loading` reads weights, and `serving` determines the order of steps.
 """

@@ -1,6 +1,6 @@
-"""A loaded worker: the model with its cache on a device, and its properties.
+"""Loads a worker: the model with its KV cache on a device, and the properties of the model.
 
-Loading and stepping both happen on the one thread that owns the device.
+The thread that owns the device loads the model, and later computes the steps.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from worker_service.speculation.drafter import Drafter
 
 @dataclass(frozen=True)
 class Worker:
-    """All objects that a session needs."""
+    """The objects of a loaded worker, which its sessions use."""
 
     ranks: Ranks
     info: WorkerInfo
@@ -36,9 +36,9 @@ class Worker:
 
 
 def load_worker(settings: WorkerSettings) -> Worker:
-    """Find, load and measure the model, and allocate the remaining memory for the cache. Raises StartError.
+    """Find, load and measure the model, and allocate the KV cache. Raises StartError if the worker cannot start.
 
-    If several ranks share the model, all of them load it together.
+    If a worker has several ranks, all of them call this function, and each loads its part of the model.
     """
     device = choose_device(settings)
     set_threads(settings)
@@ -59,11 +59,11 @@ def load_worker(settings: WorkerSettings) -> Worker:
 
 def _load(loader: Loader) -> Worker:
     target = loader.target
-    # Checks run first, so that errors in the weights are found before memory is allocated for the weights.
+    # The weights are checked first, so that errors are found before memory is allocated for the weights.
     stage("checking weights")
     check_room_for_weights(target.device, target.dtype, loader.check(), target.ranks)
     stage("fingerprinting weights")
-    # The fingerprint excludes a draft model, because a draft model chooses no token.
+    # A draft model is not part of the fingerprint, because drafts do not change an output.
     fingerprint = target.fingerprint() if target.ranks.rank == 0 else ""
     stage("loading weights")
     loader.load()

@@ -1,4 +1,4 @@
-"""The part of a checkpoint's tensor that this rank stores. Other ranks store the other parts."""
+"""Describes the part of a checkpoint's tensor that one rank stores. The other ranks store the other parts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,22 +9,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of a matrix or vector: some rows, and some columns of these rows."""
+    """A part of a matrix or vector: some of its rows, and some columns of these rows."""
 
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
     rows: Sequence[range]
-    """Ranges of the first dimension, which are concatenated."""
+    """Ranges of rows (first dimension). The part is the concatenation of these rows."""
     columns: range
-    """A range of the second dimension, or range(1) for a vector."""
+    """The range of columns (second dimension), or range(1) for a vector."""
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of a whole tensor in memory."""
+        """Cut the part out of a whole tensor that is in memory."""
         rows = torch.cat([whole[stretch.start : stretch.stop] for stretch in self.rows])
         return rows if rows.dim() == 1 else rows[:, self.columns.start : self.columns.stop]
 
     def of_halves(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of this part of a whole tensor `b @ a`, as copies.
+        """Cut the part out of a matrix that is stored as the product `b @ a`. Returns the factors of the part, as
+        copies.
 
         a: shape [inner units, columns]. b: shape [rows, inner units].
         """
@@ -33,4 +34,4 @@ class Cut:
 
 
 UNCUT: Mapping[str, Cut] = {}
-"""The cuts of a worker with one rank: every tensor is whole."""
+"""The cuts of a worker with a single rank, which stores every tensor as a whole."""

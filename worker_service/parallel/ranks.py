@@ -1,8 +1,9 @@
-"""The collectives of a worker's ranks: all-reduce, all-gather, broadcast and agreement.
+"""Communication between the ranks of a worker: all-reduce, all-gather, broadcast, and the exchange of numbers.
 
-All ranks call every collective, in the same order. Numbers, steps and adapters use Gloo. A step's tensors use NCCL on
-GPUs. Collectives have no time limit, because the next step may arrive at any time. If a rank dies, the launcher ends
-the other ranks, even if they wait in a collective.
+All ranks call every collective operation, in the same order. Numbers, steps and adapters are sent with Gloo. On GPUs,
+the tensors of a step's computation are sent with NCCL. Collective operations have no time limit, because the wait for
+the scheduler's next step may be long. If a rank dies, the launcher ends the other ranks, even if they wait in a
+collective operation.
 """
 
 import logging
@@ -24,27 +25,29 @@ log = logging.getLogger(__name__)
 
 _FOREVER = timedelta(days=365)
 _PACKET_BYTES = 4096
-"""Bytes of the first broadcast of a message. A step that decodes 256 sequences has less than 2 KB."""
+"""Bytes of the first broadcast of a message; a longer message needs a second broadcast. A step that decodes 256
+sequences has less than 2 KB.
+"""
 _HEADER_BYTES = 24
 BETWEEN_STEPS = 0
-"""The epoch of a message that is not a step. No session has this epoch."""
+"""The epoch in the header of a message that is not a step. No session has this epoch."""
 
 
 class Ranks:
-    """The ranks of a worker. If a worker has only one rank, the rank sends nothing."""
+    """One rank's connection to all ranks of its worker. If the worker has only one rank, nothing is sent."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Replace x by the sum of all ranks' x, bit-identical in each rank. x: contiguous."""
+        """Replace x by the sum of x over all ranks. The sum has the same bits in each rank. x: a contiguous tensor."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' x, concatenated along columns. x: shape [rows, columns]. Returns [rows, size * columns]."""
+        """Concatenate x of all ranks along the columns. x: shape [rows, columns]. Returns [rows, size * columns]."""
         if self.size == 1:
             return x
         if not len(x):
@@ -54,13 +57,13 @@ class Ranks:
         return torch.cat(parts, dim=1)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Replace x by the first rank's x. x: contiguous, in host memory."""
+        """Replace x by x of the first rank. x: a contiguous tensor in host memory."""
         if self.size > 1:
             dist.broadcast(x, 0)
         return x
 
     def gather_numbers(self, number: int) -> list[int]:
-        """Each rank's number, in the order of the ranks."""
+        """Exchange one number. Returns the numbers of all ranks, in the order of the ranks."""
         if self.size == 1:
             return [number]
         numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -68,9 +71,10 @@ class Ranks:
         return [int(other) for other in numbers]
 
     def send(self, epoch: int, message: bytes, drafts: Sequence["array[int]"] = ()) -> None:
-        """Send a step and each chunk's drafts from the first rank to all other ranks. Requires at least two ranks.
+        """Send a message from the first rank to all other ranks, of which at least one must exist. drafts: the drafts
+        of each chunk of a step.
 
-        epoch: the epoch of the step, or `BETWEEN_STEPS` for another message.
+        epoch: the epoch of the step, or `BETWEEN_STEPS` if the message is not a step.
         """
         drafted = (
             array("q", chain.from_iterable((len(draft), *draft) for draft in drafts)).tobytes() if any(drafts) else b""
@@ -84,10 +88,10 @@ class Ranks:
                 dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0)
 
     def receive(self) -> "tuple[int, bytes, list[array[int]]] | None":
-        """Wait for the first rank's next message. Returns None after the first rank has ended.
+        """Wait for the next message of the first rank. Returns None if the first rank has ended.
 
-        Returns the message's epoch, the message, and each chunk's drafts. The epoch is `BETWEEN_STEPS` if the message
-        is not a step. The list of drafts is empty if no chunk has drafts.
+        The result is the message's epoch, the message, and the drafts of each chunk. The epoch is `BETWEEN_STEPS` if
+        the message is not a step. The list of drafts is empty if no chunk of the step has drafts.
         """
         packet = torch.empty(_PACKET_BYTES, dtype=torch.uint8)
         try:
@@ -107,11 +111,11 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for work that all ranks do together. If one rank fails, the whole worker ends, because the failed
-        rank cannot join further collectives.
+        """A context for work that all ranks do together. An error in one rank ends its process, and so the whole
+        worker, because the rank could not take part in further collective operations.
 
-        InvalidStepError passes through, because all ranks raise the error for the same step, before any rank waits for
-        another rank.
+        An InvalidStepError does not end the process, because all ranks raise this error for the same step, before any
+        rank waits for another rank.
         """
         if self.size == 1:
             yield
@@ -127,13 +131,14 @@ class Ranks:
 
 
 ALONE = Ranks(0, 1)
-"""The ranks of a worker that is one process."""
+"""The `Ranks` of a worker that is one process."""
 
 
 def join_ranks(size: int, device: torch.device) -> Ranks:
-    """Join the other ranks. Returns when all ranks have joined. Raises StartError if the number of ranks is wrong.
+    """Connect this process with the other ranks of its worker. Returns when all ranks are connected. Raises StartError
+    if the number of started ranks is not `size`.
 
-    device: the device of this rank's tensors.
+    device: the device on which this rank computes.
     """
     if size == 1:
         return ALONE

@@ -1,4 +1,5 @@
-"""WorkerService on its port: the open session, the order of its steps, and the start and end of processes.
+"""Serves the gRPC service WorkerService: starts and ends the worker's processes, manages sessions, and determines the
+order of steps.
 
 The package `execution` computes the steps.
 """

@@ -1,8 +1,8 @@
-"""Decides which adapter call may proceed: only the newest call of the newest session, as long as the call makes
-progress.
+"""Decides which call of TakeAdapter may load an adapter: only the newest call of the newest session, as long as pieces
+of the adapter arrive in time.
 
-No lock is held while the worker waits for the scheduler's next piece. A stalled call is ended by the next call, by a
-session of a newer epoch, or by a timeout.
+A call that waits for the scheduler's next piece holds no lock. A call whose pieces do not arrive is ended by the next
+call of TakeAdapter, by a newer session, or by a timeout.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from pagewire.v1.worker_service_pb2 import TakeAdapterRequest
 from pagewire_common.calls.errors import RequestError
 
 STALL_SECONDS = 30.0
-"""Maximum seconds until the next piece, which has at most a few MiB."""
+"""Maximum seconds that a call waits for the next piece of an adapter. A piece has at most a few MiB."""
 MAX_SECONDS = 600.0
-"""Maximum seconds of a whole call, twice the scheduler's own limit."""
+"""Maximum seconds of a whole call of TakeAdapter, twice the time limit of the scheduler."""
 
 Pieces = AsyncIterator[TakeAdapterRequest]
 
 
 @dataclass(eq=False)
 class _Handing:
-    """The current call."""
+    """The call of TakeAdapter that is loading an adapter."""
 
     epoch: int
     task: asyncio.Task[None]
@@ -33,15 +33,15 @@ class _Handing:
 
 
 class AdapterCalls:
-    """The adapter calls of one worker. `newest_epoch` returns the newest epoch of the worker's sessions."""
+    """The calls of TakeAdapter and DropAdapter of one worker. `newest_epoch` returns the newest session's epoch."""
 
     def __init__(self, newest_epoch: Callable[[], int]) -> None:
         self._newest_epoch = newest_epoch
         self._handing: _Handing | None = None
 
     def check(self, epoch: int) -> int:
-        """The epoch of a call, or the newest session's epoch if the call names no epoch. Raises ABORTED for an older
-        epoch.
+        """Check the epoch that a call names. Returns the call's epoch, or the newest session's epoch if the call names
+        none. Raises RequestError with status ABORTED if the epoch is older than the newest session.
         """
         newest = self._newest_epoch()
         if 0 < epoch < newest:
@@ -49,13 +49,15 @@ class AdapterCalls:
         return epoch or newest
 
     async def take(self, pieces: Pieces, load: Callable[[Pieces], Coroutine[Any, Any, None]]) -> None:
-        """Load the pieces of one call. Raises RequestError, also if another call or a newer session ends this call."""
+        """Run one call of TakeAdapter: pass its pieces to `load`. Raises RequestError, for example if another call or a
+        newer session ends this call.
+        """
         pieces = _in_time(pieces)
         first = await anext(pieces, None)
-        epoch = self.check(first.epoch if first is not None else 0)  # an older call must not end the current call
+        epoch = self.check(first.epoch if first is not None else 0)  # checked before the current call is ended
         while self._handing is not None:
             await self._end(self._handing, "another call hands an adapter over")
-        epoch = self.check(epoch)  # a session may have begun in the meantime
+        epoch = self.check(epoch)  # a new session may have begun
         handing = _Handing(epoch, asyncio.create_task(load(_behind(first, pieces))))
         self._handing = handing
         try:
@@ -67,7 +69,7 @@ class AdapterCalls:
         handing.task.result()
 
     def end_older(self) -> None:
-        """End the adapter call of an older session, because a new session has begun."""
+        """End the current call of TakeAdapter if it belongs to an older session, because a new session has begun."""
         if self._handing is not None and self._handing.epoch < (newest := self._newest_epoch()):
             self._cancel(self._handing, f"superseded by epoch {newest}")
 
@@ -83,7 +85,9 @@ class AdapterCalls:
 
 
 async def _in_time(pieces: Pieces) -> Pieces:
-    """The pieces as they arrive. Raises DEADLINE_EXCEEDED for a late piece, INVALID_ARGUMENT for an empty piece."""
+    """Yield the pieces of a call as they arrive. Raises RequestError with status DEADLINE_EXCEEDED if a piece is late,
+    and with INVALID_ARGUMENT if a piece after the first has no data.
+    """
     loop = asyncio.get_running_loop()
     end, is_first = loop.time() + MAX_SECONDS, True
     while True:
@@ -111,5 +115,7 @@ async def _behind(first: TakeAdapterRequest | None, pieces: Pieces) -> Pieces:
 
 
 def _aborted(reason: str) -> RequestError:
-    """An error with status ABORTED. The scheduler may send the adapter again, because the adapter has no fault."""
+    """An error for a call that has been ended. The status is ABORTED, because the adapter has no fault and the
+    scheduler may send it again.
+    """
     return RequestError(grpc.StatusCode.ABORTED, reason)

@@ -1,4 +1,6 @@
-"""Loads an adapter from the scheduler into the host memory of every rank, and drops it, while steps run."""
+"""Loads a LoRA adapter that the scheduler sends into the host memory of every rank, or drops an adapter. Steps continue
+meanwhile.
+"""
 
 import asyncio
 import contextlib
@@ -28,10 +30,11 @@ MAX_CONFIG_BYTES = 1 << 20
 async def load_adapter(
     worker: "Worker", device_thread: DeviceThread, pieces: AsyncIterator[TakeAdapterRequest]
 ) -> None:
-    """Receive an adapter, check it, and add it. Raises RequestError. `AdapterCalls` allows only one load at a time.
+    """Receive an adapter, check it, and store it in all ranks. Raises RequestError if the adapter is refused.
+    `AdapterCalls` ensures that only one adapter is loaded at a time.
 
-    After `load_adapter` returns, steps that are submitted to the device thread may name the adapter. A cancelled call
-    changes nothing.
+    After `load_adapter` has returned, steps that are submitted to the device thread may name the adapter. If
+    `load_adapter` is cancelled, the worker's adapters are unchanged.
     """
     refusal: RequestError | None = None
     try:
@@ -39,8 +42,8 @@ async def load_adapter(
     except RequestError as error:
         refusal = error
     with contextlib.suppress(RequestError):
-        # If a call ends while the client still writes, gRPC may lose the call's status. The remaining pieces are
-        # therefore read.
+        # The remaining pieces are read and ignored, because gRPC may lose a call's status if the call ends while the
+        # client still writes.
         async for _ in pieces:
             pass
     if refusal is not None:
@@ -48,7 +51,7 @@ async def load_adapter(
 
 
 def drop_adapter(worker: "Worker", device_thread: DeviceThread, fingerprint: str) -> None:
-    """Drop an adapter after the steps that were submitted to the device thread."""
+    """Drop an adapter in all ranks, after the steps that have already been submitted to the device thread."""
     from worker_service.execution.adapters.rank_adapters import drop
 
     if fingerprint in worker.adapters.fingerprints:
@@ -57,7 +60,7 @@ def drop_adapter(worker: "Worker", device_thread: DeviceThread, fingerprint: str
 
 
 async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncIterator[TakeAdapterRequest]) -> None:
-    """Receive the weights into a file, so that only the needed parts are read into memory."""
+    """Write the received weights of an adapter into a temporary file, and load the adapter from this file."""
     adapters = worker.adapters
     if not adapters.room.num_slots:
         raise RequestError(
@@ -98,9 +101,10 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
             raise _invalid("what came does not have the fingerprint that was said")
 
         def read() -> "tuple[Adapter, Adapter]":
-            # The adapter is read by one thread, because several threads would wait for the threads that compute steps.
-            # The limit of one thread applies to this thread and to threads that start later. On two busy cores, reading
-            # an adapter of 77 MiB (for 7 billion weights) took 0.6 s with one thread, and 4 to 17 s with two.
+            # torch reads the adapter with one thread, because several threads would wait for the threads that compute
+            # steps. `set_num_threads` changes the number for the calling thread and for threads that start later. On
+            # two busy cores, reading an adapter of 77 MiB (for 7 billion weights) took 0.6 s with one thread, and 4 to
+            # 17 s with two.
             torch.set_num_threads(1)
             found = read_adapter(first.config, folder, adapters.shapes, adapters.room.max_rank, adapters.dtype)
             return found, found.part(adapters.cuts)
@@ -116,22 +120,23 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
 async def _hold(
     worker: "Worker", device_thread: DeviceThread, fingerprint: str, adapter: "Adapter", own: "Adapter"
 ) -> None:
-    """Add an adapter in all ranks. Each rank stores its part.
+    """Store an adapter in all ranks, each of which stores its part of the adapter.
 
-    own: the first rank's part.
+    own: the first rank's part of the adapter.
     """
     from worker_service.execution.adapters.rank_adapters import PIECE_BYTES, abandon, hand_over, hold
 
     if worker.ranks.size > 1:
         try:
             for piece in adapter.pieces(PIECE_BYTES):
-                # Each piece is submitted after the piece before has been sent. Steps submitted in between therefore run
-                # first.
+                # A piece is submitted only after the previous piece has been sent. Steps that were submitted in the
+                # meantime therefore run before the piece is sent.
                 await asyncio.wrap_future(device_thread.submit(partial(hand_over, worker.ranks, piece)))
         except asyncio.CancelledError:
             device_thread.submit(partial(abandon, worker.ranks))
             raise
-    # No await is needed, because the thread runs work in the order of submission.
+    # Storing the adapter is not awaited. The device thread runs work in the order of submission, so steps that are
+    # submitted later can use the adapter.
     device_thread.submit(partial(hold, worker.ranks, worker.adapters, fingerprint, own))
     worker.adapters.fingerprints.append(fingerprint)
 

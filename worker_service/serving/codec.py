@@ -1,7 +1,9 @@
-"""Converts between protobuf messages and the worker's own types. No other file uses both kinds of types.
+"""Converts protobuf messages of the scheduler to the worker's types, and the worker's answers to protobuf messages. No
+other file of the worker uses both kinds of types.
 
-Decoding checks every value against the worker's limits, independently of the session. The checks include block and
-token numbers, columns of equal length, and ranges of parameters. Decoded values are safe as memory indices.
+Decoding a step checks every value against the worker's limits, without knowing the session's live sequences. The checks
+include the ranges of block numbers, token ids and parameters, and the equal length of columns. After these checks, all
+block numbers and token ids are safe as memory indices.
 """
 
 from array import array
@@ -37,7 +39,9 @@ _PREFIX = "POOLING_TYPE_"
 
 
 def _in_32_bits(value: float) -> float:
-    """The value rounded to float32, as on the device. The result is infinite if the value is too large."""
+    """Round a number to float32, because the device computes with float32. The result is infinite if the number is too
+    large.
+    """
     return c_float(value).value
 
 
@@ -47,17 +51,17 @@ _BOUNDS = {
     else number.bounds._replace(low=_in_32_bits(number.bounds.low), high=_in_32_bits(number.bounds.high))
     for name, number in NUMBERS.items()
 }
-"""The bounds of sampling parameters, rounded to float32. For example, 5e-324 is rounded to 0. Values outside the bounds
-would make logits infinite, and the step would fail.
+"""The bounds of each sampling parameter, rounded to float32. For example, a bound of 5e-324 becomes 0. A value outside
+the bounds would make logits infinite, and the step would fail.
 """
 
 
 def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> SchedulerOutput:
-    """Decode a step. Raises InvalidStepError with a sentence that names the field and the limit."""
+    """Decode a step. Raises InvalidStepError, whose text names the invalid field and the limit."""
     sequence_ids = tuple(message.sequence_ids)
     if len(set(sequence_ids)) != len(sequence_ids):
         raise InvalidStepError("sequence_ids: a sequence is scheduled twice")
-    # Each sequence may have an encoder input, which is also a sequence.
+    # In an encoder-decoder, each sequence may come with an encoder input, which counts as a further sequence.
     most_sequences = limits.max_num_seqs * (2 if limits.max_encoder_len else 1)
     if len(sequence_ids) > most_sequences:
         raise InvalidStepError(f"sequence_ids: {len(sequence_ids)} sequences; the limit is {most_sequences}")
@@ -77,7 +81,8 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         )
     if 0 in num_scheduled_tokens:
         raise InvalidStepError("num_scheduled_tokens: an entry is 0")
-    # Only the session knows which sequences are encoder inputs. The session therefore checks the two limits separately.
+    # The limit in this check is the sum of the limits for encoder tokens and for other tokens. The session checks both
+    # limits separately, because only the session knows which sequences are encoder inputs.
     most = limits.max_num_batched_tokens + limits.max_num_encoder_tokens
     if sum(num_scheduled_tokens) > most:
         raise InvalidStepError(f"num_scheduled_tokens: {sum(num_scheduled_tokens)} tokens; the limit is {most}")
@@ -115,7 +120,7 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
 
 
 def encode_model_output(epoch: int, step_id: int, output: ModelOutput) -> pb.ModelOutput:
-    """Encode the answer to a step."""
+    """Encode the answer to a step as a protobuf message."""
     return pb.ModelOutput(
         epoch=epoch,
         step_id=step_id,
@@ -146,9 +151,9 @@ def encode_worker_info(
     instance_id: str = "",
     adapters: Sequence[str] = (),
 ) -> GetWorkerInfoResponse:
-    """Encode the worker's properties.
+    """Encode the properties and limits of the worker, as the answer of GetWorkerInfo.
 
-    epoch: the newest epoch that the worker has served. in_session: whether its session is still open.
+    epoch: the epoch of the newest session. in_session: whether this session is still open.
     """
     return GetWorkerInfoResponse(
         protocol_version=PROTOCOL_VERSION,

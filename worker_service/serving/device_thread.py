@@ -1,4 +1,6 @@
-"""The one thread that owns the device. The thread runs submitted work in order, in parallel to the event loop."""
+"""The single thread that uses a worker's device. The thread runs submitted work in order, in parallel to the event
+loop.
+"""
 
 import contextlib
 import queue
@@ -12,11 +14,13 @@ from typing import Any, Generic, TypeVar
 Result = TypeVar("Result")
 
 _LOOK_SECONDS = 1e-4
-"""Seconds between two checks whether the device has finished."""
+"""Seconds between two checks whether the device has finished pending work."""
 
 
 class Pending(ABC, Generic[Result]):
-    """Work that the device still computes. `settle` puts the result into `future`."""
+    """Work that has been launched, and that the device is still computing. The method `settle` puts the result into
+    `future`.
+    """
 
     def __init__(self) -> None:
         self.future: Future[Result] = Future()
@@ -34,18 +38,18 @@ class Pending(ABC, Generic[Result]):
         return self.future.done()
 
     def is_due(self) -> bool:
-        """Whether `settle` would return without waiting. If asking the device raises an error, the work counts as
-        done.
+        """Whether `settle` would return without waiting for the device. If `is_done` raises an error, the result is
+        true.
         """
         try:
             return self.is_settled or self.is_done()
-        # `finish` raises the error again, and the future then reports it.
+        # `finish` raises the error of `is_done` again, and the future reports the error.
         except Exception:
             return True
 
     def settle(self) -> None:
-        """Finish the work and set the future, unless the work is settled. Only the device thread may call this
-        method.
+        """Wait for the device and put the result into the future, unless the future is already set. Only the device
+        thread may call this method.
         """
         if self.is_settled:
             return
@@ -56,11 +60,11 @@ class Pending(ABC, Generic[Result]):
 
 
 class DeviceThread:
-    """A single worker thread. The thread is a daemon thread, unlike an executor's thread, so that a process can end
-    while the thread is busy.
+    """Runs work in a single thread. Unlike the threads of an executor, this thread is a daemon thread, so that the
+    process can exit while the thread is busy.
 
-    Work may return a `Pending`, which is settled when the device has finished. Other work may run before a pending
-    result is settled.
+    If work returns a `Pending`, the thread settles the `Pending` when the device has finished. The thread may run other
+    work before it settles a `Pending`.
     """
 
     def __init__(self) -> None:
@@ -71,11 +75,13 @@ class DeviceThread:
 
     @property
     def idle(self) -> bool:
-        """Whether all submitted work is done or cancelled."""
+        """Whether all submitted work has been done or cancelled."""
         return self._last is None or self._last.done()
 
     def submit(self, work: Callable[[], Result | Pending[Result]]) -> "Future[Result]":
-        """Run `work` after all work that was submitted before. The future receives the result or the exception."""
+        """Run `work` in the device thread, after all work that was submitted before. Returns a future for the result or
+        the exception of `work`.
+        """
         future: Future[Result] = Future()
         self._last = future
         self._work.put((future, work))

@@ -1,8 +1,9 @@
-"""Starts a worker's ranks as processes of this machine, and ends them together.
+"""Starts all ranks of a worker as processes on this machine, and ends them together.
 
-The launcher uses torchrun's library and environment. Unlike torchrun, the launcher restarts no rank. When one rank has
-ended, the launcher kills the other ranks at once, even if they wait in a collective. Signals go to the first rank. The
-first rank's exit status becomes the worker's exit status.
+The launcher uses the library of torchrun, and sets the same environment variables as torchrun. Unlike torchrun, the
+launcher never restarts a rank. When one rank has ended, the launcher kills the other ranks immediately, even if they
+wait in a collective operation. Signals to the launcher are passed to the first rank. The launcher's exit status depends
+on the first rank's exit status.
 """
 
 import logging
@@ -29,17 +30,21 @@ log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _LOOK_SECONDS = 0.1
 _FAREWELL_SECONDS = 0.5
-"""Seconds that the first rank has to end after another rank has failed. The first rank may be ending already."""
+"""Seconds that the launcher waits for the first rank to end, after another rank has failed. The other rank may have
+failed because the first rank was already ending.
+"""
 _STOPPED = (0, -signal.SIGTERM, -signal.SIGINT)
-"""Exit statuses of a first rank that was told to stop, perhaps before it could drain."""
+"""Exit statuses of a first rank that was stopped by a signal, with or without draining."""
 _EXPLAINED = (0, 1)
-"""Exit statuses of a rank that has ended by itself and logged the reason."""
+"""Exit statuses of a rank that has ended by itself, and has logged the reason if there was an error."""
 
 
 def launch(command: Sequence[str], size: int) -> int:
-    """Run `command` in `size` ranks until the first rank ends or another rank fails. Returns the worker's exit status.
+    """Run `command` in `size` processes until the first rank ends or another rank fails. Returns the worker's exit
+    status.
 
-    Only the main thread may call this function. SIGTERM and SIGINT are passed to the first rank, which drains.
+    Only the main thread may call this function, because it sets signal handlers. SIGTERM and SIGINT are passed to the
+    first rank, which then drains.
     """
     store = _open_store()
     shared = {
@@ -49,7 +54,8 @@ def launch(command: Sequence[str], size: int) -> int:
         "TORCHELASTIC_RUN_ID": "pagewire",
         LAUNCHER: str(os.getpid()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # Ranks of one machine need no network, and must not be reachable through the network.
+        # All ranks run on this machine, and communicate through the loopback interface, so that the network cannot
+        # reach them.
         "GLOO_SOCKET_IFNAME": _loopback(),
         "NCCL_SOCKET_IFNAME": _loopback(),
     }
@@ -74,7 +80,8 @@ def wait_for_end(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
     """Wait until the first rank ends or another rank fails, and kill the remaining ranks. Returns the worker's exit
     status.
     """
-    # When the first rank ends, the other ranks end with status 0, perhaps before the first rank's process has exited.
+    # This loop ignores ranks that end with status 0. All other ranks end with status 0 when the first rank ends,
+    # perhaps before the process of the first rank has exited.
     while ranks[0].poll() is None and not any(process.poll() for process in ranks):
         time.sleep(_LOOK_SECONDS)
     try:
@@ -91,9 +98,9 @@ def wait_for_end(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
 
 
 def _open_store() -> TCPStore:
-    """The store through which the ranks find each other, on a free port of the loopback address.
+    """Open the TCPStore through which the ranks find each other, on a free port of the loopback address.
 
-    By default TCPStore would listen on all addresses of the machine.
+    The socket is created here, because TCPStore would listen on all addresses of the machine.
     """
     listening = socket.create_server((_HOST, 0))
     port = listening.getsockname()[1]
@@ -105,7 +112,7 @@ def _loopback() -> str:
 
 
 class _OwnStreams(LogsSpecs):
-    """Makes ranks write to the output streams of the launcher, without files in between."""
+    """Settings by which ranks write directly to the launcher's stdout and stderr, and not into log files."""
 
     @property
     def root_log_dir(self) -> str:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a worker's computing. The scheduler has the metrics of requests."""
+"""Prometheus metrics of the work that a worker computes. The scheduler serves the metrics of requests."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pagewire.v1.scheduler_output_pb2 import ModelOutput, SchedulerOutput
 
 @dataclass(slots=True)
 class WorkerStatistics:
-    """Counts since the worker started. Times are in microseconds."""
+    """Numbers and durations of a worker's work since its start. Durations are in microseconds."""
 
     num_sessions: int = 0
     num_steps: int = 0
@@ -37,9 +37,10 @@ class WorkerStatistics:
 def families(
     statistics: WorkerStatistics, *, num_sequences: int, num_device_blocks: int, num_host_blocks: int, draining: bool
 ) -> Iterator[Metric]:
-    """The current metrics.
+    """The current values of the worker's metrics.
 
-    num_sequences: live sequences of the open session. num_device_blocks, num_host_blocks: 0 while the model loads.
+    num_sequences: the number of live sequences of the open session. num_device_blocks, num_host_blocks: 0 until the
+    model is loaded.
     """
     for name, text, value in (
         ("sequences", "Sequences that live in the open session.", num_sequences),

@@ -1,5 +1,5 @@
-"""One open session: its answers on the event loop, and its steps on the device thread. The first error ends the
-session.
+"""An open session. The device thread computes its steps, and the event loop sends the answers to the scheduler. The
+first error ends the session.
 """
 
 import asyncio
@@ -20,39 +20,39 @@ from worker_service.serving.traces import Stays
 from worker_service.session.session import Session
 
 if TYPE_CHECKING:
-    # This import loads torch, which must happen after the server has bound its port.
+    # This import loads torch. At run time, torch must not be loaded before the server has bound its port.
     from worker_service.execution.worker import Worker
 
 log = structlog.get_logger()
 
 _STEPS_IN_HAND = 2
-"""Maximum number of a session's steps that are read and not yet answered. The second step can start without waiting for
-a message when the first step ends.
+"""Maximum number of steps of a session that the worker has received and not yet answered. When the first step ends, the
+second step can start without waiting for a message from the scheduler.
 """
 _FAILURES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
 
 
 class OpenSession:
-    """An open session. Only the device thread calls `compute`. Both threads set `end`. The event loop uses all other
-    attributes.
+    """An open session. Only the device thread calls `compute`. Both the device thread and the event loop set `end`.
+    Only the event loop uses the other public attributes.
     """
 
     def __init__(self, worker: "Worker", epoch: int, stays: Stays | None = None) -> None:
-        """Open a session.
+        """Create a session without sequences.
 
-        stays: the trace spans of its sequences, if tracing is on.
+        stays: the trace spans of the session's sequences, if tracing is on.
         """
         self.session = Session(epoch, worker.limits)
         self.answers: asyncio.Queue[asyncio.Future[ModelOutput] | None] = asyncio.Queue()
-        """Answers in the order of the steps, then None after the last answer."""
+        """The answers to the session's steps, in the order of the steps. None follows after the last answer."""
         self.awaited: asyncio.Future[ModelOutput] | None = None
-        """The answer that the gRPC call is waiting for."""
+        """The answer for which the gRPC call of the session is waiting."""
         self.room = asyncio.Semaphore(_STEPS_IN_HAND)
         self.stays = stays
         self.end: RequestError | None = None
         """The reason why no further step may start, or None while the session is open."""
         self._worker = worker
-        # The last launched step, if the worker runs ahead.
+        # The last launched step, if the worker launches steps before the previous step has ended.
         self._last: StepInFlight | None = None
 
     @property
@@ -61,9 +61,10 @@ class OpenSession:
         return self.end is not None and self.end.code in _FAILURES
 
     def close(self, reason: RequestError) -> None:
-        """Start no further step, and fail the next answer."""
+        """End the session: no further step starts, and the next answer is the error `reason`."""
         self.end = reason
-        # The error wakes the gRPC call, whether it waits for the device or for its next step.
+        # The error wakes the session's gRPC call, whether the call waits for the answer to a step or for the
+        # scheduler's next step.
         if self.awaited is not None and not self.awaited.done():
             self.awaited.set_exception(reason)
         else:
@@ -72,9 +73,11 @@ class OpenSession:
             self.answers.put_nowait(failed)
 
     def compute(self, message: SchedulerOutput) -> ModelOutput | StepInFlight:
-        """Compute one step. An error ends the session, including the steps that were sent ahead.
+        """Compute one step. An error ends the session, so further steps that the worker has already received are not
+        computed.
 
-        If the worker runs ahead, `compute` returns when the step is launched, and the next step may follow.
+        If the worker launches steps before the previous step has ended, `compute` returns as soon as the step is
+        launched.
         """
         worker, ranks = self._worker, self._worker.ranks
         with self._failures_end():
@@ -88,12 +91,12 @@ class OpenSession:
             if before is not None and not worker.runner.follow(step.chunks):
                 before.settle()
                 before = None
-            # In a step, every rank waits for sums of all ranks. No other work may therefore run between sending and
-            # launching the step.
+            # While a rank computes a step, it waits for sums of all ranks. After the step has been sent, this rank must
+            # therefore launch the step before any other work.
             if ranks.size > 1:
                 ranks.send(self.session.epoch, message.SerializeToString(), [chunk.drafts for chunk in step.chunks])
             step.launch(before)
-            # With several ranks, the ranks finish each step before they receive the next step.
+            # If the worker has several ranks, all ranks finish a step before they receive the next step.
             if not worker.runner.runs_ahead or ranks.size > 1:
                 return step.answer()
             self._last = step
@@ -101,8 +104,8 @@ class OpenSession:
 
     @contextlib.contextmanager
     def _failures_end(self) -> Iterator[None]:
-        """A context for work on the device thread. If the session has ended, the work is skipped. An error in the work
-        ends the session.
+        """A context for work of the session on the device thread. An error in the work ends the session. If the session
+        has already ended, the context raises the reason at once, and the work does not run.
         """
         if self.end is not None:
             raise self.end

@@ -1,7 +1,9 @@
-"""The process of one of several ranks. The first rank serves gRPC, and the other ranks follow it.
+"""Runs the process of one rank, in a worker with several ranks. The first rank serves gRPC, and the other ranks
+(followers) follow it.
 
-A follower computes every step that the first rank sends, on its own parts of weights, cache and adapters. A follower
-discards its answer, which equals the first rank's answer. A follower ends after the first rank has ended.
+A follower computes every step that the first rank sends, with the follower's parts of weights, KV cache and adapters. A
+follower discards its answer to a step, because the answer equals the first rank's answer. A follower ends when the
+first rank has ended.
 """
 
 import contextlib
@@ -25,7 +27,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 async def run_rank(settings: WorkerSettings) -> None:
-    """Serve, or follow the rank that serves. If starting fails, only one rank raises and reports StartError."""
+    """Run the process of a rank until the worker ends. If the worker cannot start, only one of its ranks raises
+    StartError, so that the reason is reported once.
+    """
     _die_with_launcher()
     try:
         if int(os.environ["RANK"]) == 0:
@@ -34,27 +38,27 @@ async def run_rank(settings: WorkerSettings) -> None:
             _follow(settings)
     except StartError:
         if not _is_first_to_fail():
-            threading.Event().wait()  # waits until the launcher sees the end of the first rank
+            threading.Event().wait()  # until the launcher kills this process
         raise
-    # The process exits at once. torch's own clean-up would wait for other ranks, or report that they are gone.
+    # The process exits without torch's clean-up, which would wait for other ranks or report that they are gone.
     logging.shutdown()
     os._exit(0)
 
 
 def _die_with_launcher() -> None:
-    """End this rank with the launcher, even if the launcher is killed."""
+    """Make the operating system kill this rank when the launcher ends, even if the launcher is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
-        os._exit(1)  # the launcher has died already
+        os._exit(1)  # the launcher has already died
 
 
 def _follow(settings: WorkerSettings) -> None:
     configure_logging(settings.log_level, settings.log_format)
     structlog.contextvars.bind_contextvars(rank=int(os.environ["RANK"]))
     for number in (signal.SIGTERM, signal.SIGINT):
-        # At SIGTERM and SIGINT the first rank drains. The other ranks ignore the signals, and continue to compute
-        # steps.
+        # On SIGTERM and SIGINT, the first rank drains. Followers ignore the two signals, because draining requires them
+        # to compute further steps.
         signal.signal(number, signal.SIG_IGN)
 
     from worker_service.errors import FencingError, InvalidStepError
@@ -62,7 +66,7 @@ def _follow(settings: WorkerSettings) -> None:
     from worker_service.execution.worker import load_worker
     from worker_service.parallel.ranks import BETWEEN_STEPS
 
-    # Some of the following modules import torch, which takes a second.
+    # These modules import torch, which takes a second, so they are not imported at the top of the file.
     from worker_service.serving.codec import decode_scheduler_output
     from worker_service.serving.step_in_flight import StepInFlight
     from worker_service.session.session import Session
@@ -77,7 +81,7 @@ def _follow(settings: WorkerSettings) -> None:
             continue
         if session is None or session.epoch != epoch:
             session = Session(epoch, worker.limits)
-        # The first rank raises the same error, and ends the session.
+        # The first rank raises the same error for this step, and ends the session.
         with contextlib.suppress(InvalidStepError, FencingError):
             output = decode_scheduler_output(SchedulerOutput.FromString(message), worker.limits)
             step = StepInFlight.follow(worker, session, output, drafts)
@@ -86,8 +90,8 @@ def _follow(settings: WorkerSettings) -> None:
 
 
 def _is_first_to_fail() -> bool:
-    """Whether this rank is the first to fail. If a model cannot be loaded, every rank fails, but only one rank reports
-    the failure.
+    """Whether this rank is the first that fails to start. If a model cannot be loaded, every rank fails, but only one
+    rank reports the reason.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -1,5 +1,5 @@
-"""Starts a worker. The server first binds the port, so that probes are answered. The server then loads the model, and
-serves sessions until SIGTERM.
+"""Starts and stops a worker's gRPC server. The server first binds its port, so that health probes are answered. The
+server then loads the model, and serves sessions until SIGTERM.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ SERVICE_NAME = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].f
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises StartError if the worker cannot start.
+    """Run the worker's gRPC server until SIGTERM or SIGINT. Raises StartError if the worker cannot start.
 
-    A lost device ends the process with status 1, because only a new process can use the device again.
+    If this process can no longer use the GPU, it exits with status 1, because only a new process can use the GPU again.
     """
     started = time.monotonic()
     configure_logging(settings.log_level, settings.log_format)
@@ -54,10 +54,10 @@ async def serve(settings: WorkerSettings) -> None:
     if servicer.device_lost.is_set():
         log.error("the device takes no more work; this process ends, for another to take its place")
         logging.shutdown()
-        os._exit(1)  # CUDA's own clean-up may hang
+        os._exit(1)  # the clean-up of CUDA may hang
     if not device_thread.idle:
-        # The process exits at once, because loading a model, or a step longer than the grace period, cannot be
-        # interrupted.
+        # The process exits without waiting for the device thread, because neither loading a model nor computing a step
+        # can be interrupted.
         log.info("stopped", cut_off="a step, or the loading of the model")
         logging.shutdown()
         os._exit(0)
@@ -81,7 +81,9 @@ async def _load(
     stop: asyncio.Event,
     started: float,
 ) -> None:
-    """Load the model and report SERVING. If `stop` is set first, return without a model."""
+    """Load the model, and then report the health status SERVING. If `stop` is set before the model is loaded, the
+    function returns at once.
+    """
     log.info("loading", model=settings.model)
     loading = asyncio.wrap_future(device_thread.submit(lambda: _import_and_load(settings)))
     stopping = asyncio.create_task(stop.wait())
@@ -104,7 +106,8 @@ async def _load(
 
 
 def _import_and_load(settings: WorkerSettings) -> "Worker":
-    # Importing `load_worker` imports torch, which takes a second. The port is already bound.
+    # This import loads torch, which takes a second. The server has already bound its port, so probes are answered
+    # meanwhile.
     from worker_service.execution.worker import load_worker
 
     return load_worker(settings)

@@ -1,7 +1,8 @@
-"""WorkerService over gRPC: readiness, fencing between sessions, and the order of steps within a session.
+"""The servicer of the gRPC service WorkerService: refuses calls until the model is loaded, lets a new session end the
+older session, and keeps the order of steps within a session.
 
-The event loop only moves messages. The device thread decodes, computes and encodes each step. Only the newest session
-may use the worker. After a new session has begun, no step of an older session starts.
+The event loop only receives and sends gRPC messages. The device thread decodes and computes each step, and encodes the
+answer. Only the newest session may use the worker: after a new session has begun, no step of an older session starts.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ from worker_service.serving.open_session import OpenSession
 from worker_service.serving.traces import Stays
 
 if TYPE_CHECKING:
-    # This import loads torch, which must happen after the server has bound its port.
+    # This import loads torch. At run time, torch must not be loaded before the server has bound its port.
     from worker_service.execution.worker import Worker
 
 log = structlog.get_logger()
@@ -53,10 +54,10 @@ _SHUTTING_DOWN = RequestError(grpc.StatusCode.ABORTED, "the worker is shutting d
 
 
 class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
-    """Serves one session at a time. The object must be created inside the running event loop. Calls fail with
-    UNAVAILABLE before `set_ready`.
+    """Serves one session at a time. A `WorkerServicer` must be created while the event loop runs. Until `set_ready` is
+    called, all RPCs fail with UNAVAILABLE.
 
-    The event `device_lost` is set when this process cannot compute further steps.
+    The event `device_lost` is set when this process can no longer use the GPU.
     """
 
     def __init__(self, device_thread: DeviceThread, tracer: Tracer | None = None) -> None:
@@ -75,15 +76,17 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
 
     @property
     def in_session(self) -> bool:
-        """Whether a scheduler has an open session."""
+        """Whether a scheduler has an open session with this worker."""
         return self._open is not None
 
     def set_ready(self, worker: "Worker") -> None:
-        """Accept sessions from now on."""
+        """Accept sessions and other calls from now on, because the worker is loaded."""
         self._worker = worker
 
     async def drain(self, grace: float) -> None:
-        """Accept no further sessions. The open session ends when it has no live sequences, or after `grace` seconds."""
+        """Accept no further sessions. End the open session when it has no live sequences, at the latest after `grace`
+        seconds.
+        """
         self._draining.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
@@ -92,7 +95,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             self._open.close(_SHUTTING_DOWN)
 
     async def metrics(self) -> Iterator[Metric]:
-        """The current metrics."""
+        """The current values of the worker's metrics."""
         limits = self._worker.limits if self._worker is not None else None
         return families(
             self._statistics,
@@ -121,8 +124,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[TakeAdapterRequest], context: Context
     ) -> TakeAdapterResponse:
         worker = self._ready_worker()
-        # Only one adapter is loaded at a time, because an incoming adapter is in memory twice and is sent to other
-        # ranks.
+        # Only one adapter is loaded at a time, because loading needs memory for the whole adapter in addition to this
+        # rank's part. The pieces of two adapters must also not be mixed when they are sent to other ranks.
         await self._adapter_calls.take(
             aiter(request_iterator), lambda pieces: load_adapter(worker, self._device_thread, pieces)
         )
@@ -159,7 +162,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             while not opened.answers.empty():
                 unanswered = opened.answers.get_nowait()
                 if unanswered is not None and not unanswered.cancel():
-                    unanswered.exception()  # without this call asyncio logs an unread error
+                    unanswered.exception()  # so that asyncio does not log the error
 
     def _ready_worker(self) -> "Worker":
         if self._worker is None:
@@ -167,8 +170,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         return self._worker
 
     async def _first(self, steps: AsyncIterator[SchedulerOutput]) -> SchedulerOutput | None:
-        """The first step of a session, or None if the scheduler ends the call without a step. Raises ABORTED during
-        draining.
+        """Wait for the first step of a session. Returns None if the scheduler ends the call without a step. Raises
+        RequestError with status ABORTED while the worker drains.
         """
         step = asyncio.ensure_future(anext(steps, None))
         draining = asyncio.ensure_future(self._draining.wait())
@@ -219,7 +222,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             self._idle.set()
 
     async def _read(self, opened: OpenSession, first: SchedulerOutput, steps: AsyncIterator[SchedulerOutput]) -> None:
-        """Submit arriving steps to the device thread, which computes them in order."""
+        """Receive the steps of a session, and submit them to the device thread, which computes them in order."""
         try:
             step: SchedulerOutput | None = first
             while step is not None:
@@ -231,15 +234,15 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             opened.answers.put_nowait(None)
 
     def _submit(self, opened: OpenSession, step: SchedulerOutput) -> "asyncio.Future[ModelOutput]":
-        """Compute a step on the device thread. Unlike the future of `wrap_future`, the result can fail before the step
-        ends.
+        """Submit a step to the device thread. Returns a future for the answer. Unlike a future of
+        `asyncio.wrap_future`, this future can be set to an error before the step has been computed.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[ModelOutput] = loop.create_future()
         computed = self._device_thread.submit(partial(opened.compute, step))
 
         def settle(done: "Future[ModelOutput]") -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed if the worker has ended
+            with contextlib.suppress(RuntimeError):  # the event loop may already be closed
                 loop.call_soon_threadsafe(self._settle, opened, step, answer, done)
 
         computed.add_done_callback(settle)

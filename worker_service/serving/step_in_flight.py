@@ -1,7 +1,9 @@
-"""One step from message to answer: check, draft, compute, and append the sampled tokens to the session.
+"""The stages of one step: apply it to the session, draft tokens, launch it, wait for the results, append the sampled
+tokens, and encode the answer.
 
-All methods run on the device thread. `begin`, `follow` and `launch` raise InvalidStepError and FencingError, in all
-ranks for the same steps. `launch` and `answer` also raise torch's errors. Any error ends the session.
+All methods run on the device thread. `begin`, `follow` and `launch` may raise InvalidStepError or FencingError; all
+ranks raise the error for the same step. `launch` and `answer` may also raise torch's errors. Any error ends the
+session.
 """
 
 import time
@@ -19,18 +21,19 @@ from worker_service.session.session import NO_DRAFTS, ScheduledChunk, Session
 from worker_service.session.step import SchedulerOutput
 
 if TYPE_CHECKING:
-    # These imports load torch, which must happen after the server has bound its port.
+    # These imports load torch. At run time, torch must not be loaded before the server has bound its port.
     from worker_service.execution.steps.running_step import RunningStep
     from worker_service.execution.worker import Worker
 
 Guard = Callable[[], AbstractContextManager[None]]
-"""A context for work that the device thread finishes later."""
+"""A context in which the device thread later waits for the step, so that an error ends the session."""
 
 
 class StepInFlight(Pending[ModelOutput]):
-    """A step that has been applied to its session, and will be launched and answered.
+    """A step that has been applied to its session, and that is launched and answered with this object.
 
-    The runner's `RunningStep` is the step's part on the device, without messages or sessions.
+    The class `RunningStep` represents the part of a step that runs on the device, and knows neither gRPC messages nor
+    sessions.
     """
 
     def __init__(
@@ -43,9 +46,9 @@ class StepInFlight(Pending[ModelOutput]):
         draft_seconds: float = 0.0,
         guard: Guard = nullcontext,
     ) -> None:
-        """Create a step that has been applied.
+        """Create an object for a step that has been applied to its session.
 
-        chunks: the step's work, with the drafts to verify. draft_seconds: the time that drafting took.
+        chunks: the step's chunks, with the drafts to verify. draft_seconds: the seconds that drafting took.
         """
         super().__init__()
         self.chunks = chunks
@@ -60,7 +63,7 @@ class StepInFlight(Pending[ModelOutput]):
     def begin(
         cls, worker: "Worker", session: Session, output: SchedulerOutput, guard: Guard = nullcontext
     ) -> "StepInFlight":
-        """Apply a step, and draft as many tokens as the step has room for."""
+        """Apply a step to the session, and draft tokens within the room that the scheduler has reserved."""
         chunks = session.apply(output)
         if worker.drafter is None:
             return cls(worker, session, output, chunks, guard=guard)
@@ -72,7 +75,7 @@ class StepInFlight(Pending[ModelOutput]):
     def follow(
         cls, worker: "Worker", session: Session, output: SchedulerOutput, drafts: "Sequence[array[int]]"
     ) -> "StepInFlight":
-        """Apply a step for which the first rank has drafted.
+        """Apply a step to the session of a follower, with the drafts of the first rank.
 
         drafts: the drafts of each chunk, or an empty sequence if no chunk has drafts.
         """
@@ -82,9 +85,9 @@ class StepInFlight(Pending[ModelOutput]):
         return cls(worker, session, output, chunks)
 
     def launch(self, before: "StepInFlight | None" = None) -> None:
-        """Launch the step.
+        """Launch the step on the device.
 
-        before: the session's last step, if it has not finished and this step may run ahead of it.
+        before: the session's previous step, if it has not finished and this step can be launched early.
         """
         worker, began = self._worker, time.perf_counter()
         with worker.ranks.together():
@@ -99,12 +102,12 @@ class StepInFlight(Pending[ModelOutput]):
         return self._running.is_done()
 
     def finish(self) -> ModelOutput:
-        """Return the answer, or end the session on an error. See `Pending`."""
+        """Return the encoded answer, see `Pending`. An error ends the session."""
         with self._guard():
             return self.answer()
 
     def answer(self) -> ModelOutput:
-        """Wait for the device, and return the answer."""
+        """Wait for the device, append the sampled tokens to the session's sequences, and return the encoded answer."""
         chunks = self._running.chunks
         with self._worker.ranks.together():
             answer = self._running.finish()

@@ -1,8 +1,8 @@
-"""Trace spans of sequences on this worker. A span begins with the step that adds the sequence, and ends when the
-sequence is removed.
+"""OpenTelemetry spans of a worker, one for each sequence. A span begins with the step that adds the sequence, and ends
+when the sequence is removed.
 
-The spans belong to the traces of their requests. The front end's spans show why requests waited. The spans of this file
-show which work was computed.
+A worker's span belongs to the trace of the sequence's request. The front end's spans of the same trace show why the
+request waited. The worker's spans show what was computed for the request.
 """
 
 import time
@@ -24,15 +24,15 @@ class _Stay:
     num_tokens: int = 0
     num_sampled: int = 0
     forward_us: int = 0
-    """Microseconds of all forward passes that included the sequence. Each sequence of a forward pass counts the whole
-    duration.
+    """Total duration of the forward passes that included the sequence, in microseconds. The whole duration of a forward
+    pass is counted for each of its sequences.
     """
     last_ns: int = 0
 
 
 class Stays:
-    """The spans of one session. The beams of one search share a span, because beams are added and removed in every
-    step.
+    """The open spans of one session. All beams of a beam search share a span, because beams are added and removed in
+    every step.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -40,7 +40,7 @@ class Stays:
         self._open: dict[int, _Stay] = {}
 
     def computed(self, step: SchedulerOutput, answer: ModelOutput) -> None:
-        """Record a step that has just been computed."""
+        """Record a step that has just been computed in the spans of its sequences."""
         now = time.time_ns()
         timing = answer.timing
         began = now - 1000 * (timing.move_us + timing.forward_us + timing.sample_us + timing.guess_us)
@@ -54,7 +54,7 @@ class Stays:
         for fork in step.forks:
             if (parent := self._open.get(fork.parent_sequence_id)) is None:
                 continue
-            if fork.parent_sequence_id in ending:  # the child replaces its parent: a beam
+            if fork.parent_sequence_id in ending:  # a beam replaces its parent
                 self._open[fork.child_sequence_id] = parent
                 parent.num_sequences += 1
             else:
@@ -80,7 +80,7 @@ class Stays:
                 stay.last_ns = now
 
     def close(self) -> None:
-        """End all spans when the session ends."""
+        """End all open spans, because the session has ended."""
         self._leave(list(self._open))
 
     def _come(self, sequence_id: int, trace_parent: str, index: int, num_computed_tokens: int, began: int) -> None:

@@ -1,1 +1,3 @@
-"""The state of one session: the scheduler's steps, and its live sequences. This package computes nothing."""
+"""The state of one session: the types of the scheduler's steps, and the live sequences. This package computes no
+tokens.
+"""

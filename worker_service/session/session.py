@@ -1,8 +1,8 @@
-"""The worker's copy of one session's state: live sequences, their tokens, and how many tokens are computed.
+"""The worker's copy of a session's state: the live sequences, their tokens, and the number of computed tokens.
 
-The session checks each step of the scheduler against the session's state. A sequence can therefore never read or write
-another sequence's memory. This file uses no tensors, devices or gRPC. An error in a step ends the session, because a
-part of the step may have been applied.
+The class `Session` checks each step of the scheduler against the live sequences, so that no sequence reads or writes
+the memory of another sequence. An error in a step ends the session, because a part of the step may have been applied.
+This file uses no tensors, devices or gRPC.
 """
 
 from array import array
@@ -26,36 +26,36 @@ from worker_service.session.step import (
 
 @dataclass(slots=True)
 class SequenceState:
-    """A live sequence."""
+    """A sequence that the scheduler has added to the session and has not removed."""
 
     sequence_id: int
     token_ids: "array[int]"
     """The tokens of the prompt, followed by the tokens of the output. The worker appends each sampled token."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """The number of leading tokens whose keys and values are in the blocks."""
+    """The number of leading tokens whose keys and values are in the sequence's blocks."""
     block_ids: "array[int]"
     sampling: SamplingParams
     adapter: str = ""
-    """The adapter's fingerprint, or an empty string for the base model."""
+    """The fingerprint of the sequence's LoRA adapter, or an empty string for the base model."""
     form_progress: object = None
-    """The output's progress in its form (grammar). Only the code that computes steps uses this field."""
+    """The output's progress in its form (grammar). Only the package `execution` uses this field."""
     speculation: object = None
-    """The record of the sequence's drafts. Only the drafter uses this field."""
+    """The drafter's record of the sequence's drafts. Only the package `speculation` uses this field."""
     pooled: object = None
-    """The partial result of pooling. Only the code that computes steps uses this field."""
+    """The partial result of pooling the prompt's hidden states. Only the package `execution` uses this field."""
     is_encoder: bool = False
-    """Whether the sequence is an encoder input. The blocks of an encoder input are the block table of cross
+    """Whether the sequence is an encoder input. The blocks of an encoder input contain keys and values for cross
     attention.
     """
     features: bytes = b""
-    """The features of an audio input, see `NewSequence`."""
+    """The audio features of an encoder input, see `NewSequence`."""
     encoder: "SequenceState | None" = None
-    """The encoder input that the sequence attends to."""
+    """The encoder input to which this sequence attends, in an encoder-decoder."""
 
     @property
     def reports(self) -> bool:
-        """Whether the sequence's next step reports vectors, or log-probabilities of sampled tokens or of the prompt."""
+        """Whether the answer to the sequence's next step contains vectors or log-probabilities of the sequence."""
         if self.sampling.pooling is not None:
             return True
         in_prompt = self.num_computed_tokens + 1 < self.num_prompt_tokens
@@ -63,23 +63,25 @@ class SequenceState:
 
 
 class ScheduledChunk(NamedTuple):
-    """Tokens [start, stop) of a sequence, to be computed in this step."""
+    """A chunk: tokens [start, stop) of a sequence, which one step computes."""
 
     sequence: SequenceState
     start: int
     stop: int
     samples: bool
-    """Whether a token is sampled after the chunk. Sampling requires that the chunk ends with the sequence's last
-    token.
+    """Whether the sequence gains a token after the chunk. A chunk after which the sequence gains a token ends with the
+    sequence's last token.
     """
     drafts: "array[int]" = array(TOKENS)
-    """Draft tokens after the sequence's last token, at the end of the chunk. A token is also sampled after each draft
-    token. The session fills the step's room for drafts with `PLACEHOLDER` tokens.
+    """The draft tokens at the end of the chunk, after the sequence's last token. A token is sampled after each draft,
+    too. The session first fills the room that the scheduler gives for drafts with `PLACEHOLDER` tokens.
     """
 
     @property
     def chooses(self) -> bool:
-        """Whether a token is chosen after the chunk. A pooled sequence gains a placeholder instead."""
+        """Whether a token is sampled after the chunk. A pooled sequence samples no token, and gains a placeholder
+        instead.
+        """
         return self.samples and self.sequence.sampling.pooling is None
 
     @property
@@ -87,21 +89,22 @@ class ScheduledChunk(NamedTuple):
         return self.sequence.token_ids[self.start : self.stop] + self.drafts
 
     def with_drafts(self, drafts: "array[int]") -> "ScheduledChunk":
-        """A copy of the chunk, with `drafts` in place of the chunk's drafts or placeholders."""
+        """A copy of the chunk with other drafts."""
         return self._replace(stop=self.stop - len(self.drafts) + len(drafts), drafts=drafts)
 
 
 NO_DRAFTS: "array[int]" = array(TOKENS)
 PLACEHOLDER = 0
-"""The id that stands for a token until the token is sampled. If sampling fails, the placeholder stays in the sequence.
+"""The token id that a sequence contains until its next token is known. If sampling fails, the sequence keeps the
+placeholder.
 """
 
 
 class Session:
-    """The sequences of one epoch. The caller calls `apply` for a step, computes the step, and calls `advance`. When the
-    tokens are known, the caller calls `fill_in`.
+    """The live sequences of one session. For each step, the caller calls `apply`, launches the step, and calls
+    `advance`. When the sampled tokens are known, the caller calls `fill_in`.
 
-    If the next step `follows_unseen`, `apply` may be called before the last step's tokens are filled in.
+    If `follows_unseen` is true for the next step, `apply` may be called before the last step's tokens are filled in.
     """
 
     def __init__(self, epoch: int, limits: Limits) -> None:
@@ -109,14 +112,14 @@ class Session:
         self.sequences: dict[int, SequenceState] = {}
         self._limits = limits
         self._next_step_id = 1
-        self._has_room = False  # whether the last step has room for drafts
+        self._has_room = False  # whether the last step may have drafts
 
     def apply(self, output: SchedulerOutput) -> list[ScheduledChunk]:
-        """Apply a step's changes and return its work, in the order of `output.sequence_ids`.
+        """Apply a step's changes to the sequences. Returns the step's chunks, in the order of `output.sequence_ids`.
 
-        Preempted sequences are removed before new sequences are added. Finished sequences are removed last, because
-        forks may need their parents. Raises FencingError if the step is out of order, and InvalidStepError if the step
-        is impossible.
+        Preempted sequences are removed before new sequences are added. Finished sequences are removed last, because a
+        finished sequence may be the parent of a fork. Raises FencingError if the step is out of order, and
+        InvalidStepError if the step contradicts the session's state.
         """
         if output.epoch != self.epoch:
             raise FencingError(f"epoch {output.epoch} in the session of epoch {self.epoch}")
@@ -135,14 +138,14 @@ class Session:
         return self._schedule(output)
 
     def follows_unseen(self, output: SchedulerOutput) -> bool:
-        """Whether a step can be launched before the host has read the last step's tokens.
+        """Whether a step can be launched early: before the host has read the tokens that the last step sampled.
 
         A step that can be launched early has no drafts and no edited logits, because edits such as penalties may
-        require the values of earlier tokens. If a sequence sampled in the last step, only its last token is unknown.
-        All tokens of new sequences and of unfinished prompts are known.
+        require the values of earlier tokens. If a sequence sampled in the last step, the host does not know its last
+        token yet. The host knows all tokens of new sequences and of unfinished prompts.
 
-        A step that can be launched early reports no log-probabilities or vectors. The host would wait for all launched
-        work to read log-probabilities, and the tokens of every sequence would be delayed.
+        A step that can be launched early also reports no log-probabilities and no vectors. To read log-probabilities,
+        the host would wait for all launched work, and the tokens of every sequence would be delayed.
         """
         new = {one.sequence_id: one.sampling for one in output.new_sequences}
         if output.forks or output.num_draft_tokens or self._has_room or not new.keys().isdisjoint(self.sequences):
@@ -158,24 +161,25 @@ class Session:
 
     @staticmethod
     def advance(chunks: Iterable[ScheduledChunk]) -> None:
-        """Record that the chunks have been launched. A sequence that samples grows by a placeholder.
+        """Record that a step with these chunks has been launched. A sequence that samples gains a placeholder token.
 
-        The growth of a sequence with drafts is not known yet.
+        A sequence with drafts is left unchanged, because the number of tokens that it gains is not known yet.
         """
         for sequence, _, stop, samples, drafts in chunks:
             if drafts:
                 continue
             sequence.num_computed_tokens = stop
-            sequence.features = b""  # computed encoder inputs are not read again
+            sequence.features = b""  # an encoder input is computed once
             if samples:
                 sequence.token_ids.append(PLACEHOLDER)
 
     @staticmethod
     def fill_in(chunks: Iterable[ScheduledChunk], token_ids: Iterable[int], num_tokens: Iterable[int] = ()) -> None:
-        """Replace the placeholders in sequences by the sampled tokens, in the order of the chunks that sampled.
+        """Replace the placeholders in the sequences of a step by the sampled tokens, which are in the order of the
+        chunks.
 
-        `num_tokens`: the number of tokens of each chunk, 1 by default. A sequence with 0 tokens computes its last token
-        again.
+        num_tokens: the number of tokens that each chunk gained, 1 by default. A sequence that gained no token computes
+        its last token again in its next step.
         """
         tokens, numbers = iter(token_ids), iter(num_tokens)
         for sequence, _, stop, samples, drafts in chunks:
@@ -191,7 +195,7 @@ class Session:
 
     def _forget(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
-            # A sequence may be removed twice, for example if the scheduler preempts and then aborts it.
+            # The scheduler may remove a sequence twice, for example if it preempts the sequence and then aborts it.
             self.sequences.pop(sequence_id, None)
 
     def _add(self, new: NewSequence) -> None:
@@ -211,7 +215,7 @@ class Session:
         )
 
     def _encoder(self, new: NewSequence) -> SequenceState | None:
-        """The encoder input of a new sequence. Raises InvalidStepError if a required encoder input is missing."""
+        """Find the encoder input of a new sequence. Raises InvalidStepError if a required encoder input is missing."""
         if new.is_encoder or not self._limits.max_encoder_len:
             return None
         encoder = self._known(new.encoder_id)
@@ -306,7 +310,9 @@ class Session:
         return chunks
 
     def _check_encoder(self, sequence: SequenceState, stop: int, samples: bool) -> None:
-        """Raise InvalidStepError if an encoder input would be computed in parts, or has no data."""
+        """Raise InvalidStepError if a step does not compute the whole encoder input, or if its audio features are
+        missing.
+        """
         where = f"sequence {sequence.sequence_id} is for an encoder"
         if samples or sequence.num_computed_tokens or stop != len(sequence.token_ids):
             raise InvalidStepError(f"{where} and is not computed whole")
@@ -314,9 +320,9 @@ class Session:
             raise InvalidStepError(f"{where} and came without features")
 
     def _check_encoders(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Raise InvalidStepError if the step has too many tokens.
+        """Raise InvalidStepError if the step has too many encoder tokens or too many other tokens.
 
-        Raise InvalidStepError also if a sequence attends to an encoder input that is not computed.
+        The method also raises InvalidStepError if a sequence attends to an encoder input that is not computed.
         """
         encoded = {chunk.sequence.sequence_id for chunk in chunks if chunk.sequence.is_encoder}
         num_encoder_tokens = sum(chunk.stop for chunk in chunks if chunk.sequence.is_encoder)
@@ -339,8 +345,8 @@ class Session:
                 raise InvalidStepError(f"{number} tokens; the limit is {most}, for encoders and for all others")
 
     def _check_pooling(self, sequence: SequenceState, stop: int, drafts: "array[int]") -> None:
-        """Raise InvalidStepError if a sequence would compute more than the prompt that it pools, or if the worker
-        cannot pool.
+        """Raise InvalidStepError if the worker cannot pool the sequence, or if a pooled sequence would compute tokens
+        after its prompt.
         """
         where = f"sequence {sequence.sequence_id}"
         pooling = sequence.sampling.pooling

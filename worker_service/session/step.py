@@ -1,7 +1,7 @@
-"""The types of a session: the scheduler's steps and the worker's answers, without protobuf.
+"""The worker's types for the scheduler's steps and for the answers to steps, without protobuf.
 
-The file `codec.py` converts protobuf messages to these types. `codec.py` also checks the values that can be checked
-without a session's state. The file `session.py` checks the remaining values.
+The file `codec.py` converts protobuf messages to the types in this file. `codec.py` also checks all values that can be
+checked without knowing the live sequences. The file `session.py` checks the remaining values.
 """
 
 import enum
@@ -12,12 +12,12 @@ from functools import cached_property
 from pagewire_common.sampling import LOGIT_EDITS, SamplerParams
 
 TOKENS = "q"
-"""The type code of arrays of token ids and block numbers: 64-bit integers, which torch reads without conversion."""
+"""The type code of arrays of token ids and of block numbers: 64-bit integers, which torch reads without conversion."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a step."""
+    """The limits of a worker's steps, which follow from its model, memory and settings."""
 
     block_size: int
     num_device_blocks: int
@@ -29,21 +29,21 @@ class Limits:
     num_speculative_tokens: int = 0
     """Maximum number of drafts of one sequence in one step."""
     max_loras: int = 0
-    """Maximum number of adapters in one step."""
+    """Maximum number of different LoRA adapters in one step."""
     max_cpu_loras: int = 0
-    """Maximum number of adapters in host memory."""
+    """Maximum number of LoRA adapters that the worker stores in host memory."""
     embedding_size: int = 0
-    """Length of the vectors that are pooled from hidden states, or 0 if the model does not pool."""
+    """Length of the vectors into which the model's hidden states are pooled, or 0 if the worker cannot pool."""
     num_labels: int = 0
-    """Number of the classifier's labels, or 0 without a classifier."""
+    """Number of labels of the model's classifier, or 0 without a classifier."""
     max_encoder_len: int = 0
     """Maximum tokens of an encoder input of an encoder-decoder, or 0 for other models."""
     max_num_encoder_tokens: int = 0
     """Maximum tokens of all encoder inputs in one step."""
     feature_bytes: int = 0
-    """Bytes of an audio input's features, or 0 if the encoder reads token ids."""
+    """Bytes of the audio features of an encoder input, or 0 if the encoder reads token ids."""
     aligns: bool = False
-    """Whether the worker reports the times of a transcript's tokens."""
+    """Whether the worker can compute the times at which a transcript's tokens are spoken."""
 
     @property
     def is_encoder(self) -> bool:
@@ -61,34 +61,34 @@ class WorkerInfo:
     device: str
     features: tuple[str, ...]
     sliding_window: int
-    """Tokens of the sliding window, or 0 without a window. Blocks behind the window are never read again."""
+    """Tokens of the model's sliding window, or 0 without a window. Blocks behind the window are never read again."""
     swap_bytes_per_second: int
     prefill_tokens_per_second: int
     block_bytes: int
     lora_copy_seconds: float = 0.0
-    """Seconds to copy an adapter of the largest rank to the device."""
+    """Measured seconds to copy the largest possible LoRA adapter to the device."""
     pooling_type: "PoolingType | None" = None
-    """The pooling type that the model was trained with, or None if the model does not pool."""
+    """The pooling type with which the model was trained, or None for a classifier."""
     normalizes: bool = False
-    """Whether the model was trained for vectors of length 1."""
+    """Whether the model was trained with vectors of length 1."""
 
 
 class PoolingType(enum.Enum):
-    """The rule that pools the hidden states of a text. The result is one vector, or one vector for each token."""
+    """How the hidden states of a text are pooled into one vector, or into one vector for each token."""
 
     CLS = enum.auto()
     MEAN = enum.auto()
     LAST = enum.auto()
     ALL = enum.auto()
     SCORE = enum.auto()
-    """Scores of the text by the network's classifier."""
+    """The text's scores, which the model's classifier computes."""
     ALIGNMENT = enum.auto()
-    """Times of the last tokens of a transcript."""
+    """The times at which the last tokens of a transcript are spoken, as numbers of encoder tokens."""
 
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """How to pool a sequence's hidden states. The proto message documents the fields."""
+    """How to pool a sequence's hidden states. The protobuf message PoolingParams documents the fields."""
 
     type: PoolingType
     dimensions: int
@@ -100,7 +100,7 @@ class PoolingParams:
 
 @dataclass(frozen=True)
 class TranscriptParams:
-    """The rules of a transcript's tokens. The proto message documents the fields."""
+    """The rules for tokens of a transcript of speech. The protobuf message TranscriptParams documents the fields."""
 
     first_timestamp: int = 0
     max_initial: int = 0
@@ -111,7 +111,7 @@ class TranscriptParams:
 
 @dataclass(frozen=True)
 class SamplingParams(SamplerParams):
-    """How to choose a sequence's tokens. The proto messages GroupSampling and NewSequence document the fields."""
+    """How to sample a sequence's tokens. The protobuf messages GroupSampling and NewSequence document the fields."""
 
     seed: int = 0
     index: int = 0
@@ -124,15 +124,15 @@ class SamplingParams(SamplerParams):
     bad_words: tuple[tuple[int, ...], ...] = ()
     form: str = ""
     form_owner: bytes = b""
-    """The owner of the form. Bans and time limits of the form apply only to this owner."""
+    """The tenant, as a digest of its name. Bans and time limits of an output form apply to each tenant separately."""
     pooling: PoolingParams | None = None
-    """How to pool the sequence, or None if the sequence samples tokens."""
+    """How to pool the sequence's hidden states, or None if the sequence samples tokens."""
     transcript: TranscriptParams | None = None
     is_beam: bool = False
 
     @cached_property
     def edits_logits(self) -> bool:
-        """Whether the parameters edit logits: the edits can change which token is the likeliest.
+        """Whether the parameters edit logits before sampling, and so may change which token is the likeliest.
 
         Temperature, top-k and top-p do not count as edits.
         """
@@ -144,18 +144,18 @@ class SamplingParams(SamplerParams):
 
     @cached_property
     def reports(self) -> bool:
-        """Whether log-probabilities or pooled vectors are reported."""
+        """Whether the request asks for log-probabilities or for pooled vectors."""
         return self.pooling is not None or self.logprobs is not None or self.prompt_logprobs is not None
 
     @cached_property
     def penalizes(self) -> bool:
-        """Whether tokens that occurred before are penalised."""
+        """Whether a penalty changes the logits of tokens that the sequence already contains."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True)
 class NewSequence:
-    """A sequence that is new to the worker, with all its data."""
+    """A sequence that a step adds to the session."""
 
     sequence_id: int
     token_ids: "array[int]"
@@ -164,18 +164,20 @@ class NewSequence:
     block_ids: "array[int]"
     sampling: SamplingParams
     adapter: str = ""
-    """The adapter's fingerprint, or an empty string for the base model."""
+    """The fingerprint of the sequence's LoRA adapter, or an empty string for the base model."""
     is_encoder: bool = False
-    """Whether the sequence is an encoder input. The `token_ids` of an audio input are placeholders."""
+    """Whether the sequence is an encoder input. If the encoder input is audio, its `token_ids` are placeholders."""
     features: bytes = b""
-    """The features of an audio input: float32, little-endian, all frames of a mel bin, then the next bin."""
+    """The audio features of an encoder input: float32, little-endian, all frames of the first mel bin, then of the
+    second bin, and so on.
+    """
     encoder_id: int = 0
-    """Id of the sequence that is this sequence's encoder input, or 0 without an encoder input."""
+    """The id of the sequence that is this sequence's encoder input, or 0 if the sequence has none."""
 
 
 @dataclass(frozen=True)
 class BlockTableUpdate:
-    """Replaces a block table's entries from `start` on."""
+    """Replaces the entries of a sequence's block table from index `start` on."""
 
     sequence_id: int
     start: int
@@ -184,7 +186,9 @@ class BlockTableUpdate:
 
 @dataclass(frozen=True)
 class Fork:
-    """A new sequence that copies its parent's parameters and first tokens, and continues with its own tokens."""
+    """A new sequence with the parameters and the first `num_tokens` tokens of its parent, followed by the tokens
+    `token_ids`.
+    """
 
     parent_id: int
     child_id: int
@@ -197,7 +201,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class BlockMapping:
-    """Block copies: block number sources[i] is copied to block number destinations[i]. No destination appears twice."""
+    """Copies of blocks: block `sources[i]` is copied to block `destinations[i]`. No destination occurs twice."""
 
     sources: tuple[int, ...] = ()
     destinations: tuple[int, ...] = ()
@@ -205,7 +209,9 @@ class BlockMapping:
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """One step's work. `sequence_ids`, `num_scheduled_tokens` and `samples` are columns of equal length."""
+    """The work of one step. `sequence_ids`, `num_scheduled_tokens` and `samples` are columns with one entry for each
+    chunk.
+    """
 
     epoch: int
     step_id: int
@@ -221,15 +227,15 @@ class SchedulerOutput:
     finished: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     num_draft_tokens: tuple[int, ...] = ()
-    """The number of scheduled tokens that are reserved for drafts, for each sequence. Empty if no sequence has room for
-    drafts.
+    """A column with the number of scheduled tokens that are reserved for drafts. The column is empty if no sequence may
+    have drafts in this step.
     """
 
 
 @dataclass(frozen=True)
 class SampleLogprobs:
-    """Log-probabilities as columns. Each position has `width` entries: the token at the position, then the likeliest
-    tokens.
+    """Log-probabilities at positions of one sequence, as columns. Each position has `width` entries: first the token at
+    the position, then the likeliest tokens.
     """
 
     sequence_id: int
@@ -237,16 +243,16 @@ class SampleLogprobs:
     token_ids: list[int]
     logprobs: list[float]
     ranks: list[int]
-    """The rank of each position's first entry. Rank 1 is the likeliest token."""
+    """The rank of the token at each position, in the order of log-probabilities. The likeliest token has rank 1."""
 
 
 @dataclass(frozen=True)
 class SequenceVectors:
-    """The pooled vectors of one sequence."""
+    """The vectors into which one sequence was pooled."""
 
     sequence_id: int
     data: bytes
-    """Floats of 32 or 16 bits, little-endian, one vector after the other."""
+    """The numbers of all vectors, one vector after the other: float32 or float16, little-endian."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +266,7 @@ class StepTiming:
 
     @property
     def seconds(self) -> float:
-        """The sum of the times for block moves, forward pass and sampling, in seconds."""
+        """The step's duration in seconds: moves of blocks, forward pass and sampling."""
         return (self.move_us + self.forward_us + self.sample_us) / 1e6
 
 
@@ -269,20 +275,26 @@ class ModelOutput:
     """The results of one step."""
 
     token_ids: list[int]
-    """The tokens of each sequence that samples, in the order of the step. A failed sequence has token 0."""
+    """The tokens that the sampling sequences gained, in the order of the step's chunks. A sequence for which sampling
+    failed has token 0.
+    """
     timing: StepTiming
     logprobs: list[SampleLogprobs] = field(default_factory=list)
     prompt_logprobs: list[SampleLogprobs] = field(default_factory=list)
     failed_sequence_ids: list[int] = field(default_factory=list)
-    """Sequences for which no token could be chosen, or whose prompt's log-probabilities were not finite."""
+    """Ids of sequences for which no token could be sampled, or whose vectors or prompt log-probabilities were not
+    finite.
+    """
     num_tokens: list[int] = field(default_factory=list)
-    """The number of tokens that each sampling sequence gained. Empty if each sequence gained one token."""
+    """The number of tokens that each sampling sequence gained. The list is empty if each of these sequences gained one
+    token.
+    """
     num_draft_tokens: list[int] = field(default_factory=list)
-    """The number of verified drafts of each sampling sequence. Empty if no drafts were verified."""
+    """The number of verified drafts of each sampling sequence. The list is empty if the step verified no drafts."""
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
-    """The number of drafts for which later steps should have room, for each sampling sequence. Empty if no number has
-    changed.
+    """The number of drafts for which the scheduler should reserve tokens of later steps, for each sampling sequence.
+    The list is empty if no number has changed.
     """
     vectors: list[SequenceVectors] = field(default_factory=list)
     barred_sequence_ids: list[int] = field(default_factory=list)
-    """Failed sequences with finite logits, whose parameters or form allow no token."""
+    """Ids of the failed sequences whose logits are finite, but whose parameters or output form allow no token."""

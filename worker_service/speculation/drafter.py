@@ -1,5 +1,5 @@
-"""Decides which draft tokens a step verifies. To estimate the success of later drafts, the drafter compares earlier
-drafts with the sampled tokens.
+"""Decides how many draft tokens each step verifies, by estimates of the probability that a draft is right. The drafter
+makes these estimates by comparing earlier drafts with the sampled tokens.
 """
 
 import time
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """A sequence's first `num_tokens` tokens, after which a proposer drafts up to `number` tokens."""
+    """A request to a proposer: draft up to `number` tokens after the first `num_tokens` tokens of a sequence."""
 
     sequence: SequenceState
     num_tokens: int
@@ -44,45 +44,46 @@ class Proposer(Protocol):
     def cost(self) -> StepCost | None:
         """The cost of drafting one token for each of several sequences, or None if the cost is negligible.
 
-        If the cost is negligible, drafts are made after every step, even if the next step has no room for drafts. The
-        success of drafts is then measured in every step.
+        If the cost is negligible, tokens are drafted after every step, even if the next step has no room to verify
+        them. By these drafts, the drafter measures in every step how often drafts are right.
         """
 
     def most_behind(self, num_tokens: int) -> int:
-        """Maximum number of drafts after the first `num_tokens` tokens of a sequence."""
+        """The maximum number of tokens that the proposer can draft after a sequence's first `num_tokens` tokens."""
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
-        """Prepare for a step. The drafter calls this method before the device computes the step.
+        """Prepare for drafting in a step. The drafter calls this method before the device computes the step.
 
-        Each chunk contains at most as many drafts as the scheduler has allowed.
+        chunks: the step's chunks, with placeholders for as many drafts as the scheduler allows.
         """
 
     def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
-        """Draft up to `number` tokens after each sequence's beginning. Returns a list of draft tokens for each
-        beginning.
-        """
+        """Draft up to `number` tokens for each `Beginning`. Returns one list of draft tokens for each `Beginning`."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """The drafts of one sequence, and their success."""
+    """The last drafts of one sequence, and estimates of the success of its drafts."""
 
     chance: float
-    """Probability that a draft is right if all drafts before it are right."""
+    """Estimated probability that a draft is right, if all drafts before it in the same step are right."""
     share: float
-    """Share of the sequence's steps for which the proposer found any draft tokens."""
+    """Share of the sequence's steps after which the proposer has found draft tokens."""
     drafted: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    """Number of the sequence's tokens when `drafted` was made."""
+    """Number of tokens that the sequence had when `drafted` was made."""
     wanted: int = 0
-    """Number of drafts for which the sequence's steps should have room, as last reported to the scheduler."""
+    """Number of drafts for which the scheduler should reserve tokens of the sequence's steps, as last reported to the
+    scheduler.
+    """
 
 
 class Drafter:
-    """Drafts tokens for one worker. Only the device thread uses a `Drafter`.
+    """Drafts tokens for the sequences of one worker. Only the device thread uses a `Drafter`.
 
-    The method `begins` makes the drafts that are worth verifying in a step with room for drafts. The method `ends`
-    compares the step's sampled tokens with its drafts, and requests room for drafts in later steps.
+    The method `begins` chooses the drafts that a step verifies, within the room that the scheduler has reserved. The
+    method `ends` compares the step's drafts with the tokens that the step has sampled, and requests room for drafts in
+    later steps.
     """
 
     def __init__(
@@ -94,24 +95,24 @@ class Drafter:
         *,
         runs_ahead: bool = False,
     ) -> None:
-        """Create a drafter.
+        """Create the drafter of a worker.
 
-        most: the maximum number of drafts of one sequence in one step. runs_ahead: whether steps without drafts are
-        launched before the previous step has ended.
+        most: the maximum number of drafts of one sequence in one step. runs_ahead: whether the worker launches steps
+        without drafts before the previous step has ended.
         """
         self._proposer = proposer
         self._most = most
         self._vocabulary_size = vocabulary_size
         self._cost = StepCost(1 / prefill_tokens_per_second if prefill_tokens_per_second else 0.0)
         self._first_chance = FIRST_CHANCE if proposer.cost is None else HOPE
-        self._chance = self._first_chance  # a new sequence's chance that a draft is right
+        self._chance = self._first_chance  # first `chance` of new sequences
         self._runs_ahead = runs_ahead
         self._pause = FIRST_PAUSE if runs_ahead else 0.0
-        self._seconds_before = self._seconds_after = 0.0  # seconds of a step in which the drafter computes
+        self._seconds_before = self._seconds_after = 0.0  # durations of `begins` and `ends`
         self._has_failed = False
 
     def begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
-        """Return the step's chunks with the drafts to verify. In each chunk, drafts replace the placeholders."""
+        """Choose the drafts that a step verifies. Returns the step's chunks with drafts in place of placeholders."""
         if self._has_failed:
             return [chunk.with_drafts(NO_DRAFTS) for chunk in chunks]
         self._proposer.step_begins(output, chunks)
@@ -127,14 +128,15 @@ class Drafter:
                 rooms[row] = min(rooms[row], len(record.drafted)) if is_current else 0
             elif rooms[row]:
                 rooms[row] = min(rooms[row], self._proposer.most_behind(num_known))
-        # The pause counts as 0, because this step has already waited for the drafts.
+        # The cost of the pause before the step counts as 0, because the worker has already waited and not launched the
+        # step early.
         numbers = numbers_of_drafts(
             [record.chance for record in records], rooms, self._cost, 0.0, drafting=self._proposer.cost
         )
         if self._proposer.cost is not None and any(numbers):
             proposing = time.perf_counter()
             self._propose_in_step(chunks, numbers)
-            began += time.perf_counter() - proposing  # the proposer's cost already includes the time of proposing
+            began += time.perf_counter() - proposing  # this time is part of the proposer's cost
         drafts = [record.drafted[:number] for record, number in zip(records, numbers, strict=True)]
         self._seconds_before = time.perf_counter() - began
         return [
@@ -143,7 +145,9 @@ class Drafter:
         ]
 
     def _propose_in_step(self, chunks: Sequence[ScheduledChunk], numbers: Sequence[int]) -> None:
-        """Draft numbers[i] tokens after chunk i. The proposer also computes the new tokens of unfinished prompts."""
+        """Draft `numbers[i]` tokens after chunk i. In the same passes, a draft model also computes new tokens of
+        unfinished prompts.
+        """
         beginnings = [
             Beginning(chunk.sequence, chunk.start + 1, number)
             for chunk, number in zip(chunks, numbers, strict=True)
@@ -157,16 +161,18 @@ class Drafter:
         return 0 <= token_id < self._vocabulary_size
 
     def launched(self, output: SchedulerOutput, seconds: float) -> None:
-        """Record the time of launching this step, `seconds`. The device was idle during the launch and the drafting."""
+        """Record that launching a step took `seconds`. Before a step with drafts, the device is idle during drafting
+        and launching.
+        """
         if self._runs_ahead and output.num_draft_tokens:
             waited = self._seconds_after + self._seconds_before + seconds
             self._pause += LEARNING * (waited - self._pause)
 
     def ends(self, chunks: Sequence[ScheduledChunk], seconds: float) -> list[int]:
-        """Return the number of drafts for which each sampling sequence should have room in later steps. The list is
-        empty if no number has changed.
+        """Learn from a step that has ended. Returns the number of drafts for which the scheduler should reserve tokens
+        of later steps, for each sampling sequence. The list is empty if no number has changed.
 
-        chunks, seconds: the work and the duration of the step that has ended.
+        chunks: the chunks of the step, with the verified drafts. seconds: the duration of the step.
         """
         began = time.perf_counter()
         numbers = self._wanted(chunks, seconds)
@@ -199,7 +205,8 @@ class Drafter:
                 shares=[record.share for record in records],
                 drafting=self._proposer.cost,
             )
-            # If drafts save time, room for the maximum number is requested. The next step may verify fewer drafts.
+            # If drafts save time for a sequence, room for the maximum number of drafts is requested. The next step may
+            # verify fewer drafts.
             wanted = [most if number else 0 for most, number in zip(mosts, numbers, strict=True)]
         sampling = [
             (record, number) for record, number, chunk in zip(records, wanted, chunks, strict=True) if chunk.samples
@@ -211,7 +218,7 @@ class Drafter:
         return [number for _, number in sampling]
 
     def _look_up(self, ends: Sequence[tuple[SequenceState, int]]) -> None:
-        """Draft for sequences after their known tokens, even if the drafts will not be verified."""
+        """Draft tokens after the known tokens of sequences, even if no step will verify the drafts."""
         found = self._propose([Beginning(sequence, num_tokens, self._most) for sequence, num_tokens in ends])
         for (sequence, num_tokens), drafted in zip(ends, found, strict=True):
             record = self._record(sequence)
@@ -221,16 +228,17 @@ class Drafter:
     def _propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
         try:
             return self._proposer.propose(beginnings)
-        # An error in drafting must not fail the step, which computes its tokens without drafts.
+        # If drafting raises an error, the step must not fail. The worker stops drafting, and continues to compute steps
+        # without drafts.
         except Exception as error:
             log.exception("guessing failed, and has ended", reason=reason(error))
             self._has_failed = True
             return [[] for _ in beginnings]
 
     def _learn(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Compare the sampled tokens with the drafts.
+        """Compare the sampled tokens of a sequence with its drafts, and adjust the estimates of success.
 
-        num_tokens: the number of the sequence's known tokens.
+        num_tokens: the number of known tokens of the sequence.
         """
         record = self._record(sequence)
         came = sequence.token_ids[record.num_tokens : num_tokens] if record.drafted else ()
@@ -252,22 +260,24 @@ class Drafter:
 
 
 def _observed(share: float, is_so: bool, rate: float) -> float:
-    """A moving average of a frequency, after one more observation."""
+    """The moving average `share` of a frequency, after one more observation."""
     return share + rate * ((1.0 if is_so else 0.0) - share)
 
 
 def _num_known(chunk: ScheduledChunk) -> int:
-    """The number of the sequence's known tokens after the chunk. If the next step runs ahead, the sequence already has
-    a placeholder for the next step's token, which is not counted.
+    """The number of tokens of a chunk's sequence that are known after the step. If the next step is already launched,
+    the sequence ends with a placeholder for that step's token, which is not counted.
     """
     if chunk.drafts:
         return len(chunk.sequence.token_ids)
     num_known = chunk.stop + 1 if chunk.samples else chunk.stop
-    return min(num_known, len(chunk.sequence.token_ids))  # a sequence whose mask was late has gained no token
+    return min(num_known, len(chunk.sequence.token_ids))  # a late sequence has gained no token
 
 
 def may_be_drafted_for(sequence: SequenceState) -> bool:
-    """Whether drafts are possible. A pooled sequence has no next token, and a beam has several next tokens."""
+    """Whether tokens can be drafted for a sequence. A pooled sequence has no next token, and a beam has several next
+    tokens.
+    """
     sampling = sequence.sampling
     return (
         sampling.pooling is None

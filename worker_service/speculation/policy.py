@@ -1,43 +1,48 @@
-"""Chooses the number of drafts that gives the most tokens a second, by the measured costs of recent steps.
+"""Chooses the number of drafts to verify in a step, so that the step gains the most tokens a second. The costs of
+recent steps are measured for this choice.
 
-A step of n sequences that verifies k drafts computes n + k tokens. The step is expected to gain n + e tokens, where e
-is the expected number of accepted drafts. If memory bandwidth limits the speed of a step, k more tokens cost little
-time. If computation limits the speed of a step, k more tokens cost as much as other tokens, and no draft is worth its
-time.
+A step that samples for n sequences and verifies k drafts computes n + k tokens. The step gains n + e tokens, where e is
+the expected number of accepted drafts. If memory bandwidth limits the speed of a step, verifying k drafts costs little
+time. If computation limits the speed of a step, each draft costs as much time as any other token, so no draft is worth
+its time.
 
-On a worker that launches steps ahead, drafts also cost a pause. Drafts depend on the last step's tokens, so the device
-is idle until a step with drafts is launched.
+On a worker that launches steps before the previous step has ended, drafts also cost a pause of the device between two
+steps. Drafts depend on the tokens that the last step sampled, so a step with drafts cannot be launched early.
 """
 
 from collections.abc import Sequence
 from itertools import repeat
 
 DECAY = 0.95
-"""Factor by which a step's weight in the cost estimate shrinks with each later step."""
+"""Factor by which the weight of a measured step in the cost estimate shrinks with each later step."""
 CERTAINTY = 8.0
-"""Weight of the first slope in the least-squares fit. The unit is a squared difference of two numbers of tokens."""
+"""Weight of the initial slope in the least-squares fit, in units of a squared difference between two steps' numbers of
+tokens.
+"""
 FIRST_PAUSE = 0.001
-"""First estimate of the pause in seconds, on a worker that launches steps ahead."""
+"""First estimate, in seconds, of the pause of the device before a step with drafts."""
 FIRST_CHANCE = 0.5
 FIRST_SHARE = 0.5
 HOPE = 0.8
-"""First estimate of a draft's chance to be right, if drafting has a cost. The estimate is high, because the drafter
-learns the success of drafts only by making drafts.
+"""First estimate of the probability that a draft is right, for proposers whose drafting costs time. The estimate is
+high, because the drafter can learn how often drafts are right only by drafting.
 """
 LEARNING = 0.1
 FORGETTING = 0.002
-"""Rate at which the estimated chance of a sequence's drafts returns to the first estimate while no drafts are made.
-After some time the drafter therefore tries drafts again.
+"""While no tokens are drafted for a sequence, its estimated probability of right drafts returns to the first estimate
+at this rate in each step. After some time, the drafter therefore tries drafts again.
 """
 
 
 class StepCost:
-    """Seconds of a step as a linear function of its tokens, fitted to the last steps (decayed least squares)."""
+    """The duration of a step in seconds as a linear function of its number of tokens, fitted to recent steps (decayed
+    least squares).
+    """
 
     def __init__(self, seconds_per_token: float) -> None:
-        """Create an estimate.
+        """Create an estimate of the cost of steps.
 
-        seconds_per_token: measured on a prompt, and used as the slope until steps of different sizes have been
+        seconds_per_token: a measurement of prefill, which is used as the slope until steps of different sizes have been
         measured.
         """
         self._first_slope = seconds_per_token
@@ -53,7 +58,7 @@ class StepCost:
 
     @property
     def slope(self) -> float:
-        """Seconds of one more token."""
+        """Seconds that one more token adds to a step."""
         if not self._weight:
             return self._first_slope
         variance = self._squares - self._tokens * self._tokens / self._weight
@@ -75,15 +80,17 @@ def numbers_of_drafts(
     shares: Sequence[float] | None = None,
     drafting: StepCost | None = None,
 ) -> list[int]:
-    """Choose the number of drafts to verify for each sequence. All numbers are zero if no draft is worth its time.
+    """Choose the number of drafts to verify for each sequence of a step. The number is zero for a sequence whose drafts
+    are not worth their time.
 
-    chances: for each sequence, the chance of each next draft to be right. mosts: the maximum number of drafts of each
-    sequence. shares: the probability that a sequence has drafts, 1 by default. drafting: the cost of drafting one token
-    for each of several sequences, or None if the cost is negligible. The cost of drafting is paid once for each token
-    of the longest draft.
+    chances: for each sequence, the probability that a draft is right if the drafts before it are right. mosts: the
+    maximum number of drafts of each sequence. shares: for each sequence, the probability that the proposer finds
+    drafts, 1 by default. pause: seconds for which the device is idle before a step with drafts. drafting: the cost of a
+    pass that drafts one token for each of several sequences, or None if the cost is negligible. The number of passes is
+    the largest number of drafts of a sequence.
 
-    Each possible length of the longest draft is tried. For each length, the likeliest drafts are added while tokens a
-    second increase.
+    The function tries each possible number of passes. For each number of passes, it adds the likeliest drafts as long
+    as the tokens a second increase.
     """
     num_sequences = len(chances)
     numbers = [0] * num_sequences
@@ -92,8 +99,9 @@ def numbers_of_drafts(
     each = 0.0 if drafting is None else max(0.0, drafting.of(1) - drafting.slope)
     slope = cost.slope + (0.0 if drafting is None else drafting.slope)
     alone = cost.of(num_sequences)
-    best, chosen = num_sequences / alone, list[int]()  # `chosen` contains one row number for each draft.
-    # Tuples (gain, row, number of the draft in the row), only for drafts that save more time than they cost.
+    best, chosen = num_sequences / alone, list[int]()  # `chosen`: a row for each draft
+    # Drafts as tuples (expected tokens that the draft adds, row of the sequence, number of the draft in the row).
+    # Drafts that cost more time than they save are left out.
     likely = list[tuple[float, int, int]]()
     for row, (chance, most, share) in enumerate(zip(chances, mosts, shares or repeat(1.0), strict=False)):
         gain = share

@@ -1,8 +1,9 @@
 """The LoRA adapters of one worker, in host memory and in slots on the device.
 
-The rows of a step refer to an adapter by its slot. If a step needs an adapter that is in no slot, the needed adapter
-replaces the least recently used adapter. The replacement costs one copy before the forward pass. No step waits for a
-file or the network.
+A slot is memory for one adapter on the device. Each row of a step names its adapter by the slot's number. If a step
+needs an adapter that is in no slot, the adapter is copied from host memory into a slot before the forward pass. If no
+slot is free, the copy replaces the least recently used adapter. No step waits until an adapter is read from a file or
+from the network.
 """
 
 import itertools
@@ -26,7 +27,7 @@ from worker_service.session.session import ScheduledChunk
 @dataclass(frozen=True)
 class AdapterRoom:
     """Limits of adapters: the number of slots on the device, the number of adapters in host memory, and the largest
-    rank.
+    LoRA rank.
     """
 
     num_slots: int = 0
@@ -35,34 +36,36 @@ class AdapterRoom:
 
 
 class Adapters:
-    """The adapters of one rank. The device thread runs `add` and `remove` between steps, and `slots` at a step's
-    start.
+    """The adapters that one process of a worker (a rank) stores. The device thread calls `add` and `remove` between
+    steps, and `slots` at the start of a step.
     """
 
     def __init__(self, model: Loadable, room: AdapterRoom, cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Allocate the slots. The slots must exist before the model's weights are packed.
+        """Allocate the slots for adapters. The slots must be allocated before the model's weights are packed.
 
-        cuts: the way in which tensors are split between ranks, see `Shard`.
+        cuts: for each tensor, the part that this rank stores, see `Shard`.
         """
         self.room = room
         self.cuts = cuts
         self.fingerprints: list[str] = []
-        """Fingerprints of the adapters that a step may use if it is queued now. The list changes when an `add` or
-        `remove` is queued for the device thread.
+        """Fingerprints of the adapters that a step may use if the step is queued for the device thread now. The list
+        changes when a call of `add` or `remove` is queued, before the device thread makes the call.
         """
         self._places: Mapping[str, AdapterPlace] = (
             model.allocate_adapters(room.num_slots, room.max_rank) if room.num_slots else {}
         )
-        # Each adapter in host memory, with a number that is new at each load.
+        # The adapters in host memory by fingerprint, each with its load number. Every load of an adapter has a new
+        # number.
         self._loaded: dict[str, tuple[int, Adapter]] = {}
-        # Slot and load number of each adapter in a slot. The least recently used adapter is first.
+        # The slot and the load number of each adapter that is in a slot. The dictionary begins with the least recently
+        # used adapter.
         self._slots = OrderedDict[str, tuple[int, int]]()
         self._numbers = itertools.count()
         self._free = list(range(room.num_slots))
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """The numbers of outputs and inputs of each projection that can have an adapter, over all ranks."""
+        """For each projection that can have an adapter, its numbers of outputs and of inputs, summed over all ranks."""
         found = {}
         for name, place in self._places.items():
             cut = self.cuts.get(f"{name}.weight")
@@ -78,7 +81,9 @@ class Adapters:
 
     @property
     def most_bytes(self) -> int:
-        """Upper limit of an adapter file's bytes: every projection at the largest rank in float64, and a header."""
+        """Maximum bytes of an adapter's file: float64 weights of the largest LoRA rank for every projection, and a
+        header.
+        """
         return 8 * self.room.max_rank * sum(map(sum, self.shapes.values())) + (16 << 20)
 
     @property
@@ -86,7 +91,7 @@ class Adapters:
         return next(iter(self._places.values())).weights.a.dtype
 
     def measure_copy(self) -> float:
-        """Seconds to copy this rank's part of an adapter of the largest rank to a slot, or 0 without slots."""
+        """Measured seconds to copy this rank's part of the largest possible adapter into a slot, or 0 without slots."""
         if not self.room.num_slots:
             return 0.0
         rank, device = self.room.max_rank, next(iter(self._places.values())).weights.a.device
@@ -98,7 +103,7 @@ class Adapters:
             for name, place in self._places.items()
         }
         seconds = 0.0
-        for _ in range(2):  # the first copy also allocates memory
+        for _ in range(2):  # the first copy is not measured: it also allocates memory
             began = time.perf_counter()
             self._fill(0, Adapter(halves))
             if device.type == "cuda":
@@ -109,7 +114,7 @@ class Adapters:
     def add(self, fingerprint: str, adapter: Adapter) -> None:
         """Store an adapter in host memory.
 
-        adapter: this rank's part of the adapter.
+        adapter: the part of the adapter that this rank stores.
         """
         self._loaded[fingerprint] = next(self._numbers), adapter
 
@@ -119,7 +124,7 @@ class Adapters:
     def slots(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
         """The slot of each row's adapter, [rows] int32, negative for no adapter. Returns None if no row has an adapter.
 
-        Raises InvalidStepError if an adapter is not loaded, or if the step has more adapters than there are slots.
+        Raises InvalidStepError if a chunk's adapter is not in host memory, or if the step has more adapters than slots.
         """
         names = dict.fromkeys(chunk.sequence.adapter for chunk in chunks if chunk.sequence.adapter)
         if not names:
@@ -133,7 +138,7 @@ class Adapters:
         return upload(rows, torch.int32, device)
 
     def _place(self, name: str, needed: Mapping[str, None]) -> int:
-        """The slot of an adapter. An adapter without a slot is copied to a slot first."""
+        """Find the slot of an adapter. An adapter that is in no slot is copied into a slot."""
         loaded = self._loaded.get(name)
         if loaded is None:
             raise InvalidStepError(f"the adapter {name[:64]} is not loaded")
@@ -142,7 +147,7 @@ class Adapters:
         if held is not None and held[1] == number:
             self._slots[name] = held
             return held[0]
-        if held is not None:  # the slot holds an older load of the adapter
+        if held is not None:  # the slot contains weights of an earlier load
             self._free.append(held[0])
         if not self._free:
             oldest = next(other for other in self._slots if other not in needed)
@@ -153,7 +158,8 @@ class Adapters:
         return slot
 
     def _fill(self, slot: int, adapter: Adapter) -> None:
-        # The LoRA rank of each product, by the product's id.
+        # The largest LoRA rank of the adapter's projections in each fused product. The key is the Python id of the
+        # product's weights.
         ranks: dict[int, int] = {}
         for name, (a, _) in adapter.halves.items():
             weights = self._places[name].weights
@@ -165,7 +171,8 @@ class Adapters:
             if not rank:
                 continue
             columns = slice(weights.starts[part], weights.starts[part + 1])
-            # The part is zeroed first, because another projection of the product may have a larger rank.
+            # This projection's part of the slot is zeroed first. Another projection of the same fused product may have
+            # a larger LoRA rank, and the kernel computes all projections with the largest rank.
             weights.a[slot, part, :rank] = 0
             weights.b[slot, :rank, columns] = 0
             if name in adapter.halves:

@@ -1,11 +1,12 @@
-"""LoRA adapters in several ranks. Each rank stores its part of every adapter. All ranks add or drop an adapter between
-the same two steps.
+"""LoRA adapters of a worker that consists of several ranks. Each rank stores its part of every adapter. All ranks add
+or drop an adapter between the same two steps.
 
-The first rank reads and checks an adapter while steps run. The first rank then broadcasts the adapter in pieces, each
-piece between two steps. A last message completes the adapter. One thread sends both adapters and steps, so all ranks
-receive them in one order. Every rank therefore stores an adapter before it receives a step that names the adapter.
-Slots depend only on adapters and steps, so all ranks choose equal slots. With different slots, ranks would apply
-different adapters, or block forever in a sum over ranks.
+The first rank reads and checks an adapter while steps run. The first rank then broadcasts the adapter's weights in
+pieces, each piece between two steps. A message `hold` after the last piece completes the adapter. One thread of the
+first rank sends both adapters and steps, so all ranks receive adapters and steps in one order. Because of this order,
+every rank stores an adapter before it receives a step that names the adapter. Each rank chooses the adapters' slots
+only by the adapters and steps that it has received, so all ranks choose equal slots. If ranks chose different slots,
+they would apply different adapters to one row, or block forever in an all-reduce.
 """
 
 import json
@@ -20,27 +21,27 @@ from worker_service.loading.adapter import Adapter
 from worker_service.parallel.ranks import BETWEEN_STEPS, Ranks
 
 PIECE_BYTES = 2 << 20
-"""Maximum bytes of a piece with several projections. A piece delays a step by 5 to 9 ms, measured on two cores shared
-with other programs.
+"""Maximum bytes of a piece of an adapter. A single larger projection is a piece of its own. Broadcasting a piece delays
+the next step by 5 to 9 ms, measured on two cores shared with other programs.
 """
 
 
 def hand_over(ranks: Ranks, piece: Adapter) -> None:
-    """Broadcast a piece to the other ranks. A piece has some projections of the adapter, for all ranks."""
+    """Broadcast a piece of an adapter to the other ranks. A piece contains some projections of the whole adapter."""
     with ranks.together():
         _send(ranks, piece=[(name, len(a)) for name, (a, _) in piece.halves.items()])
         ranks.broadcast(torch.cat([half.flatten() for half in chain(*piece.halves.values())]))
 
 
 def abandon(ranks: Ranks) -> None:
-    """Make the other ranks drop the pieces of an incomplete adapter."""
+    """Make the other ranks drop the pieces that they have received of an incomplete adapter."""
     _send(ranks, abandon=True)
 
 
 def hold(ranks: Ranks, adapters: Adapters, fingerprint: str, own: Adapter) -> None:
-    """Add an adapter in all ranks. The other ranks must have received all pieces of the adapter.
+    """Store an adapter in all ranks, after the other ranks have received all pieces of the adapter.
 
-    own: this rank's part of the adapter.
+    own: the first rank's part of the adapter.
     """
     _send(ranks, hold=fingerprint)
     adapters.add(fingerprint, own)
@@ -58,16 +59,16 @@ def _send(ranks: Ranks, **order: object) -> None:
 
 
 class AdapterFollower:
-    """Stores the adapters of a rank that is not the first."""
+    """Stores the adapters that a rank receives from the first rank."""
 
     def __init__(self, ranks: Ranks, adapters: Adapters) -> None:
         self._ranks = ranks
         self._adapters = adapters
-        # This rank's parts of the incomplete adapter.
+        # The parts that this rank has stored of an adapter whose pieces are still arriving.
         self._coming: dict[str, tuple[Tensor, Tensor]] = {}
 
     def follow(self, message: bytes) -> None:
-        """Repeat the first rank's operation, which `message` names."""
+        """Do with an adapter what the first rank has done: `message` names the operation."""
         with self._ranks.together():
             match json.loads(message):
                 case {"piece": projections}:
@@ -81,9 +82,9 @@ class AdapterFollower:
                     self._coming = {}
 
     def _receive(self, projections: Sequence[tuple[str, int]]) -> Adapter:
-        """Receive a piece, and return this rank's part of the piece.
+        """Receive a piece of an adapter, and return the part of the piece that this rank stores.
 
-        projections: for each projection its name and its LoRA rank (number of inner units).
+        projections: the name and the LoRA rank (number of inner units) of each projection in the piece.
         """
         shapes = self._adapters.shapes
         sizes = [(name, rank, *shapes[name]) for name, rank in projections]

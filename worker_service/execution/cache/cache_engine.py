@@ -1,7 +1,7 @@
-"""The worker's KV memory: a block pool on the device, a block pool on the host, and copies between and within them.
+"""The worker's KV memory: a pool of blocks on the device, a pool of blocks on the host, and copies of blocks.
 
-In this file blocks are only numbers; the scheduler knows their contents. The pools are not initialised. A CPU therefore
-commits the memory of a block only when the block is first written.
+This file knows blocks only by their numbers; the scheduler knows which tokens a block contains. The memory of a pool is
+not initialised, so an operating system commits a block's host memory only when the block is first written.
 """
 
 import time
@@ -20,8 +20,8 @@ _MEASURED_BLOCKS = 8
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The shape of one block: keys and values of `block_size` tokens in all layers. The layout is defined by
-    `kernels.ops`, or for 8-bit caches by `kernels.attention.narrow_cache`.
+    """The shape of one block: keys and values of `block_size` tokens in all layers. `kernels.ops` defines the layout of
+    a block, and `kernels.attention.narrow_cache` the layout of a block of an 8-bit cache.
     """
 
     num_layers: int
@@ -37,8 +37,8 @@ class CacheShape:
         return self.num_layers * 2 * self.block_size * self.num_kv_heads * head_bytes
 
     def allocate(self, num_blocks: int, device: torch.device, pinned: bool = False) -> Tensor:
-        """Allocate a pool [num_blocks, num_layers, 2, block_size, num_kv_heads, elements of a head], not
-        initialised.
+        """Allocate a pool of blocks without initialising its memory. The pool's shape is [num_blocks, num_layers, 2,
+        block_size, num_kv_heads, elements of a head].
         """
         head = stored_size(self.head_dim, self.dtype)
         shape = (num_blocks, self.num_layers, 2, self.block_size, self.num_kv_heads, head)
@@ -46,7 +46,7 @@ class CacheShape:
 
 
 class CacheEngine:
-    """Owns the block pools of the device and of the host."""
+    """Owns two pools of blocks: one on the device, and one on the host for swapped sequences."""
 
     def __init__(self, shape: CacheShape, num_device_blocks: int, num_host_blocks: int, device: torch.device) -> None:
         self.device_blocks = shape.allocate(num_device_blocks, device)
@@ -55,10 +55,11 @@ class CacheEngine:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def move(self, output: SchedulerOutput) -> None:
-        """Move a step's blocks in this order: swap out, swap in, copy. A swap-in may overwrite a block that was swapped
-        out.
+        """Move a step's blocks in this order: swap out, swap in, copy. All swaps out come first, because a swap-in may
+        overwrite a device block that the same step swaps out.
 
-        On a GPU the moves run on a separate stream, after all earlier work and before all later work.
+        On a GPU the moves run on a separate CUDA stream, after all work that was launched before and before all later
+        work.
         """
         if not (output.blocks_to_swap_out.sources or output.blocks_to_swap_in.sources or output.blocks_to_copy.sources):
             return
@@ -83,7 +84,9 @@ class CacheEngine:
             )
 
     def measure_swap_bandwidth(self) -> int:
-        """Bytes a second between the pools, the sum of both directions, or 0 without a host pool."""
+        """Measured swap speed in bytes a second: blocks are swapped out and in again. The speed is 0 without a host
+        pool.
+        """
         blocks = tuple(range(min(_MEASURED_BLOCKS, len(self.device_blocks), len(self.host_blocks))))
         if not blocks:
             return 0
@@ -93,7 +96,8 @@ class CacheEngine:
             blocks_to_swap_out=BlockMapping(blocks, blocks),
             blocks_to_swap_in=BlockMapping(blocks, blocks),
         )
-        # The first access to memory takes longer than later swaps, and is not measured.
+        # The first swap is not measured, because the first access to the pools' memory takes longer than later
+        # accesses.
         self.move(there_and_back)
         self._synchronize()
         start = time.perf_counter()
@@ -108,10 +112,10 @@ class CacheEngine:
 
 
 def _move_blocks(source_pool: Tensor, destination_pool: Tensor, mapping: BlockMapping) -> None:
-    """Copy blocks one by one. Each copy is one contiguous transfer by the GPU's copy engine.
+    """Copy blocks one by one. On a GPU, each block is one contiguous transfer by the copy engine.
 
-    A kernel that reads pinned memory would occupy multiprocessors that other kernels need. For transfers of megabytes,
-    copying by a kernel is no faster.
+    The blocks are not copied by a kernel, because the kernel would occupy multiprocessors that other kernels need. For
+    transfers of megabytes, a kernel that reads pinned memory is no faster than the copy engine.
     """
     for source, destination in zip(mapping.sources, mapping.destinations, strict=True):
         destination_pool[destination].copy_(source_pool[source], non_blocking=True)

@@ -1,8 +1,10 @@
-"""Finds rows of a decode step whose contexts begin with the same blocks, so that attention reads the blocks only once.
+"""Finds rows of a decode step whose contexts begin with the same blocks, so that attention reads the shared blocks only
+once.
 
-Rows with a shared prefix belong to requests with a long common prompt, to several outputs of one request, or to drafts
-of one sequence. A shared prefix is split into parts of `PART_KEYS` keys. An item is one part together with the rows
-that a kernel computes at once. Rows that share a part also share all earlier parts.
+A row is one query token of the step. Rows with a shared prefix belong to requests with a long common prompt, to several
+outputs of one request, or to drafts of one sequence. A shared prefix is split into parts of `PART_KEYS` keys. Rows that
+share one part of a prefix also share all earlier parts of the prefix. An item is one part together with the rows for
+which an attention kernel reads the part once.
 """
 
 from array import array
@@ -18,19 +20,20 @@ from kernels.attention.metadata import PART_KEYS, SharedParts
 from kernels.upload import upload
 
 _ITEMS_A_ROW = 2
-"""Items to allocate for each row of a step. Example: 256 rows share a prompt, and an item covers 16 rows and 512
-tokens. With 2 items a row, the rows can share 16,384 tokens. Further tokens of the prompt are not shared.
+"""Number of items to allocate for each row of a step. Example: 256 rows share a prompt, and an item covers 16 rows and
+512 tokens. With 2 items for each row, the 256 rows can share the first 16,384 tokens of the prompt. Attention reads the
+prompt's further tokens separately for each row.
 """
 
 
 class SharedRows(NamedTuple):
-    """The fields of `SharedParts`, on the host."""
+    """The fields of the kernels' `SharedParts` as lists in host memory."""
 
     items: list[tuple[int, int, int]]
     rows: list[int]
     num_parts: list[int]
     num_saved: int
-    """Key reads that sharing saves: attention reads each key once for all rows of an item."""
+    """The number of key reads that sharing saves, because attention reads each key once for all rows of an item."""
 
 
 def find_shared(
@@ -42,16 +45,16 @@ def find_shared(
     most_items: int,
     most_parts: int,
 ) -> SharedRows:
-    """Find the parts of contexts that rows share.
+    """Find the parts of prefixes that several rows of a step share.
 
-    tables: the blocks of each row. contexts: the number of tokens of each row. most_rows: the maximum number of rows of
-    an item.
+    tables: each row's block table. contexts: the number of tokens to which each row attends. most_rows: the maximum
+    number of rows of an item.
     """
     items: list[tuple[int, int, int]] = []
     rows: list[int] = []
     num_parts = [0] * len(tables)
     num_saved = 0
-    # A row's context must have at least one key after the shared part.
+    # A row's context must have at least one key after the parts that the row shares.
     groups = _sharing_rows(tables, (row for row, context in enumerate(contexts) if context > PART_KEYS), 0, 1)
     for part in range(most_parts):
         first, last = part * PART_KEYS // block_size, ((part + 1) * PART_KEYS - 1) // block_size + 1
@@ -76,7 +79,7 @@ def find_shared(
 
 
 def _sharing_rows(tables: "Sequence[array[int]]", rows: Iterable[int], first: int, last: int) -> list[list[int]]:
-    """Groups of at least two rows whose blocks from `first` to `last` are equal."""
+    """Groups of two or more rows whose block tables are equal from index `first` up to, but not including, `last`."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
     for row in rows:
         groups[tables[row][first:last].tobytes()].append(row)
@@ -84,7 +87,7 @@ def _sharing_rows(tables: "Sequence[array[int]]", rows: Iterable[int], first: in
 
 
 class SharedInputs:
-    """Buffers for shared parts at fixed addresses, because CUDA graphs read the same addresses at each replay."""
+    """Device buffers that describe a step's shared parts, at fixed addresses so that CUDA graphs can be replayed."""
 
     def __init__(
         self,
@@ -96,11 +99,11 @@ class SharedInputs:
         block_size: int,
         device: torch.device,
     ) -> None:
-        """Allocate the buffers.
+        """Allocate the device buffers.
 
         most_rows: the maximum number of rows of an item. most_parts: the maximum number of parts of a row. room: the
-        maximum number of parts, shared or not, over all rows of a step. least_saved: the minimum number of keys that
-        sharing must save in a step.
+        maximum number of parts, shared or not, over all rows of a step. least_saved: the minimum number of key reads
+        that sharing must save in a step.
         """
         self._most_rows, self._longest, self._room, self._least_saved = most_rows, most_parts, room, least_saved
         self._block_size = block_size
@@ -111,7 +114,7 @@ class SharedInputs:
         self._known: tuple[SharedRows, int] | None = None
 
     def find(self, tables: "Sequence[array[int]]", contexts: Sequence[int], size: int) -> SharedRows | None:
-        """The parts that rows share in a step padded to `size` rows, or None if sharing saves too few keys."""
+        """The shared parts of a step that is padded to `size` rows, or None if sharing saves too few key reads."""
         found = find_shared(
             tables,
             contexts,
@@ -123,11 +126,13 @@ class SharedInputs:
         return found if found.items and found.num_saved >= self._least_saved else None
 
     def fill(self, tables: "Sequence[array[int]]", contexts: Sequence[int], size: int) -> bool:
-        """Store the shared parts of a step padded to `size` rows. Returns False if sharing saves too few keys."""
+        """Store the shared parts of a step that is padded to `size` rows. Returns False if sharing saves too few key
+        reads.
+        """
         found = self.find(tables, contexts, size)
         if found is None:
             return False
-        if (found, size) != self._known:  # most steps share the same parts as the step before
+        if (found, size) != self._known:  # most steps share the last step's parts
             items = np.zeros((_ITEMS_A_ROW * size, 3), dtype=np.int32)
             items[: len(found.items)] = found.items
             num_parts = np.zeros(size, dtype=np.int32)
@@ -140,12 +145,12 @@ class SharedInputs:
         return True
 
     def tensors(self, size: int) -> SharedParts:
-        """The stored shared parts of a step of `size` rows, padding included."""
+        """The stored shared parts of a step, as tensors for the kernels. size: the step's rows, with padding."""
         items: Tensor = self._items[: _ITEMS_A_ROW * size]
         return SharedParts(items, self._rows, self._num_parts[:size], self.most_parts(size))
 
     def most_parts(self, size: int) -> int:
-        """The maximum number of parts of a row in a step of `size` rows. The number of allocated items limits the
-        number of parts.
+        """The maximum number of parts of one row in a step of `size` rows, which the number of allocated items also
+        limits.
         """
         return min(self._longest, self._room // size, _ITEMS_A_ROW * self._most_rows)

@@ -1,1 +1,1 @@
-"""Draft tokens from a draft model or from heads of the target."""
+"""Draft tokens by a draft model, or by a head that reads the target model's hidden states."""

@@ -1,7 +1,7 @@
-"""The files of a head that drafts from a target's states.
+"""The files of a head, which drafts tokens from the target model's hidden states.
 
-A head is an EAGLE-3 head in its own folder, or a checkpoint's layer for multi-token prediction. Every fault in the
-files raises a StartError.
+A head is either an EAGLE-3 head in a folder of its own, or the layer for multi-token prediction in the target's
+checkpoint. Every fault in a head's files raises a StartError.
 """
 
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ from worker_service.speculative_config import SpeculativeConfig
 from worker_service.wording import reason
 
 _LAYER_NAMES = ("midlayer", "layers.0")
-"""Names of an EAGLE-3 head's layer in a checkpoint: the name in the authors' files, and the name in files of the
-library speculators.
+"""The two names that an EAGLE-3 head's layer may have in a checkpoint. EAGLE's authors use the first name, and the
+library `speculators` uses the second name.
 """
 
 
 class HeadFiles(Protocol):
-    """The files of a head. Only `load` allocates memory for the weights."""
+    """The files of a head, open for reading. Only `load` allocates memory for the head's weights."""
 
     @property
     def shape(self) -> CacheShape:
@@ -47,15 +47,15 @@ class HeadFiles(Protocol):
     def max_model_len(self) -> int: ...
 
     def check(self) -> list[int]:
-        """Upper limits of the bytes of the head's weights, see `Network.check`."""
+        """Check the head's weights, and return the maximum bytes of each weight, see `Network.check`."""
 
     def load(self, target: Decoder) -> Head:
-        """Load the head after the target's network. Raises StartError."""
+        """Load the head, after the target's network. Raises StartError if the head cannot be loaded."""
 
 
 def open_head(speculation: SpeculativeConfig, settings: WorkerSettings, target: Network) -> HeadFiles:
-    """The files of the configured head, downloaded if necessary. Raises StartError if the head does not fit this
-    target.
+    """Open the files of the head that `--speculative-config` names; download them if necessary. Raises StartError if
+    the head does not fit the target model.
     """
     if not isinstance(target.config, DecoderConfig):
         raise StartError(f"{speculation.flag} is for the families that run natively; {target.model_id} does not")
@@ -76,7 +76,7 @@ def _sizes(tensors: Sequence[Tensor]) -> list[int]:
 
 @dataclass(frozen=True)
 class MtpFiles:
-    """The layer for multi-token prediction, stored among the target's weights."""
+    """A head that is the target's layer for multi-token prediction. The layer is stored among the target's weights."""
 
     target: Network
     config: DecoderConfig
@@ -147,7 +147,7 @@ class EagleFiles:
     def check(self) -> list[int]:
         blueprint = self._allocate(torch.device("meta")).checkpoint_tensors(self._layer_name)
         self.checkpoint.check(blueprint)
-        # The tensor d2t suffices. The tensor t2d only repeats which tokens have a logit.
+        # The tensor t2d is not read, because the tensor d2t already tells which tokens of the vocabulary have a logit.
         self.checkpoint.check_none_left({*blueprint, "d2t", "t2d"})
         self._token_ids()
         return _sizes([*blueprint.values()])
@@ -165,9 +165,9 @@ class EagleFiles:
 
     @property
     def _layer_name(self) -> str:
-        """The layer's name in the checkpoint: one of `_LAYER_NAMES`.
+        """The name of the head's layer in the checkpoint: one of `_LAYER_NAMES`.
 
-        If the checkpoint contains both names or none, the format of config.json decides.
+        If tensors of the checkpoint have both names or neither, the format of config.json determines the name.
         """
         first, other = reversed(_LAYER_NAMES) if "transformer_layer_config" in self.checkpoint.config else _LAYER_NAMES
         names = [] if self.weights is None else [*self.weights.dtypes]
@@ -175,8 +175,8 @@ class EagleFiles:
         return other if has_other and not has_first else first
 
     def _token_ids(self) -> Tensor | None:
-        """The token id of each logit, or None if logit i belongs to token i. `d2t` stores token id minus logit
-        index.
+        """The token id to which each logit of the head belongs, or None if logit i belongs to token i. The tensor `d2t`
+        stores each token id minus the index of the logit.
         """
         number, size, path = self.config.draft_vocabulary_size, self.config.layer.vocabulary_size, self.checkpoint.path
         if self.weights is None or not _has(self.weights, "d2t"):
@@ -196,7 +196,7 @@ class EagleFiles:
 def _read_config(checkpoint: Checkpoint, target: DecoderConfig, file: Path) -> EagleConfig:
     try:
         return EagleConfig.from_json(checkpoint.config, target)
-    # Config files are untrusted. Code that reads an untrusted file may raise any exception.
+    # The file config.json is untrusted, and code that reads an untrusted file may raise any exception.
     except Exception as error:
         raise StartError(f"{file}: {reason(error)}") from error
 

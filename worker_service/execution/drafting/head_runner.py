@@ -1,9 +1,10 @@
 """Computes the passes of a head, which drafts in place of a draft model.
 
-The head computes a token's keys and values from the token's state and from the *next* token. The last token of a
-sequence therefore has no slot in the head's cache yet. A block's last slot depends on the first token of the next
-block. If two sequences share a block, the next block may begin with different tokens. The shared slot then matches only
-one of the sequences. The drafts of the other sequence may be wrong, and the target rejects wrong drafts.
+The head computes a token's keys and values from the target's hidden state of the token and from the *next* token. The
+next token of a sequence's last token is not known, so the last token has no slot in the head's cache yet. The last slot
+of a block depends on the first token of the next block. If two sequences share a block, their next blocks may begin
+with different tokens. The shared block's last slot is then right for only one of the two sequences. Drafts of the other
+sequence may be wrong, but the target rejects wrong drafts.
 """
 
 from array import array
@@ -26,12 +27,12 @@ from worker_service.wording import reason
 
 
 class HeadRunner:
-    """Computes a head's passes for `DraftModel`."""
+    """Computes the forward passes of a head for `DraftModel`."""
 
     def __init__(self, head: Head, cache_engine: CacheEngine, target: Decoder) -> None:
-        """Register the head's cache with the target. The target will store its hidden states in the head's cache.
+        """Make the target store its hidden states in the head's cache.
 
-        Raises StartError if the head cannot be computed.
+        Raises StartError if a trial pass of the head fails.
         """
         self.cache_engine = cache_engine
         self._head = head
@@ -40,7 +41,7 @@ class HeadRunner:
         target.show_states(head.states_before, lambda states, slots: head.read(states, slots, cache))
 
     def _try(self) -> None:
-        """Compute one slot, so that errors in the head are found before serving."""
+        """Compute one token with the head, so that errors in the head are found before the worker serves."""
         sequence = SequenceState(0, array(TOKENS, [0, 0]), 1, 0, array(TOKENS, [0, 0]), SamplingParams())
         try:
             self.execute(SchedulerOutput(epoch=0, step_id=0), [ScheduledChunk(sequence, 0, 1, samples=True)])
@@ -51,10 +52,11 @@ class HeadRunner:
 
     @torch.inference_mode()
     def execute(self, _: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
-        """Compute slots [start, stop) of each chunk, and draft token stop + 1. The token at stop is known.
+        """Compute slots [start, stop) of each chunk's sequence, and draft the token at index `stop + 1`. The token at
+        index `stop` is already known.
 
-        The head's last state is stored in the next slot, for the next draft. When the target has computed the next
-        token, the target's state replaces the head's state.
+        To draft the token after a draft, the head uses its own hidden state, stored in slot `stop`. When the target
+        computes the token at `stop`, the target's hidden state replaces the head's state in the slot.
         """
         cache = self.cache_engine.device_blocks
         block_size = cache.shape[3]
@@ -71,8 +73,9 @@ class HeadRunner:
         stops = accumulate(chunk.stop - chunk.start for chunk in chunks)
         last = [stop - 1 for stop, chunk in zip(stops, chunks, strict=True) if chunk.samples]
         states = states[upload(last, torch.int64, cache.device)]
-        # If a step runs ahead, the target may have stored states in these slots. The head must not overwrite the
-        # target's states.
+        # If the worker launches steps ahead, the target may already have stored its hidden state in slot `stop`. The
+        # head must not overwrite the target's state, so the head stores its state only in slots that the target has not
+        # computed.
         keeping = [
             (row, chunk.sequence.block_ids[chunk.stop // block_size] * block_size + chunk.stop % block_size)
             for row, chunk in enumerate(sampling)

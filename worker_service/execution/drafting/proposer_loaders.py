@@ -1,7 +1,6 @@
-"""Loads the proposer of draft tokens that the settings name: n-grams, a draft model, a head, or no proposer.
+"""Loads the proposer of draft tokens that the settings name: an n-gram search, a draft model or a head.
 
-Draft models and heads are loaded together with the target. The caches of draft models and heads use the target's block
-numbers.
+Draft models and heads are loaded together with the target model. Their KV caches have the target's block numbers.
 """
 
 from pagewire_common.start_error import StartError
@@ -23,9 +22,9 @@ from worker_service.speculation.ngram import Ngrams
 
 
 class ProposerLoader:
-    """Loads a proposer of draft tokens. Only `load` allocates memory for weights.
+    """Loads a proposer of draft tokens. Only `load` allocates memory for the proposer's weights.
 
-    This base class serves n-grams and workers without a proposer, which need no weights.
+    This base class is used for the n-gram search and without speculation, because neither needs weights.
     """
 
     def __init__(self, settings: WorkerSettings, max_model_len: int) -> None:
@@ -38,27 +37,27 @@ class ProposerLoader:
         return []
 
     def check(self) -> list[int]:
-        """Upper limits of the bytes of the proposer's weights, see `Network.check`."""
+        """Check the proposer's weights, and return the maximum bytes of each weight, see `Network.check`."""
         return []
 
     def load(self, target: CausalModel) -> None:
-        """Load the proposer after the target's network. Raises StartError."""
+        """Load the proposer, after the target's network. Raises StartError if the proposer cannot be loaded."""
 
     def measure(self, speed: int) -> None:
-        """Measure the proposer's speed.
+        """Find the proposer's prefill speed. A draft model is measured, and a head uses the target's speed.
 
         speed: the target's prefill tokens a second, measured after the proposer's weights were loaded.
         """
 
     def attach(self, cache: CacheEngine) -> None:
-        """Attach the proposer's cache before the target's graphs are captured, because the graphs may include the
-        proposer.
+        """Give the proposer its KV cache. `attach` must be called before the target's CUDA graphs are captured, because
+        the graphs may store hidden states in a head's cache.
 
         Raises StartError.
         """
 
     def proposer(self) -> Proposer | None:
-        """Create the proposer, after the target's graphs were captured."""
+        """Create the proposer, after the target's CUDA graphs are captured."""
         speculation = self._settings.speculation
         return Ngrams(speculation.fewest, speculation.longest) if speculation is not None else None
 
@@ -66,8 +65,8 @@ class ProposerLoader:
 def open_proposer_loader(
     settings: WorkerSettings, target: Network, max_model_len: int, sliding_window: int
 ) -> ProposerLoader:
-    """The loader of the method in `--speculative-config`. Raises StartError if the method cannot draft for the
-    target.
+    """The loader of the proposer that `--speculative-config` names. Raises StartError if this proposer cannot draft for
+    the target model.
     """
     speculation = settings.speculation
     if speculation is None or speculation.method == "ngram":
@@ -140,7 +139,7 @@ class _HeadLoader(ProposerLoader):
         return self._files.check()
 
     def load(self, target: CausalModel) -> None:
-        assert isinstance(target, Decoder)  # `open_head` has checked the type
+        assert isinstance(target, Decoder)  # `open_head` has checked the target's type
         self._target, self._head = target, self._files.load(target)
 
     def measure(self, speed: int) -> None:

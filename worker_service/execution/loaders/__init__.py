@@ -1,1 +1,1 @@
-"""Turns an opened model into a runner with a cache. Each kind of model has its own loading steps."""
+"""Loads a model and creates the runner that computes its steps. Each kind of model has a loader of its own."""

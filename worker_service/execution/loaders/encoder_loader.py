@@ -20,7 +20,7 @@ class EncoderLoader(Loader):
     """Loads a network that reads whole texts and returns vectors or scores."""
 
     def __init__(self, settings: WorkerSettings, target: Network) -> None:
-        """Check the flags and the longest text, see `Loader`."""
+        """Check that the flags suit an encoder and that the longest text fits into a step, see `Loader`."""
         _check_flags(settings, target)
         super().__init__(settings, target)
         if settings.max_num_batched_tokens < self.max_model_len:
@@ -41,7 +41,7 @@ class EncoderLoader(Loader):
         self._runner = EncoderRunner(self._model, self.target.device)
 
     def measure(self) -> int:
-        """Measure texts of the maximum length, see `Loader`."""
+        """Measure the speed of the encoder with texts of the maximum length, see `Loader`."""
         most_tokens, num_labels = self.settings.max_num_batched_tokens, self._model.config.num_labels
         return measure_encoder(self._runner, self.max_model_len, most_tokens, num_labels)
 
@@ -55,13 +55,15 @@ class EncoderLoader(Loader):
         return replace(found, pooling_type=None) if self._model.config.num_labels else found
 
     def limits(self) -> Limits:
-        """The limits of a step, with the size of vectors or the number of labels, see `Loader`."""
+        """The limits of a step, together with the length of the encoder's vectors or its number of labels, see
+        `Loader`.
+        """
         num_labels = self._model.config.num_labels
         embedding_size = 0 if num_labels else self.target.config.hidden_size
         return replace(super().limits(), embedding_size=embedding_size, num_labels=num_labels)
 
     def explain(self, error: Exception) -> StartError:
-        """Explain any error, because model code of other libraries may fail on untested values."""
+        """Explain an error of any type, because transformers' code may fail on unusual values in config.json."""
         settings = self.settings
         if is_out_of_memory(error):
             return StartError(f"{settings.model} does not fit into the memory of {self.target.device.type}")

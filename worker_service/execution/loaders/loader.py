@@ -1,4 +1,4 @@
-"""The steps that load a model: every kind of model has a loader with these steps."""
+"""The interface of loaders: the methods that load a model. Each kind of model has a loader of its own."""
 
 from abc import ABC, abstractmethod
 
@@ -13,13 +13,13 @@ from worker_service.speculation.drafter import Drafter
 
 
 class Loader(ABC):
-    """Loads one model. The caller calls each method once, in the order in which the methods are defined.
+    """Loads one model. The caller calls each method of a loader once, in the order in which the methods are defined.
 
-    No method before `load` allocates memory.
+    The methods before `load` allocate no memory for weights.
     """
 
     adapters: Adapters
-    """The model's adapters. `load` sets this field."""
+    """The model's LoRA adapters, set by `load`."""
 
     def __init__(self, settings: WorkerSettings, target: Network) -> None:
         """Raises StartError if the settings do not fit the model."""
@@ -29,22 +29,24 @@ class Loader(ABC):
 
     @abstractmethod
     def check(self) -> list[int]:
-        """Check everything that `load` will load. Returns upper limits of the weights' bytes, see `Network.check`."""
+        """Check the files of the weights before any memory is allocated. Returns each weight's maximum bytes, see
+        `Network.check`.
+        """
 
     @abstractmethod
     def load(self) -> None:
-        """Allocate the weights and fill them. Raises StartError. Raises torch's errors if memory runs out."""
+        """Allocate and read the weights. Raises StartError, and torch's errors if memory runs out."""
 
     @abstractmethod
     def measure(self) -> int:
-        """Compute the largest step. Returns prefill tokens a second."""
+        """Compute a trial step of the largest size. Returns the prefill speed in tokens a second."""
 
     @abstractmethod
     def make_ready(self) -> Runner:
-        """Allocate the remaining memory for a cache, if the model has a cache. Raises the errors of `load`."""
+        """Allocate the KV cache, if the model has one, and create the runner. Raises the errors that `load` raises."""
 
     def drafter(self, runner: Runner, speed: int) -> Drafter | None:
-        """The runner's drafter in the first rank, or None in other ranks and without speculation.
+        """The drafter of draft tokens in the first rank, or None in other ranks and without speculation.
 
         speed: the result of `measure`.
         """
@@ -52,7 +54,9 @@ class Loader(ABC):
         return None
 
     def info(self, fingerprint: str, speed: int) -> WorkerInfo:
-        """The model's properties, for the scheduler. All ranks must call this method."""
+        """The model's properties that the scheduler needs. All ranks must call this method, because the ranks may
+        exchange measurements in it.
+        """
         target = self.target
         return WorkerInfo(
             model_id=target.model_id,
@@ -82,7 +86,7 @@ class Loader(ABC):
 
     @abstractmethod
     def explain(self, error: Exception) -> StartError | None:
-        """A sentence that explains an error of a loading step, or None if the error is a fault of this code."""
+        """A StartError that explains an error of loading, or None if the error is a fault of the worker's own code."""
 
 
 def _choose_max_model_len(settings: WorkerSettings, most: int) -> int:

@@ -1,1 +1,3 @@
-"""Samples tokens from logits: edits, forms, sampling, log-probabilities, pooling and transcripts."""
+"""Samples tokens from logits: edits of logits, output forms, choice of tokens, log-probabilities, pooling and
+transcripts.
+"""

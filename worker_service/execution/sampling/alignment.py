@@ -1,11 +1,13 @@
 """Computes the times of a transcript's tokens, by cross attention to the audio and dynamic time warping.
 
-Some heads of Whisper's decoder follow the audio. The key `alignment_heads` of generation_config.json lists the heads.
-The attention weights of the heads are standardised over the tokens and smoothed over the audio. The results score how
-well a token matches a part of the audio. Dynamic time warping finds the best path through the scores. Sources: Radford
-et al., 2023; transformers; Whisper's own code.
+Some cross-attention heads of Whisper's decoder attend to the part of the audio in which a token is spoken. The key
+`alignment_heads` of generation_config.json lists these heads. The attention weights of these heads are standardised
+over the tokens and smoothed over the audio. The resulting scores tell how well each token matches each part of the
+audio. Dynamic time warping finds the best path through the matrix of scores. Sources of the algorithm: Radford et al.,
+2023; transformers; Whisper's own code.
 
-The queries of all chunks of a prompt are stored in the sequence's state. Times are therefore independent of the chunks.
+The times of a prompt are computed at once, after the prompt's last chunk. Until then, the sequence's state stores the
+queries of all chunks. The times therefore do not depend on the sizes of the chunks.
 """
 
 from collections import defaultdict
@@ -28,10 +30,10 @@ from worker_service.session.session import ScheduledChunk, SequenceState
 
 @dataclass(frozen=True)
 class Aligner:
-    """Aligns the tokens of prompts with audio.
+    """Computes the times at which the tokens of a transcript are spoken. The transcript is sent as a prompt.
 
-    heads: for each layer, the numbers of the heads that follow the audio. filter_width: an odd number of encoder
-    tokens.
+    heads: for each layer, the numbers of the alignment heads. filter_width: the number of encoder tokens over which
+    attention weights are smoothed, an odd number.
     """
 
     heads: Mapping[int, list[int]]
@@ -41,7 +43,7 @@ class Aligner:
     def read(cls, generation: GenerationConfig, config: Any) -> "Aligner | None":
         """The aligner of a model, or None if the generation config lists no heads.
 
-        Raises StartError if the file lists a head that the network does not have.
+        Raises StartError if the generation config lists a head that the network does not have.
         """
         heads = defaultdict(list)
         for layer, head in generation.keys.get("alignment_heads", []):
@@ -54,10 +56,12 @@ class Aligner:
         return cls(dict(heads), config.median_filter_width) if heads else None
 
     def take(self, chunk: ScheduledChunk, queries: Mapping[int, Tensor], cache: Tensor) -> Tensor | None:
-        """Add a chunk of a prompt. After the last chunk, returns the times, [1, dimensions] float32, in encoder tokens.
+        """Store the queries of a chunk of a prompt. After the prompt's last chunk, returns the tokens' times, [1,
+        dimensions] float32, in encoder tokens.
 
-        queries: by layer, scaled, [chunk's tokens, num_heads, head_dim]. cache: see `CausalModel.forward`. Raises
-        InvalidStepError if tokens before the chunk were not computed on this worker.
+        queries: the scaled queries of cross attention in each layer, [chunk's tokens, num_heads, head_dim]. cache: see
+        `CausalModel.forward`. Raises InvalidStepError if this worker has not computed the sequence's tokens before the
+        chunk.
         """
         sequence = chunk.sequence
         own = torch.cat([queries[layer][:, heads] for layer, heads in self.heads.items()], dim=1).float()
@@ -77,8 +81,8 @@ class Aligner:
         return torch.from_numpy(first_columns(-matches.double().cpu().numpy())[None].astype(np.float32))
 
     def _keys(self, encoder: SequenceState, num_tokens: int, cache: Tensor) -> Tensor:
-        """Keys of the first encoder tokens, [num_tokens, heads, head_dim] float32. The heads are in the order of
-        `heads`.
+        """Cross-attention keys of the first `num_tokens` encoder tokens, [num_tokens, heads, head_dim] float32. The
+        alignment heads are in the order of the field `heads`.
         """
         block_size = cache.shape[3]
         table = torch.tensor(encoder.block_ids[: -(-num_tokens // block_size)], device=cache.device)
@@ -91,12 +95,13 @@ class Aligner:
 
 
 def _matches(weights: Tensor, filter_width: int) -> Tensor:
-    """Scores of how well tokens match parts of the audio, [tokens, sound tokens].
+    """Scores of how well each token matches each part of the audio, [tokens, sound tokens].
 
-    weights: shape [heads, tokens, sound tokens] float32.
+    weights: attention weights, [heads, tokens, sound tokens] float32.
     """
     deviation, mean = torch.std_mean(weights, dim=1, keepdim=True, correction=0)
-    # A deviation of 0 means that all tokens match equally well.
+    # If the deviation over the tokens is 0, all tokens match this part of the audio equally well, and their scores are
+    # 0.
     standard = torch.where(deviation > 0, (weights - mean) / deviation, 0.0)
     margin = filter_width // 2
     if standard.shape[2] > margin:
@@ -106,15 +111,18 @@ def _matches(weights: Tensor, filter_width: int) -> Tensor:
 
 
 def first_columns(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """The first column of each row of `costs` on the cheapest path from corner to corner. The path never goes back.
+    """For each row of a matrix of costs, the first column on the cheapest path from the first to the last cell of the
+    matrix.
 
-    costs: shape [rows, columns]. A step goes to the next row, the next column or both. If costs are equal, the step
-    goes to the next column, as in transformers. Sums are float32, computed one diagonal at a time, because a cell needs
-    the two diagonals before it. A matrix of 450 rows and 1,500 columns took 77 ms on a busy machine.
+    costs: shape [rows, columns]. Each move of the path goes to the next row, to the next column, or to both. If several
+    moves cost the same, the path goes to the next column, as in transformers. Sums of costs are float32, and are
+    computed one diagonal of the matrix at a time. The sum at a cell needs only the two diagonals before it. A matrix of
+    450 rows and 1,500 columns took 77 ms on a busy machine.
     """
     num_rows, num_columns = costs.shape
     steps = np.full((num_rows + num_columns + 1, num_rows + 1), -1, dtype=np.int8)
-    # Least cost of each cell of a diagonal. On a diagonal, row + column is constant.
+    # The cost of the cheapest path to each cell of the diagonal before the last one. On a diagonal, row + column is
+    # constant.
     before_last = np.full(num_rows + 1, np.inf, dtype=np.float32)
     last = before_last.copy()
     before_last[0] = 0.0

@@ -1,24 +1,27 @@
 """A process that computes the masks of output forms (grammars) outside of the worker.
 
-The worker starts this process with the tokenizer's file, the size of the vocabulary, the end-of-sequence tokens, and a
-socket as stdin. A single mask can take seconds, and the library cannot be interrupted. The masks are therefore computed
-in a process that the worker can kill.
+Computing a single mask can take seconds, and the library llguidance cannot be interrupted. Masks are therefore computed
+in a process that the worker can kill. The arguments of the process are the tokenizer's file, the size of the
+vocabulary, and the end-of-sequence tokens. The process's stdin is a socket to the worker.
 
-At its start this process reads the tokenizer, which can take seconds. For each socket that the worker sends, this
-process forks a child that computes masks. A fork takes milliseconds, and the child shares the tokenizer's memory. This
-process has no threads, because a fork would lose threads. When the worker ends, this process ends.
+The started process reads the tokenizer, which can take seconds. For each socket that the worker sends, the started
+process forks a child process that computes masks. A fork takes milliseconds, and the child process shares the
+tokenizer's memory. The started process has no threads, because a forked child would not have them. When the worker
+ends, the started process and its children end.
 
-An output that is new to the child process may have thousands of tokens to read. The child reads the tokens in slices,
-one slice in each step of the output. Masks of other outputs therefore wait for at most one slice. Until all tokens are
-read, the output's answers are late. A late answer contains no mask, and the output gains no token.
+An output that is new to a child process may already have thousands of tokens, which the child process has to read. The
+child process reads such tokens in time slices of `SLICE_SECONDS`, one slice in each step. Masks of other outputs
+therefore wait for at most one slice. Until the child process has read all tokens of an output, its answers for the
+output are late. A late answer contains no mask, and the output gains no token in the step.
 
-A form is compiled in a slice, too. If compiling takes longer than a slice, the next compilation is delayed by the same
-time, so that other outputs can run. Several new forms are therefore compiled over several steps. Until a form is
-compiled, its outputs are late. When one step compiled all forms, 60 forms of 0.2 s each stopped the streams of a worker
-for 24 s.
+Each step also has one time slice for compiling grammars. A compilation may take longer than its slice. The next
+compilation is delayed by the time that the last one took, so that other outputs gain tokens in between. Until the
+grammar of an output is compiled, the output is late. In an earlier version, one step compiled the grammars of all its
+outputs. In that version, 60 grammars of 0.2 s each stopped all streams of a worker for 24 s.
 
-The masks of a step take at most `MAX_SECONDS` in total. All masks beyond this limit are late. When one step computed
-all masks, 200 outputs of `s: "=" | s s`, with 0.1 s a mask, stopped the streams of a worker for 20 s.
+All masks of a step together take at most `MAX_SECONDS`. Masks that are not computed within this limit are late. In an
+earlier version without this limit, 200 outputs of the grammar `s: "=" | s s`, with 0.1 s for each mask, stopped all
+streams of a worker for 20 s.
 """
 
 import ctypes
@@ -43,33 +46,37 @@ from pagewire_common.processes.child_process import end_with_the_parent, leave_s
 from worker_service.execution.sampling.form_tokenizer import form_tokenizer
 
 MAX_KEPT = 32
-"""Maximum number of compiled grammars in memory. Most grammars need less than 1 MB of memory; a few need tens of MB."""
+"""Maximum number of compiled grammars that a child process keeps. Most grammars need less than 1 MB of memory; a few
+need tens of MB.
+"""
 MAX_MEMORY = 4 << 30
-"""Maximum bytes of address space of a child process that computes masks."""
+"""Maximum bytes of the address space of a child process."""
 SLICE_SECONDS = 0.01
-"""Maximum CPU seconds of a step for reading earlier tokens of new outputs, summed over all outputs. A forward pass
-takes about 0.01 s, too. A slice reads 6,000 tokens of JSON. A token of a right-recursive list takes up to 0.25 ms
-before the list reaches the library's limit.
+"""Maximum CPU time of a step, in seconds, for reading the tokens of all outputs that are new to the process. A forward
+pass takes about as long. In one slice a matcher reads 6,000 tokens of JSON. In a right-recursive list, reading a token
+takes up to 0.25 ms before the list exceeds llguidance's limit.
 """
 FEW_TOKENS = 16
-"""Maximum unread tokens of an output that is not new, for example after accepted drafts. Outputs with few unread tokens
-are read in separate slices.
+"""Maximum unread tokens of an output that is not new to the process, for example after accepted drafts. Each output
+that is not new has a time slice of its own.
 """
 HEAD = struct.Struct("<dqI?")
-"""The header of each mask, with four fields. The first field is the CPU seconds since the previous answer, without
-compiling. The second field is the growth of the process's memory in bytes. The third field is the number of tokens
-read. The last field tells whether the answer is late because tokens are unread.
+"""The header of an answer, which precedes the mask, has four fields. The first field is the CPU time in seconds since
+the previous answer, without compiling. The second field is the growth of the process's memory in bytes. The third field
+is the number of tokens that the matcher has read. The fourth field is true if the answer is late, because the matcher
+has not read all tokens.
 """
 READY, FORK = b"\0", b"f"
 MAX_REASON = 1000
 
 
 class Work(NamedTuple):
-    """A step's work for an output: read the output's new tokens. If the output `samples`, compute a mask after the
-    tokens and a mask after each draft.
+    """The work for one output in one step: read the output's new `token_ids`. If the output `samples`, also compute a
+    mask after the tokens and a mask after each draft.
 
-    An output's first work names its `form` and contains all of its tokens. If the work is `alone`, its form is compiled
-    separately. After a late answer, the next work does not repeat the tokens.
+    The first `Work` for an output contains its `form` and all of its tokens. If the work is `alone`, the grammar is
+    compiled separately for this output. After a late answer, the next `Work` does not repeat the tokens that the
+    matcher has not read yet.
     """
 
     key: int
@@ -85,12 +92,12 @@ class _Output:
     form: str
     is_alone: bool
     matcher: LLMatcher | None = None
-    """The matcher of the output's form, or None until the form is compiled."""
+    """The matcher of the output's grammar, or None until the grammar is compiled."""
     unread: deque[int] = field(default_factory=deque)
 
 
 class _Memory:
-    """The memory of this process."""
+    """Measures the memory of this process."""
 
     def __init__(self) -> None:
         self._file = os.open("/proc/self/statm", os.O_RDONLY)
@@ -98,7 +105,7 @@ class _Memory:
         self._bytes = self._read()
 
     def growth(self) -> int:
-        """Bytes by which the process's memory has grown since the last call, or since the start."""
+        """Bytes by which the process's memory has grown since the last call, or since this object was created."""
         before, self._bytes = self._bytes, self._read()
         return self._bytes - before
 
@@ -107,7 +114,7 @@ class _Memory:
 
 
 class Follower:
-    """Stores the matchers of outputs by their keys."""
+    """Reads outputs and computes masks in a child process, with one matcher for each output."""
 
     def __init__(self, tokenizer: LLTokenizer, vocabulary_size: int) -> None:
         self._tokenizer = tokenizer
@@ -116,18 +123,19 @@ class Follower:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # least recently used first
         self._outputs: dict[int, _Output] = {}
         self._memory = _Memory()
-        self._slice = 0.0  # Seconds left of the current slice.
-        self._compiles_at = 0.0  # Earliest monotonic time of the next compilation.
+        self._slice = 0.0  # CPU seconds left for new outputs in this step.
+        self._compiles_at = 0.0  # Monotonic time before which no grammar is compiled.
 
     def forget(self, key: int) -> None:
         self._outputs.pop(key, None)
 
     def do(self, all_work: Sequence[Work]) -> Iterator[bytes]:
-        """Compute a step's work. Yields an answer for each output, then an answer for each of its drafts.
+        """Do the work of a step. Yields for each output an answer for its next token, and then an answer for each of
+        its drafts.
 
-        An answer is a `HEAD` and a mask. A mask has a bit for each token that may come next. The mask is empty if no
-        token may come next: after a forbidden draft, or after a draft that ends the output. The mask is also empty if
-        the answer is late or the work does not sample.
+        An answer is a `HEAD` followed by a mask. A mask has a bit for each token that may come next. The mask has no
+        bytes if no token may come next: after a draft that the grammar forbids, or after a draft that ends the output.
+        The mask also has no bytes if the answer is late, or if the work does not sample.
         """
         self._slice = SLICE_SECONDS
         ends_at = process_time() + MAX_SECONDS
@@ -153,9 +161,10 @@ class Follower:
                 began, num_read = process_time(), 0
 
     def _read(self, matcher: LLMatcher, unread: deque[int], until: float) -> int:
-        """Read an output's tokens until the time of its slice is used up. Returns the number of tokens read.
+        """Read an output's unread tokens until its time slice is used up. Returns the number of tokens read.
 
-        Tokens are read one at a time. The library cannot be interrupted, but it limits the time of one token.
+        The matcher reads one token in each call. A call of llguidance cannot be interrupted, but llguidance limits the
+        time that reading one token takes.
         """
         num_unread = len(unread)
         is_new, began = num_unread > FEW_TOKENS, process_time()
@@ -164,7 +173,7 @@ class Follower:
         while unread and process_time() < until:
             token_id = unread.popleft()
             if token_id in self._ends and matcher.is_stopped():
-                continue  # the text is complete, and the output has ended
+                continue  # an end-of-sequence token after a complete text
             if not matcher.consume_token(token_id):
                 unread.clear()
         if is_new:
@@ -174,7 +183,8 @@ class Follower:
     def _masks(self, matcher: LLMatcher, work: Work) -> Iterator[bytearray]:
         mask = self._mask(matcher)
         yield mask
-        # A copy of the matcher reads the drafts, because a matcher that has failed cannot be rolled back.
+        # A copy of the matcher reads the drafts. The target may reject drafts, and a matcher that fails on a draft
+        # cannot be rolled back.
         ahead = matcher.deep_copy() if work.drafts and mask else matcher
         for draft in work.drafts:
             may_come = bool(mask) and mask[draft // 8] >> draft % 8 & 1 and not ahead.is_stopped()
@@ -188,23 +198,25 @@ class Follower:
             matcher.unsafe_compute_mask_ptr(address, len(mask))
         if matcher.is_error():
             return bytearray()
-        if matcher.is_stopped():  # the text is complete and cannot continue
+        if matcher.is_stopped():  # only the end of sequence may follow
             for token_id in self._ends:
                 mask[token_id // 8] |= 1 << token_id % 8
         return mask
 
     def _matcher(self, form: str, alone: bool) -> LLMatcher:
-        """A matcher that has read no tokens.
+        """A new matcher of a grammar, which has read no tokens yet.
 
-        A matcher that is not `alone` shares the library's cache for the form with other matchers. All matchers of the
-        form also share the cache's limits. If a limit stops one matcher, the limit stops all matchers of the form.
+        If a matcher is not `alone`, it shares llguidance's cache for the grammar with other matchers of the grammar.
+        The matchers share the limits of the cache, too. If one matcher exceeds a limit, all matchers of the grammar
+        fail.
         """
         compiled = self._compiled.pop(form, None)
         if alone or compiled is None or compiled.is_error():
-            # The library's log is off, because the log would contain tokens of outputs.
+            # llguidance's log is off, because the log would contain tokens of outputs.
             compiled = LLMatcher(self._tokenizer, form, log_level=0, limits=parser_limits())
-            # The mask of an empty output is computed first. Without this first mask, a mask after other tokens may take
-            # very long. In the form yyyyy|z(a|aa|aaa){1,1000}…, the mask after z took 69 s instead of 6 ms.
+            # The mask before the first token is computed for each compiled grammar, because otherwise a later mask may
+            # take very long. For the regular expression yyyyy|z(a|aa|aaa){1,1000}…, the mask after z took 69 s instead
+            # of 6 ms.
             self._mask(compiled)
         if alone:
             return compiled
@@ -214,9 +226,10 @@ class Follower:
         return compiled.deep_copy()
 
     def serve(self, connection: Connection) -> None:
-        """Answer the worker's messages. Each message is a pair: the keys of outputs to forget, and the list of `Work`.
+        """Answer the worker's messages. Each message is a pair: the keys of ended outputs whose matchers can be freed,
+        and the list of `Work` of a step.
 
-        Each answer is sent separately, so that the worker notices slow answers.
+        Each answer is sent as soon as it is computed, so that the worker notices an answer that takes too long.
         """
         while True:
             try:
@@ -237,7 +250,7 @@ def main() -> None:
     size, ends = int(sys.argv[2]), [int(end) for end in sys.argv[3].split(",")]
     try:
         tokenizer = form_tokenizer(Path(sys.argv[1]).read_text(), size, ends)
-    # The library raises its own exceptions.
+    # llguidance raises exceptions of its own types.
     except Exception as error:
         control.send((str(error) or type(error).__name__).encode()[:MAX_REASON])
         return

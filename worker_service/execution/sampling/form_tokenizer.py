@@ -1,28 +1,29 @@
-"""The tokenizer of outputs with a form (grammar), which encodes text that the form prescribes.
+"""The tokenizer with which llguidance encodes text that an output form (grammar) prescribes.
 
-If a form allows only one text, llguidance encodes the text and allows only its first token. With the model's own
-tokenizer, `<|im_end|>` in a choice would become the end of sequence and not ten characters. A tokenizer that normalizes
-text would change characters of the prescribed text. This tokenizer therefore encodes prescribed text itself. If the
-model's tokens do not spell the text, this tokenizer uses other tokens. A grammar can still name special tokens.
+If a grammar allows only one continuation, llguidance encodes the continuation and allows only its first token. The
+model's own tokenizer cannot encode prescribed text correctly in two cases. First, the model's tokenizer would encode
+the characters `<|im_end|>` in a choice as the special token that ends the output. Second, if it normalizes text, it
+would change characters of the prescribed text. This tokenizer therefore checks that the model's tokens spell the
+prescribed text, and otherwise splits the text into other tokens. A grammar can still name special tokens.
 """
 
 from llguidance import LLTokenizer
 
 _SPECIAL = b"\xff"
-"""The byte that llguidance puts before a special token's name. No text contains this byte."""
+"""The byte with which the name of a special token begins in llguidance's trie. No UTF-8 text contains this byte."""
 
 
 def form_tokenizer(tokenizer_json: str, vocabulary_size: int, ends: list[int]) -> LLTokenizer:
-    """The tokenizer of a tokenizer.json with `vocabulary_size` tokens. `ends` are the end-of-sequence tokens.
+    """Create llguidance's tokenizer from the contents of a tokenizer.json. ends: ids of the end-of-sequence tokens.
 
-    Raises llguidance's own exceptions, for example if the tokens of the tokenizer are not bytes.
+    Raises exceptions of llguidance's own types, for example if llguidance cannot find the bytes of the tokens.
     """
     model = LLTokenizer(tokenizer_json, n_vocab=vocabulary_size, eos_token=ends, slices=[])
     return LLTokenizer(_PlainTokenizer(model), eos_token=ends)  # type: ignore[arg-type]
 
 
 class _PlainTokenizer:
-    """The interface that llguidance requires of a tokenizer in Python."""
+    """A tokenizer with the attributes that llguidance requires of tokenizers that are written in Python."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -36,8 +37,8 @@ class _PlainTokenizer:
         self.tokens = [_bytes(model, token_id, token_id in special) for token_id in token_ids]
 
     def __call__(self, text: str) -> list[int]:
-        """The model's tokens of the text. If the model's tokens do not spell the text, the text is split into the
-        longest matching tokens.
+        """Encode a text with the model's tokenizer. If the result does not spell the text, the text is split into the
+        longest matching tokens instead.
         """
         token_ids = self._model.tokenize_str(text)
         if b"".join(self.tokens[token_id] for token_id in token_ids) == text.encode():
@@ -46,7 +47,7 @@ class _PlainTokenizer:
 
 
 def _bytes(model: LLTokenizer, token_id: int, is_special: bool) -> bytes:
-    """The bytes of a token in llguidance's trie. The library shows a token without bytes as its number."""
+    """The bytes of a token in llguidance's trie. For a token without bytes, `decode_bytes` returns its id as <[7]>."""
     shown = model.decode_bytes([token_id])
     if is_special:
         return _SPECIAL + shown

@@ -1,5 +1,5 @@
-"""The order in which outputs with a form are computed in a step. If memory is short, this file chooses the outputs that
-end.
+"""The order in which a step computes the masks of outputs with a form (grammar). If matchers need too much memory, this
+file also chooses the outputs that the worker ends.
 """
 
 from collections import Counter, defaultdict
@@ -12,20 +12,22 @@ from worker_service.execution.sampling.form_process import MAX_MEMORY
 from worker_service.execution.sampling.form_progress import FormedOutput
 
 MAX_TOGETHER = 5 * MAX_MEMORY // 8
-"""Maximum bytes of memory of all outputs together. In measurements the process's address space was up to 1.3 times as
-large as this memory.
+"""Maximum bytes of memory of all outputs' matchers together. In measurements the address space of the process was up to
+1.3 times as large as the memory of the matchers.
 """
 
 WithRows = tuple[FormedOutput, npt.NDArray[np.uint8]]
-"""An output, and its rows of the step's masks."""
+"""An output, and its rows in the array of the step's masks."""
 
 
 def in_turns(
     items: Iterable[WithRows],
 ) -> list[WithRows]:
-    """One output of each owner, then a second output of each owner, and so on.
+    """The outputs in the order in which their masks are computed: one output of each tenant (owner), then a second
+    output of each tenant, and so on.
 
-    Owners whose outputs have used less time come first. The outputs of one owner are in the order of their used time.
+    In each round, tenants whose outputs have used less time come first. Of one tenant's outputs, the output that has
+    used the least time comes first.
     """
     of_owner: defaultdict[bytes, float] = defaultdict(float)
     turns: list[tuple[int, WithRows]] = []
@@ -41,7 +43,9 @@ def in_turns(
 def largest(
     items: Iterable[WithRows],
 ) -> Iterator[WithRows]:
-    """The largest outputs, which must end so that the remaining outputs need at most `MAX_TOGETHER`."""
+    """The outputs to end, so that the matchers of the remaining outputs need at most `MAX_TOGETHER` bytes. The next
+    output to end is always the largest output of the tenant whose outputs need the most memory.
+    """
     alive = [one for one in items if not one[0].progress.is_over]
     by_owner: Counter[bytes] = Counter()
     for item, _ in alive:

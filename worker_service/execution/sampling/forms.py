@@ -1,35 +1,41 @@
-"""Restricts outputs to their forms (grammars). The masks of allowed next tokens are computed during the forward pass.
+"""Restricts outputs to their forms (grammars). Another process computes the masks of allowed next tokens while the
+device computes the forward pass.
 
-The library llguidance reads the grammar: an Earley parser above a lexer, which walks a trie of all tokens. A matcher
-reads the tokens of one output, and computes the mask of the output's next token. The state of a matcher depends only on
-the output's tokens. Matchers can therefore be rebuilt after a preemption, on another worker, or in a resumed stream.
-Matchers run in a separate process, form_process.py. A thread of this file communicates with the process, and the device
-thread waits for the masks before sampling. The scheduler has already checked the form.
+The masks are computed by the library llguidance: an Earley parser above a lexer, which walks a trie of all tokens. A
+matcher of llguidance reads the tokens of one output, and computes the mask of the output's next token. The state of a
+matcher depends only on the output's tokens. Matchers can therefore be rebuilt after a preemption, on another worker, or
+in a resumed stream. Matchers run in a separate process, form_process.py. A thread of this file communicates with the
+process, and the device thread waits for the masks before it samples. The scheduler has checked the grammar before a
+worker receives it.
 
-The CPU time of a form is charged to the form's output. A slow form can end only its own output:
+The CPU time that a form needs is charged to its output. If a form is slow, the worker ends only outputs of this form
+and of the same tenant:
 
-- One token or mask may take `MAX_SECONDS`. After `MAX_SECONDS` the process is killed, and a new process continues the
-  other outputs. For `BAN_SECONDS`, new outputs of the same form and owner end at once. The limit applies to a single
-  token or mask, so earlier tokens of the output cannot be the cause. Outputs that have begun continue until the form
-  exceeds the limit again.
-- All tokens together may take `MAX_LEFT`, plus `TOKEN_SECONDS` for each token.
-- If an output is new to the process, the process reads the output's tokens again, in slices between the masks of other
-  outputs. Until all tokens are read, the output is late and gains no token. The second reading takes at
-  most as long as the first reading, and is charged at half its time. A second reading therefore cannot end an output.
+- Reading one token or computing one mask may take `MAX_SECONDS`. If one token or mask takes longer, the process is
+  killed, the output is ended, and a new process continues the other outputs. For `BAN_SECONDS`, new outputs of the same
+  form and tenant are ended immediately. The limit applies to a single token or mask, so the output's number of tokens
+  cannot be the cause. Other outputs of the form that already have tokens continue, until an output of the form exceeds
+  the limit again.
+- All tokens of an output together may take `MAX_LEFT`, plus `TOKEN_SECONDS` for each token.
+- A new process reads the tokens of all running outputs again, in time slices between the masks of other outputs. Until
+  the process has read all tokens of an output, the output is late and gains no token. Reading tokens a second time
+  takes at most as long as the first time, and only half of the time is charged. Reading again therefore cannot use up
+  an output's time.
 
-In one step, a form therefore delays other outputs by at most three times `MAX_SECONDS`. The three delays are for the
-mask of the next token, for the masks after drafts, and for a second try without drafts. The average delay is
-`TOKEN_SECONDS`. In one step, at most `MAX_ENDED` processes are killed because of slow forms. A step compiles one or a
-few new forms, in at most half of its time. All other new forms are late.
+Because of these limits, one form delays other outputs in one step by at most three times `MAX_SECONDS`: for the mask of
+the next token, for the masks after drafts, and for a second try without drafts. On average, a form delays other outputs
+by at most `TOKEN_SECONDS` in each step. In one step, at most `MAX_ENDED` processes are killed because of slow forms. A
+step compiles one or a few new forms, in at most half of the step's time. Outputs of all other new forms are late.
 
-If a step has no time left, the remaining compilations, readings and masks are late. Outputs therefore take turns: one
-output of each owner, then a second output of each owner. The owner whose outputs have used the least time comes first.
-Without turns, a tenant's new output would wait for all earlier outputs of other tenants. After the process was killed,
-the tenant's earlier outputs would wait as well.
+If the time of a step is used up, all outputs that the process has not computed in this step are late. For fairness
+between tenants, the process computes one output of each tenant, then a second output of each tenant, and so on. The
+tenant whose outputs have used the least time comes first. If outputs did not take turns, a tenant's new output would
+wait for all earlier outputs of other tenants. After a process was killed, the tenant's running outputs would wait in
+the same way.
 
-Memory is limited for all outputs together. If the outputs exceed `MAX_TOGETHER`, the owner with the most memory loses
-its largest output. Without this limit, the process would run out of memory and die. The next process would read all
-outputs again and die for the same reason.
+The memory of all outputs' matchers together is limited. If they need more than `MAX_TOGETHER` bytes, the worker ends
+the largest output of the tenant whose outputs need the most memory. Without this limit, the process would run out of
+memory and die. Each new process would read all outputs again, and would die for the same reason.
 """
 
 import contextlib
@@ -63,35 +69,36 @@ log = structlog.get_logger()
 
 LOOK_SECONDS = 0.05
 DEAF_SECONDS = 10.0
-"""Seconds without computing and without an answer after which a process counts as stuck."""
+"""A process that neither uses CPU time nor answers for this number of seconds counts as stuck and is killed."""
 START_SECONDS = 60.0
 BAN_SECONDS = 60.0
 MAX_BANS = 1024
 MAX_ENDED = 3
-"""Maximum number of processes that may be killed in a step. If `MAX_ENDED` processes were killed, the remaining outputs
-are late. If an output has caused the death of two processes, the worker ends the output.
+"""Maximum number of processes that may be killed or die in a step. After this number, the remaining outputs of the step
+are late. If two processes die in a step while computing the same output, the worker ends the output.
 """
 
 
 class Forms:
-    """Communicates with the process that computes masks, for one model."""
+    """Starts and calls the process that computes masks for one model."""
 
     def __init__(self, tokenizer: Path, vocabulary_size: int, ends: Sequence[int]) -> None:
         self._arguments = [str(tokenizer), str(vocabulary_size), ",".join(map(str, ends))]
         self._vocabulary_size = vocabulary_size
         self._keys = itertools.count()
         self._gone: deque[int] = deque()
-        # (end of the ban, number of bans) for each banned form. The key is a hash, because a form may have 64 KiB.
+        # For each banned form, the time at which the ban ends, and the number of bans (1 or 2). The key is a hash,
+        # because a form may have 64 KiB.
         self._bans: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "forms")
         self._reader: Connection | None = None
-        self._process: psutil.Process  # psutil detects if another process has reused the id
+        self._process: psutil.Process  # psutil detects whether the process id is reused
         self._start()
 
     @classmethod
     def load(cls, files: Sequence[Path], vocabulary_size: int) -> "Forms | None":
-        """Start the process without waiting until it is ready: see `is_ready`. Returns None for a model without a
-        tokenizer or end of sequence.
+        """Start the process that computes masks. The method does not wait until the process is ready: see `is_ready`.
+        Returns None for a model without a tokenizer.json or without an end-of-sequence token.
         """
         by_name = {file.name: file for file in files}
         if "tokenizer.json" not in by_name:
@@ -102,8 +109,8 @@ class Forms:
         return cls(by_name["tokenizer.json"].resolve(), vocabulary_size, ends) if ends else None
 
     def is_ready(self) -> bool:
-        """Wait until the process is ready. Returns False if the process cannot compute masks, for example if the tokens
-        are not bytes.
+        """Wait until the process that computes masks is ready. Returns False if the process cannot be started, for
+        example because llguidance refuses the tokenizer.
         """
         try:
             self._fork()
@@ -113,17 +120,18 @@ class Forms:
         return True
 
     def close(self) -> None:
-        """End the process. If `close` is not called, the process ends with the worker."""
+        """End the process that computes masks. If `close` is not called, the process ends when the worker ends."""
         self._thread.shutdown()
         self._end()
         self._control.close()
         self._template.wait()
 
     def begin(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
-        """Start computing masks for the chunks that have a form. Returns None if no chunk has a form.
+        """Start to compute masks for the chunks whose output has a form. Returns None if no output of the step has a
+        form.
 
-        If a chunk does not sample yet, the process only reads the chunk's tokens. The host must know all tokens of the
-        chunks.
+        For a chunk that does not sample yet, the process only reads the output's tokens. The host must know all tokens
+        of the chunks' sequences.
         """
         formed = [chunk for chunk in chunks if chunk.sequence.sampling.form]
         if not formed:
@@ -147,19 +155,19 @@ class Forms:
             progress.is_over = not output and self._is_banned(form, owner)
         return FormedOutput(sequence.sequence_id, form, owner, progress, output, chunk.samples, chunk.drafts)
 
-    # ---- the thread that communicates with the process
+    # ---- methods of the thread that calls the process
 
     def _find(self, items: Sequence[FormedOutput], num_rows: int) -> FoundMasks:
-        """Compute the masks of a step, the result of `FormMasks`."""
+        """Compute the masks of a step. `FormMasks` waits for the result."""
         masks = np.zeros((num_rows, -(-self._vocabulary_size // 32) * 4), np.uint8)
         late: set[int] = set()
         ends = itertools.accumulate(item.num_masks for item in items)
         every = [(item, masks[end - item.num_masks : end]) for item, end in zip(items, ends, strict=True)]
         left, num_ended = deque(form_turns.in_turns(every)), 0
-        # Keys of the outputs that a process was computing when the process died.
+        # Keys of outputs whose masks a process was computing when it died in this step.
         died: set[int] = set()
         while left := deque(self._followed(left)):
-            if num_ended == MAX_ENDED:  # many forms may each be slow once
+            if num_ended == MAX_ENDED:  # several forms were too slow
                 late.update(item.sequence_id for item, _ in left if item.samples)
                 break
             again: list[WithRows] = []
@@ -191,7 +199,7 @@ class Forms:
                             rows[number] = mask
                         elif item.samples and number == 0:
                             has_failed = True
-                    left.popleft()  # outputs in `again` are sent once more
+                    left.popleft()  # outputs in `again` are sent again
                     progress.taken += time.monotonic() - began
                     if progress.left < 0:
                         self._end_output(item, f"its tokens take more than {form_progress.TOKEN_SECONDS:g} s each")
@@ -202,7 +210,7 @@ class Forms:
                         again.append((item, rows))
                     elif item.samples and item.sequence_id not in late:
                         progress.num_masks += 1
-            # The process was too slow, or has died, perhaps because memory ran out.
+            # The process took too long for an answer, is stuck, or has died, perhaps because memory ran out.
             except (OSError, EOFError) as error:
                 self._end()
                 num_ended += 1
@@ -223,7 +231,9 @@ class Forms:
         return FoundMasks(masks, late)
 
     def _followed(self, items: Iterable[WithRows]) -> Iterator[WithRows]:
-        """The outputs that have not ended. If masks after drafts are not allowed, the output's drafts are removed."""
+        """The outputs whose masks are still to be computed, without outputs that the worker has ended. The drafts of an
+        output are removed if masks after drafts are banned for its form, or if its form is compiled separately.
+        """
         for item, rows in items:
             if not item.progress.is_over and self._is_banned(item.form, item.owner, times=2):
                 self._end_output(item, "other outputs of the form have taken too long twice in a minute")
@@ -243,7 +253,9 @@ class Forms:
         reader.send((gone, work))
 
     def _receive(self, reader: Connection) -> bytes:
-        """The next answer. Raises TimeoutError if the computation takes too long, OSError if the process is stuck."""
+        """Receive the next answer of the process. Raises TimeoutError if the answer takes too much CPU time, and
+        OSError if the process is stuck.
+        """
         if not reader.poll(LOOK_SECONDS):
             used, began = _processor_seconds(self._process), time.monotonic()
             while not reader.poll(LOOK_SECONDS):
@@ -253,9 +265,9 @@ class Forms:
         return reader.recv_bytes()
 
     def _check_used(self, seconds: float) -> None:
-        """Raise TimeoutError if the process has used more CPU time than one answer may take.
+        """Raise TimeoutError if the process has used more CPU time for the current answer than one answer may use.
 
-        seconds: the process's CPU time at the start of the answer.
+        seconds: the CPU time that the process had used when it began the current answer.
         """
         if _processor_seconds(self._process) - seconds > MAX_SECONDS + SLICE_SECONDS:
             raise TimeoutError(f"it takes more than {MAX_SECONDS:g} s")
@@ -265,9 +277,10 @@ class Forms:
         log.warning("an output has ended: its form cannot be followed", reason=why)
 
     def _ban(self, item: FormedOutput, is_draft: bool, why: str) -> None:
-        """Ban new outputs of this form and owner for a while. A second ban also ends the running outputs of the form.
+        """Ban new outputs of this output's form and tenant for `BAN_SECONDS`. A second ban in this time also ends
+        running outputs of the form.
 
-        is_draft: whether a draft token took too long, so that only drafts are banned.
+        is_draft: whether only drafts are banned, because a mask after a draft took too long.
         """
         if not is_draft:
             self._end_output(item, why)
@@ -286,9 +299,9 @@ class Forms:
 
     def _living_reader(self) -> Connection:
         """The connection to the process that computes masks. If the process has died, a new process is forked. Raises
-        OSError.
+        OSError if no process can be started.
         """
-        # If the connection has data before a request is sent, the process has ended.
+        # If the connection is readable before a request is sent, the process has ended.
         if self._reader is not None and self._reader.poll(0):
             self._end()
         return self._reader or self._fork()
@@ -306,7 +319,9 @@ class Forms:
         self._has_started = False
 
     def _fork(self) -> Connection:
-        """A connection to a new process that computes masks. Raises OSError."""
+        """Fork a new process that computes masks, and return the connection to it. Raises OSError if the process does
+        not start.
+        """
         if self._template.poll() is not None and self._has_started:
             self._control.close()
             self._start()
@@ -320,7 +335,7 @@ class Forms:
         reader = Connection(ours.detach())
         if not reader.poll(DEAF_SECONDS):
             raise OSError("the process that follows forms does not start")
-        # If the process has ended already, the first message to the process fails.
+        # An error of psutil is ignored here: if the process has already ended, the first message to it fails.
         with contextlib.suppress(psutil.Error):
             self._process = psutil.Process(reader.recv())
         self._reader = reader

@@ -1,9 +1,9 @@
-"""Edits logits by sampling parameters before a token is sampled: bans, biases and penalties.
+"""Edits logits before a token is sampled. Sampling parameters ban tokens, and add biases and penalties.
 
-First, forms, allowed tokens, bad words and minimum length ban tokens. Next, biases are added. Next, repetition,
-frequency and presence penalties are applied. The rules of transcripts come last, because the rules read the edited
-logits. This file turns each row's parameters into indices of the matrix of logits. `kernels.sampling.logit_edits`
-changes all rows at once.
+The edits of a row have a fixed order. First, tokens are banned by the output form, the allowed tokens, the bad words
+and the minimum length. Second, logit biases are added. Third, repetition, frequency and presence penalties are applied.
+The rules for transcripts of speech come last, because these rules read the edited logits. This file turns the sampling
+parameters of each row into indices of the matrix of logits. `kernels.sampling.logit_edits` edits all rows at once.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ _Bits = npt.NDArray[np.uint8]
 
 
 def edit_logits(logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None) -> None:
-    """Edit logits in place.
+    """Edit a matrix of logits in place.
 
     logits: shape [rows, vocabulary_size] float32, contiguous. sequences: one sequence for each row. masks: the masks of
-    sequences that have a form.
+    sequences that have an output form.
     """
     formed = [row for row, sequence in enumerate(sequences) if sequence.sampling.form]
     mask: _Bits = np.empty((0, 0), dtype=np.uint8)
@@ -95,10 +95,11 @@ def _banned(sequence: SequenceState) -> list[int]:
 
 
 def _penalties(sequence: SequenceState) -> tuple[_Ids, _Floats]:
-    """The distinct tokens seen so far, and the amount to subtract from each token's logit.
+    """The distinct tokens of prompt and output, and for each token the penalty to subtract from its logit.
 
-    The frequency penalty is subtracted once for each occurrence in the output. The presence penalty is subtracted once
-    if the token occurs in the output. The repetition penalty applies to tokens of prompt and output.
+    The frequency penalty of a token is multiplied by the token's number of occurrences in the output. The presence
+    penalty is subtracted once if the token occurs in the output. The repetition penalty is not part of the result, and
+    applies to all distinct tokens of prompt and output.
     """
     params = sequence.sampling
     tokens = np.array(sequence.token_ids, dtype=np.int64)

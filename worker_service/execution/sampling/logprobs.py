@@ -13,14 +13,16 @@ from worker_service.session.session import SequenceState
 from worker_service.session.step import SampleLogprobs
 
 _MIN = -9999.0
-"""Smallest reported log-probability, the same as vLLM's. JSON has no infinity, and a logit may be -inf."""
+"""Smallest reported log-probability, as in vLLM. Smaller values cannot all be reported, because a logit may be -inf and
+JSON has no infinity.
+"""
 
 
 def check_finite(logits: Tensor) -> None:
-    """Raise FloatingPointError if a row has no log-probabilities. A row has no log-probabilities if a logit is NaN or
-    +inf, or if all logits are -inf.
+    """Raise FloatingPointError if log-probabilities cannot be computed for a row of logits. This is so if a logit is
+    NaN or +inf, or if all logits of the row are -inf.
 
-    logits: shape [positions, vocabulary_size]. Waits for a GPU.
+    logits: shape [positions, vocabulary_size]. The function waits for a GPU.
     """
     _, largest = sampling_ops_for(logits.device).greedy(logits)
     if not largest.isfinite().all():
@@ -28,11 +30,11 @@ def check_finite(logits: Tensor) -> None:
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top: int) -> SampleLogprobs:
-    """Report consecutive positions of one sequence.
+    """Report the log-probabilities at consecutive positions of one sequence.
 
     logits: shape [positions, vocabulary_size], any float type. token_ids: shape [positions] int64, the token at each
-    position. num_top: the number of likeliest tokens to add. Equally likely tokens are sorted by id. Log-probabilities
-    below `_MIN` are reported as `_MIN`.
+    position. num_top: the number of likeliest tokens that are reported in addition to the token at each position.
+    Equally likely tokens are sorted by id. Log-probabilities below `_MIN` are reported as `_MIN`.
     """
     ids, logprobs, ranks = sampling_ops_for(logits.device).log_probabilities(logits, token_ids, num_top)
     return SampleLogprobs(
@@ -47,13 +49,14 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top
 def sample_logprobs(
     logits: Tensor, token_ids: Sequence[int], rows_of: Sequence[tuple[SequenceState, range]]
 ) -> list[SampleLogprobs]:
-    """Report sampled tokens of sequences that request log-probabilities.
+    """Report the log-probabilities of the tokens that a step has sampled, for sequences that request log-probabilities.
 
-    logits: shape [rows, vocabulary_size]. token_ids: the sampled token of each row. rows_of: each sequence with its
-    rows.
+    logits: shape [rows, vocabulary_size]. token_ids: the sampled token of each row. rows_of: each of these sequences
+    with its rows of logits.
     """
     reports: dict[int, SampleLogprobs] = {}
-    # Rows with equal parameters are computed together. A row's result does not depend on other rows.
+    # Rows for which equally many likeliest tokens are requested are computed in one call. The other rows of the call do
+    # not change a row's log-probabilities.
     for num_top in {sequence.sampling.logprobs for sequence, _ in rows_of}:
         assert num_top is not None
         asking = [(sequence, rows) for sequence, rows in rows_of if sequence.sampling.logprobs == num_top]
@@ -79,7 +82,7 @@ def sample_logprobs(
 
 
 def concatenate(parts: Sequence[SampleLogprobs]) -> SampleLogprobs:
-    """Join reports on consecutive positions of one sequence. At least one report is required."""
+    """Join reports of log-probabilities at consecutive positions of one sequence. At least one report is required."""
     return SampleLogprobs(
         sequence_id=parts[0].sequence_id,
         width=parts[0].width,

@@ -1,7 +1,8 @@
 """Pools the hidden states of prompts into vectors, a chunk at a time.
 
-Partial sums over chunks are stored in the sequence's state. A swapped sequence therefore keeps its sums. A recomputed
-sequence starts with new sums. Sums are float64, so that the chunks change at most the last two bits of a mean.
+Partial sums of a prompt's hidden states are stored in the sequence's state (`SequenceState.pooled`). A sequence that is
+swapped out keeps its partial sums, and a sequence that is recomputed starts with new sums. Sums are float64, so that
+cutting a prompt into other chunks changes at most the last two bits of a mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +16,13 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import PoolingParams, PoolingType, SequenceVectors
 
 Classify = Callable[[Tensor], Tensor]
-"""A function from a text's states, [tokens, hidden_size], to scores, [classes]."""
+"""A classifier: a function that turns a text's hidden states, [tokens, hidden_size], into scores, [classes]."""
 
 
 def pool_all(
     chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor, classify: Classify | None = None
 ) -> list[tuple[ScheduledChunk, Tensor]]:
-    """The vectors that the chunks of a step complete.
+    """Pool the hidden states of a step. Returns the chunks that complete vectors, each with its vectors.
 
     hidden: shape [rows, hidden_size]. query_start: the first row of each chunk.
     """
@@ -35,11 +36,11 @@ def pool_all(
 
 
 def pool(chunk: ScheduledChunk, hidden: Tensor, classify: Classify | None = None) -> Tensor | None:
-    """Add a chunk's states, [chunk's tokens, hidden_size]. Returns the vectors that the chunk completes, [vectors,
-    dimensions].
+    """Pool a chunk's hidden states, [chunk's tokens, hidden_size]. Returns the vectors that the chunk completes,
+    [vectors, dimensions].
 
-    Returns None if the chunk completes no vector. Raises InvalidStepError if earlier states were not computed on this
-    worker.
+    Returns None if the chunk completes no vector. Raises InvalidStepError if this worker has not computed the hidden
+    states of the sequence's earlier tokens.
     """
     sequence = chunk.sequence
     pooling = sequence.sampling.pooling
@@ -62,26 +63,28 @@ def pool(chunk: ScheduledChunk, hidden: Tensor, classify: Classify | None = None
             sequence.pooled = total
             vectors = total / chunk.stop
         case PoolingType.SCORE:
-            assert classify is not None  # the limits guarantee a classifier
+            assert classify is not None  # codec.py refuses scores without a classifier
             vectors = classify(hidden)[None]
         case PoolingType.ALIGNMENT:
-            raise AssertionError("an Aligner takes these")  # `Aligner` handles this type
+            raise AssertionError("an Aligner takes these")  # `Aligner` pools this type
     if not chunk.samples and pooling.type is not PoolingType.ALL:
         return None
     return finished(vectors, pooling)
 
 
 def finished(vectors: Tensor, pooling: PoolingParams) -> Tensor:
-    """Truncate vectors, [vectors, numbers], to the requested dimensions, as float32. If requested, scale the vectors to
-    length 1.
+    """Cut vectors, [vectors, numbers], to the requested number of dimensions, as float32. If the request asks for it,
+    scale the vectors to length 1.
     """
-    # The result is a copy, because a captured graph overwrites its states in every step.
+    # The result is a copy, because a captured CUDA graph overwrites its hidden states in every step.
     cut = vectors[:, : pooling.dimensions].to(torch.float32, copy=True)
     return functional.normalize(cut, dim=1) if pooling.normalize else cut
 
 
 def encode(sequence_id: int, vectors: Tensor, pooling: PoolingParams) -> SequenceVectors | None:
-    """Copy vectors to the host. Returns None if a number is not finite in the message's number type."""
+    """Encode vectors as bytes in host memory, as float16 or float32. Returns None if a number is not finite in this
+    type.
+    """
     numbers = vectors.to("cpu", torch.float16 if pooling.half else torch.float32)
     if not numbers.isfinite().all():
         return None

@@ -1,9 +1,10 @@
 """Chooses one token for each row of logits.
 
-A row's token depends only on its own logits, parameters, seed and tokens. A sequence therefore samples the same tokens
-alone and in a batch. With temperature 0 the token has the largest logit, and the lowest id among equal logits. With a
-higher temperature the token is `argmax(logit / temperature + gumbel)` among the tokens that pass the filters. This file
-turns sequences into tensors, and `kernels.sampling.eager` chooses the tokens. No function in this file waits for a GPU.
+The token of a row depends only on the row's logits and on its sequence's parameters, seed and tokens. A sequence
+therefore samples the same tokens alone and in a batch. With temperature 0, the token with the largest logit is chosen;
+if logits are equal, the token with the lowest id. With a higher temperature the token is `argmax(logit / temperature +
+gumbel)` among the tokens that pass the filters (top-k, top-p and min-p). This file turns sampling parameters into
+tensors, and a backend of `kernels.sampling.ops` chooses the tokens. No function in this file waits for a GPU.
 """
 
 from collections.abc import Sequence
@@ -20,18 +21,19 @@ from worker_service.execution.sampling.logit_edits import edit_logits
 from worker_service.session.session import SequenceState
 
 FAILED = -1
-"""The result for a row whose logits are not finite."""
+"""The result of `sample` for a row whose logits are not finite."""
 BARRED = -2
-"""The result for a row with finite logits, if the sequence's parameters or form ban all tokens."""
+"""The result of `sample` for a row with finite logits, if the sequence's parameters or output form ban all tokens."""
 
 
 def sample(
     logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None, *, may_edit: bool = False
 ) -> Tensor:
-    """The new token of each row, [rows] int64 on the device of the logits. A row without a token has FAILED or BARRED.
+    """Choose a token for each row of logits. Returns [rows] int64 on the device of the logits, with FAILED or BARRED
+    for a row without a token.
 
-    logits: shape [rows, vocabulary_size], any float type. If `may_edit`, the logits are overwritten, which saves a
-    copy. sequences: one sequence for each row. masks: the masks of sequences that have a form.
+    logits: shape [rows, vocabulary_size], any float type. If `may_edit`, the logits may be overwritten, which saves a
+    copy. sequences: one sequence for each row. masks: the masks of sequences that have an output form.
     """
     plain = [row for row, sequence in enumerate(sequences) if not sequence.sampling.edits_logits]
     token_ids, finite = _choose(logits, sequences, plain)
@@ -40,7 +42,7 @@ def sample(
         rows = upload(edited, torch.int64, logits.device)
         changed = logits
         if plain or not may_edit or logits.dtype is not torch.float32:
-            changed = logits.index_select(0, rows).to(torch.float32)  # indexing by [rows] took four times as long
+            changed = logits.index_select(0, rows).to(torch.float32)  # four times as fast as logits[rows]
         choosers = [sequences[row] for row in edited]
         edit_logits(changed, choosers, masks)
         chosen, possible = _choose(changed, choosers, range(len(choosers)))
@@ -49,9 +51,10 @@ def sample(
 
 
 def _choose(logits: Tensor, sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return each row's token, and whether the row has a finite logit.
+    """Choose a token for each row of logits. Returns the tokens, and for each row whether its largest logit is finite.
 
-    If a row of `rows` has a temperature, its token is sampled. All other rows choose the largest logit.
+    The token of a row is drawn at random if the row is in `rows` and its temperature is not 0. In all other rows the
+    token with the largest logit is chosen.
     """
     ops = sampling_ops_for(logits.device)
     token_ids, largest = ops.greedy(logits)

@@ -1,8 +1,10 @@
-"""The tokens that may come next in a transcript of speech. Time tokens come in pairs around text and never decrease.
+"""Bans tokens that may not come next in a transcript of speech. Time tokens come in pairs around text and never
+decrease.
 
-A time token stands before and after each part of the text. A part's closing time is followed by the next part's opening
-time, or by the end of the transcript. A part's opening time may equal the previous part's closing time. No part has
-length zero. The rules equal the rules of Whisper's own decoding (Radford et al., 2023).
+A transcript consists of segments. Each segment is an opening time token, text tokens, and a closing time token. The
+closing time of a segment is followed by the next segment's opening time, or by the end of the transcript. The opening
+time of a segment may equal the previous segment's closing time. No segment has length zero. Whisper's own decoding has
+the same rules (Radford et al., 2023).
 """
 
 from collections.abc import Sequence
@@ -16,10 +18,10 @@ from worker_service.session.step import TranscriptParams
 
 
 def edit_transcript(logits: Tensor, sequence: SequenceState) -> None:
-    """Edit one row in place. logits: shape [vocabulary_size] float32.
+    """Ban tokens in one row of logits, in place. logits: shape [vocabulary_size] float32.
 
-    If the total probability of all time tokens exceeds the probability of every text token, all text tokens are banned.
-    The total is computed from a single row, so that the result is independent of other rows.
+    If the total probability of all time tokens exceeds the probability of each single text token, all text tokens are
+    banned. The total probability is computed one row at a time, so that its bits do not depend on other rows.
     """
     params = sequence.sampling.transcript
     assert params is not None
@@ -36,7 +38,7 @@ def edit_transcript(logits: Tensor, sequence: SequenceState) -> None:
 
 
 def banned_ranges(params: TranscriptParams, output: Sequence[int], vocabulary_size: int) -> list[tuple[int, int]]:
-    """Half-open ranges of token ids that may not follow `output`."""
+    """Ranges of token ids that may not come next after `output`, each as (first id, last id plus 1)."""
     first = params.first_timestamp
     if not output:
         return [(0, first), (min(first + params.max_initial + 1, vocabulary_size), vocabulary_size)]

@@ -1,1 +1,1 @@
-"""Steps before a worker's first step: the device, the network, its capacity and its speed."""
+"""The start of a worker: chooses the device, opens the network, and measures memory and speed."""

@@ -1,7 +1,9 @@
-"""The capacity of a device: first the weights, then as many KV cache blocks as fit into the worker's share of memory.
+"""Checks that the weights fit into the device's memory, and counts the KV cache blocks that fit into the worker's share
+of memory.
 
-Blocks are counted after the weights are loaded and the largest step has run. The worker refuses to start if the cache
-is too small for one sequence of the model's full length, because a request of this length would wait forever.
+Blocks are counted after the weights are loaded and a trial step of the largest size has run. The worker refuses to
+start if the cache is too small for one sequence of the model's full length, because a request of this length would wait
+forever.
 """
 
 import ctypes
@@ -18,7 +20,9 @@ from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.settings import WorkerSettings
 
 _CPU_SHARE = 4
-"""Divisor of the machine's free memory. A worker takes a quarter, because other processes need memory too."""
+"""On a CPU, a worker's KV cache uses at most the machine's free memory divided by this number, because other processes
+need memory too.
+"""
 _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -26,17 +30,17 @@ _CGROUP = Path("/sys/fs/cgroup")
 def check_room_for_weights(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[int], ranks: Ranks = ALONE
 ) -> None:
-    """Raise StartError if weights of these sizes do not fit into memory.
+    """Raise StartError if the weights do not fit into the free memory of the device.
 
-    The check runs before any weight is loaded, because a machine without free memory becomes slow.
+    The check runs before any weight is loaded, because a machine becomes very slow when its memory is used up.
 
-    sizes: bytes of each of this rank's weights in `dtype`. On a CPU the weights of all ranks together must fit.
+    sizes: bytes of each weight that this rank stores. On a CPU the weights of all ranks together must fit.
     """
     num_bytes = sum(sizes)
     if device.type == "cpu":
-        # While a weight is packed, its plain and its packed form are both in memory. An embedding that is also the
-        # output layer keeps both forms if rows cannot be read from the packed form. The embedding is one of the largest
-        # weights and may be in float32.
+        # While a weight is packed for the kernels, the plain weight and the packed weight are both in memory. If the
+        # embedding is also the output layer, both may stay in memory, because embeddings cannot be read from some
+        # packed weights. The embedding is one of the largest weights and may be in float32.
         num_bytes += max(sizes) * ops_for(device).wide_itemsize(dtype) // dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
     if device.type == "cpu":
@@ -57,12 +61,13 @@ def count_device_blocks(
     ranks: Ranks = ALONE,
     least_model_len: int | None = None,
 ) -> int:
-    """The operator's number of blocks if set, otherwise as many blocks as fit. Raises StartError if one sequence does
-    not fit.
+    """The number of device blocks: the operator's number (`--num-gpu-blocks-override`), or as many as fit. Raises
+    StartError if the blocks are too few for one sequence.
 
-    shapes: this rank's part of a block, for each pool. All pools and all ranks have the same number of blocks.
-    sliding_window: tokens of the model's window, 0 for no window. The scheduler frees the blocks behind the window.
-    least_model_len: tokens of the sequence that must fit, if fewer than `max_model_len`.
+    shapes: for each cache of the worker, the shape of this rank's part of a block. All caches and all ranks have the
+    same number of blocks. sliding_window: tokens of the model's sliding window, or 0 without a window. With a window, a
+    sequence needs fewer blocks, because the scheduler frees the blocks behind the window. least_model_len: tokens of
+    the sequence that must fit, if fewer than `max_model_len`.
     """
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override
@@ -106,14 +111,18 @@ def _too_little(
 
 
 def _free_cuda_bytes(device: torch.device, utilization: float) -> int:
-    """Bytes of the GPU that this process may still use: its share, minus its own peak use and other processes' use."""
+    """Bytes of GPU memory left for the KV cache: this process's share, minus its peak use and the use of other
+    processes.
+    """
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
     return int(utilization * total) - others - torch.cuda.max_memory_allocated(device)
 
 
 def _free_host_bytes() -> int:
-    """The smaller of the machine's available bytes and the remaining bytes of the control group's limit."""
+    """Free bytes of host memory: the machine's available memory, or what the limit of the process's control group
+    leaves.
+    """
     available = int(psutil.virtual_memory().available)
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
@@ -124,8 +133,8 @@ def _free_host_bytes() -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Bytes of inactive file pages, for example of loaded weight files. The control group counts inactive
-    file pages as used memory.
+    """Bytes of inactive file pages, for example of weight files that were read. Linux can reclaim inactive file pages,
+    although a control group counts them as used memory.
     """
     try:
         lines = (_CGROUP / "memory.stat").read_text().splitlines()
@@ -135,10 +144,11 @@ def _reclaimable_bytes() -> int:
 
 
 def give_freed_memory_back() -> None:
-    """Make the C library return free memory between used blocks to the system.
+    """Make glibc return freed memory to the operating system.
 
-    Once a block of up to 32 MiB has been freed, glibc keeps all later freed blocks up to the size of this block. After
-    packing 1.5 billion weights glibc kept 235 MiB; the weights and everything else used 1,360 MiB.
+    After the process has freed an allocation of up to 32 MiB, glibc keeps every later freed allocation of at most the
+    same size. After packing 1.5 billion weights, glibc kept 235 MiB of freed memory; the weights and everything else
+    used 1,360 MiB.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has `malloc_trim`
     if trim is not None:

@@ -1,4 +1,4 @@
-"""The device of a worker: its choice and name, the number of threads, and warnings before a model is loaded."""
+"""Chooses and describes a worker's device, sets the number of threads, and warns if compiled kernels are missing."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 
 def choose_device(settings: WorkerSettings) -> torch.device:
-    """The device of this rank. Raises StartError if the device does not exist."""
+    """Choose the device of this rank by the settings. Raises StartError if the device does not exist."""
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
         raise StartError("--device cuda: torch finds no usable GPU; install a CUDA build of torch, or use --device cpu")
@@ -29,20 +29,20 @@ def choose_device(settings: WorkerSettings) -> torch.device:
 
 
 def set_threads(settings: WorkerSettings) -> None:
-    """Set the number of threads. Without a setting, the ranks share the cores equally."""
+    """Set the number of torch's threads. Without `--threads`, the ranks of a worker share the cores equally."""
     if settings.threads is not None or settings.tensor_parallel_size > 1:
         torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() // settings.tensor_parallel_size))
 
 
 def warn_if_eager(device: torch.device) -> None:
-    """Log why compiled kernels are not used on this device."""
+    """If compiled kernels are not used on this device, log what is missing for them."""
     if backend_name(device) == EAGER:
         missing = "triton" if device.type == "cuda" else what_is_missing()
         log.warning(f"eager torch computes, more slowly; missing: {missing}")
 
 
 def describe_device(device: torch.device, num_ranks: int) -> str:
-    """The device, its kernels and the number of ranks, as text for schedulers and operators."""
+    """A description of the worker for schedulers and operators: its device, its kernels and its number of ranks."""
     described = f"{device.type} ({_name(device)}, {backend_name(device)})"
     return f"{described} x {num_ranks}" if num_ranks > 1 else described
 

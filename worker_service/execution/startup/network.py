@@ -1,4 +1,4 @@
-"""An opened checkpoint, and this rank's network with its weights on a device."""
+"""Opens and checks a checkpoint, and loads the part of the network that this rank computes."""
 
 import re
 from collections import Counter, defaultdict
@@ -42,15 +42,19 @@ log = structlog.get_logger()
 NO_ADAPTERS = AdapterRoom()
 _CACHE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
 _QUANTIZED_SHARE = 5 / 8
-"""Upper limit of a weight's bytes, relative to 16 bits: 8 bits a number, and two 16-bit scales for 16 numbers."""
+"""Maximum bytes of a weight that is quantised to 8 bits, as a share of its 16-bit size. At most two 16-bit scales are
+stored for each 16 numbers.
+"""
 _INT4_SHARE = 3 / 8
-"""Upper limit of a weight's bytes, relative to 16 bits: 4 bits a number, and two 16-bit scales for 32 numbers."""
+"""Maximum bytes of a weight that is quantised to 4 bits, as a share of its 16-bit size. At most two 16-bit scales are
+stored for each 32 numbers.
+"""
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Network:
-    """The files and properties of a model. Only `load` allocates memory for weights."""
+    """An opened model: its files and its properties. Only `load` allocates memory for the model's weights."""
 
     model_id: str
     checkpoint: Checkpoint
@@ -58,18 +62,18 @@ class Network:
     config: AnyConfig
     dtype: torch.dtype
     shape: CacheShape
-    """The shape of this rank's part of a block."""
+    """The shape of the part of a KV cache block that this rank stores."""
     cuts: Mapping[str, Cut]
     device: torch.device
     ranks: Ranks
     quantization: Quantization
     sentences: SentenceSettings
     batch_invariant: bool = False
-    """Whether kernels are batch-invariant: a row's bits do not depend on the other rows of the batch."""
+    """Whether kernels are batch-invariant: the bits of a row's result do not depend on the other rows of the batch."""
 
     @classmethod
     def open(cls, name: str, settings: WorkerSettings, device: torch.device, ranks: Ranks) -> "Network":
-        """Find a model; download and convert it if necessary. Raises StartError."""
+        """Find and open a model; download and convert it if necessary. Raises StartError if the model cannot run."""
         cache, is_dummy = settings.cache.expanduser(), settings.load_format == "dummy"
         source = find_model(name, cache, with_weights=not is_dummy)
         checkpoint = Checkpoint(source.path, DummyWeights(device) if is_dummy else None)
@@ -108,28 +112,29 @@ class Network:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest text that the model's files allow. A sentence-transformer's file may allow fewer
-        tokens than config.json.
+        """Maximum tokens of a sequence that the model's files allow. The files of a sentence-transformers model may
+        allow fewer tokens than config.json.
         """
         return min(self.config.max_model_len, self.sentences.max_length or self.config.max_model_len)
 
     @property
     def unscaled_len(self) -> int:
-        """Tokens of the longest text by config.json's max_position_embeddings, before positions are scaled."""
+        """Maximum tokens of a sequence without scaling of positions: `max_position_embeddings` of config.json."""
         stated = self.checkpoint.config.get("max_position_embeddings")
         return min(self.config.max_model_len, stated or self.config.max_model_len)
 
     @property
     def max_encoder_len(self) -> int:
-        """Tokens that the encoder of an encoder-decoder reads, or 0 for other models."""
+        """Maximum tokens of an encoder input of an encoder-decoder, or 0 for other models."""
         return getattr(self.config, "max_encoder_len", 0)
 
     def check(self, room: AdapterRoom = NO_ADAPTERS) -> list[int]:
-        """Upper limits of the bytes of each part of the weights, adapters included. Allocates no memory.
+        """Check the weights without allocating memory for them. Returns the maximum bytes of each weight, and of the
+        adapters' slots.
 
         Raises StartError if the weights cannot be loaded.
 
-        room: the space for adapters.
+        room: the limits of adapters, which determine the bytes of the adapters' slots.
         """
         model = self._build(torch.device("meta"))
         blueprint = model.checkpoint_tensors()
@@ -142,7 +147,9 @@ class Network:
         return [*self._sizes(blueprint), Adapters(model, room).num_bytes]
 
     def _sizes(self, blueprint: Mapping[str, torch.Tensor]) -> list[int]:
-        """The bytes of each tensor in its final form, and of one layer's tensors before packing."""
+        """The maximum bytes of each tensor after it is quantised and packed. If tensors are quantised while the model
+        is loaded, the result also contains the bytes of one layer's tensors before quantisation.
+        """
         stored, floats = self._quantized(), defaultdict[str, list[int]](list)
         share = _INT4_SHARE if self.quantization == "int4" else _QUANTIZED_SHARE
         block = None if self.checkpoint.packed is None else self.checkpoint.packed.config.block
@@ -163,7 +170,7 @@ class Network:
             build = build_encoder if self.is_encoder else build_encoder_decoder
             try:
                 return build(self.config, self.dtype, device)
-            # Some model code raises errors of any type for impossible values.
+            # The model code of transformers may raise errors of any type for impossible values in config.json.
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
@@ -172,11 +179,11 @@ class Network:
         return build_model(self.config, self.dtype, device, self.ranks, batch_invariant=self.batch_invariant, fill=fill)
 
     def fingerprint(self) -> str:
-        """A hash of the whole model, equal in all ranks. Several threads read the files, so that the files are in
-        memory when weights are loaded.
+        """A hash of the whole model, equal in all ranks. Several threads read the weight files, so that the files are
+        in the operating system's page cache when the weights are loaded.
 
-        The hash includes the quantisation scheme of the weights. Workers with different quantisation therefore never
-        serve together.
+        The hash includes the quantisation scheme of the weights. One scheduler never uses workers with different
+        fingerprints, so workers with different quantisation never serve together.
         """
         scheme: str = self.quantization
         if self.quantization != "none":
@@ -196,15 +203,16 @@ class Network:
         return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
 
     def load(self, room: AdapterRoom = NO_ADAPTERS) -> tuple[Any, Adapters]:
-        """Load the network and its adapters. The class of the network depends on `config`.
+        """Load the network's weights and allocate the adapters' slots. The class of the returned network depends on
+        `config`.
 
-        Raises StartError. Raises torch's errors if memory runs out.
+        Raises StartError if the weights cannot be loaded, and torch's errors if memory runs out.
         """
         quantized = self._quantized()
         with byte_progress("loading weights") as progress:
 
             def fill(places: Mapping[str, torch.Tensor]) -> None:
-                give_freed_memory_back()  # the freed memory of the previous layer
+                give_freed_memory_back()  # frees memory of the last layer
                 self.checkpoint.load_into(places, self.cuts)
                 progress.update(sum(place.nbytes for place in places.values()))
 
@@ -223,8 +231,8 @@ class Network:
 
     @property
     def _packs_stored(self) -> bool:
-        """Whether the kernels multiply by the stored quantised weights. If the kernels do not support the weights, the
-        weights are widened to floats.
+        """Whether the kernels multiply by the quantised weights as stored in the checkpoint. If the kernels do not
+        support the stored weights, the weights are converted to floating point.
         """
         packed = self.checkpoint.packed
         if packed is None or not isinstance(self.config, DecoderConfig):
@@ -235,19 +243,21 @@ class Network:
 
     @property
     def _stacks_experts(self) -> bool:
-        """Whether the network has experts whose products are computed in one launch."""
+        """Whether the network has experts, and the kernels compute the products of all experts of a layer in one
+        launch.
+        """
         assert isinstance(self.config, DecoderConfig)
         return ops_for(self.device).GROUPED_PRODUCTS and any(layer.mixture for layer in self.config.layers)
 
     def _has_whole_stacks(self, packed: PackedWeights) -> bool:
-        """Whether each layer stores either all its experts quantised or no expert quantised."""
+        """Whether in each layer of the checkpoint either all experts are stored quantised, or none."""
         assert isinstance(self.config, DecoderConfig)
         counts = Counter(found[0] for name in packed if ".experts." in name and (found := _LAYER.match(name)))
         mixtures = {f"model.layers.{n}.": layer.mixture for n, layer in enumerate(self.config.layers) if layer.mixture}
         return all(counts[name] in (0, 3 * mixture.num_experts) for name, mixture in mixtures.items())
 
     def _can_pack(self, scheme: Quantization) -> bool:
-        """Whether the weights of a natively run network can be packed in this scheme."""
+        """Whether weights of a network that runs natively can be packed in this quantisation scheme."""
         if self._stacks_experts and not (scheme == "fp8" and self._has_float8):
             return False
         return can_pack(self.device, self.dtype, scheme)
@@ -267,7 +277,7 @@ class Network:
 
     @property
     def _has_float8(self) -> bool:
-        """Whether the device supports fp8 numbers and products."""
+        """Whether the device can store fp8 numbers and multiply them."""
         return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= FLOAT8_CAPABILITY
 
     def _check_invariance(self) -> None:
@@ -296,8 +306,8 @@ class Network:
             )
 
     def _check_quantization(self) -> None:
-        """Check whether the quantisation is supported. Small weights are packed as a trial, before any weights are
-        loaded.
+        """Raise StartError if the requested quantisation is not supported. Small weights are packed as a trial, before
+        the model's weights are loaded.
         """
         if self.checkpoint.packed is not None:
             if self.quantization != "none":
@@ -333,13 +343,13 @@ class Network:
 
 
 _TRANSPOSED = ("gpt2", "openai-gpt")
-"""Model families whose layers are stored transposed, as [inputs, outputs]. Their quantised layers are not supported:
-the quantisation groups lie along the wrong dimension.
+"""Model families whose weight matrices are stored transposed, as [inputs, outputs]. Checkpoints of these families are
+refused if they are stored quantised, because the groups of numbers with one scale lie along the wrong dimension.
 """
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], quantized: Quantized) -> dict[str, torch.Tensor]:
-    """The tensors that must be in floating point: every tensor that is not a quantised matrix."""
+    """The tensors that are loaded in floating point: all tensors except the matrices that are stored quantised."""
     return {name: tensor for name, tensor in tensors.items() if name not in quantized or tensor.dim() != 2}
 
 
@@ -347,6 +357,6 @@ def _read_config(checkpoint: Checkpoint) -> AnyConfig:
     file = checkpoint.path / "config.json"
     try:
         return read_config(checkpoint.config)
-    # Config files are untrusted. Code that reads an untrusted file may raise any exception.
+    # The file config.json is untrusted, and code that reads an untrusted file may raise any exception.
     except Exception as error:
         raise StartError(f"{file}: {str(error) or type(error).__name__}") from error

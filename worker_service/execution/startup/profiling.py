@@ -1,8 +1,8 @@
-"""A forward pass over placeholder tokens, which measures speed and memory before the worker serves.
+"""A trial forward pass over placeholder tokens, which measures speed and memory before the worker serves.
 
-On a GPU the pass has the maximum tokens and sequences of a step, with short contexts. The pass's peak memory decides
-how many blocks fit. On a CPU the size of the cache depends on free memory only. The pass on a CPU is therefore small,
-and only measures the speed.
+On a GPU, the trial pass has as many tokens and sequences as a step may have, with short contexts. The peak memory of
+the trial pass determines how many KV cache blocks fit. On a CPU, the number of blocks depends on free memory only, so
+the trial pass is small and only measures the speed.
 """
 
 from array import array
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from worker_service.models.encoders.encoder_decoder import EncoderDecoder  # this import loads transformers
 
 _CPU_TOKENS = 256
-"""Tokens of the pass on a CPU. For the default model on two cores, 256 tokens take 0.2 s and 2,048 tokens take 2 s."""
+"""Number of tokens of the trial pass on a CPU. On two cores, the default model computes 256 tokens in 0.2 s and 2,048
+tokens in 2 s.
+"""
 
 
 def measure_prefill(
@@ -31,11 +33,11 @@ def measure_prefill(
     max_num_batched_tokens: int,
     max_num_seqs: int,
 ) -> int:
-    """Measure the tokens a second of a step with `max_num_batched_tokens` tokens, which samples `max_num_seqs`
-    sequences.
+    """Measure the prefill speed of a model, in tokens a second. On a GPU, the trial step has `max_num_batched_tokens`
+    tokens and samples `max_num_seqs` sequences.
 
-    On a GPU, torch's peak of allocated memory includes the largest step after the measurement. Raises torch's
-    OutOfMemoryError if the step does not fit.
+    After the measurement, torch's peak of allocated GPU memory includes the largest possible step. Raises torch's
+    OutOfMemoryError if the trial step does not fit into memory.
     """
     num_tokens = max_num_batched_tokens if device.type == "cuda" else min(max_num_batched_tokens, _CPU_TOKENS)
     num_seqs = min(max_num_seqs, num_tokens) if device.type == "cuda" else 1
@@ -43,7 +45,7 @@ def measure_prefill(
     lengths = [length + 1] * num_longer + [length] * (num_seqs - num_longer)
     longest = min(max(lengths), model.config.max_model_len)
     blocks = range(-(-longest // shape.block_size))
-    # All sequences write the same blocks, because the results do not matter.
+    # All sequences of the trial step use the same blocks, because the results do not matter.
     chunks = [
         ScheduledChunk(
             SequenceState(
@@ -66,9 +68,11 @@ def measure_prefill(
 def measure_encoder_decoder(
     model: "EncoderDecoder", shape: CacheShape, device: torch.device, max_num_batched_tokens: int
 ) -> int:
-    """Tokens a second of an encoder-decoder, counting encoder and decoder tokens. See `measure_prefill`.
+    """Measure the speed of an encoder-decoder in tokens a second, where encoder and decoder tokens count. See
+    `measure_prefill`.
 
-    The pass reads one input, because encoders read inputs one at a time. An audio input has the model's full length.
+    The trial step has one encoder input, because encoders compute one input at a time. The encoder input of an audio
+    model always has the maximum length.
     """
     config, is_cuda = model.config, device.type == "cuda"
     is_whole = is_cuda or config.feature_bytes > 0
@@ -105,7 +109,9 @@ def measure_encoder_decoder(
 
 
 def measure_encoder(runner: Runner, max_model_len: int, max_num_batched_tokens: int, num_labels: int = 0) -> int:
-    """Tokens a second of an encoder with texts of the maximum length. On a GPU the step has as many texts as fit."""
+    """Measure the speed of an encoder in tokens a second, with texts of the maximum length. On a GPU, the trial step
+    has as many texts as a step may have.
+    """
     pooling = PoolingParams(type=PoolingType.SCORE if num_labels else PoolingType.CLS, dimensions=max(1, num_labels))
     num_tokens = max_num_batched_tokens if runner.device.type == "cuda" else _CPU_TOKENS
     length = min(max_model_len, num_tokens)
@@ -125,7 +131,7 @@ def measure_encoder(runner: Runner, max_model_len: int, max_num_batched_tokens: 
 
 def _speed(runner: Runner, chunks: list[ScheduledChunk]) -> int:
     nothing_to_move = SchedulerOutput(epoch=0, step_id=0)
-    # The first pass includes lazy loading and the choice of kernels.
+    # The first pass is not measured, because it also loads libraries and chooses kernels.
     runner.execute(nothing_to_move, chunks)
     timing = runner.execute(nothing_to_move, chunks).timing
     return round(sum(chunk.stop for chunk in chunks) * 1e6 / max(timing.forward_us, 1))

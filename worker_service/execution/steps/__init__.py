@@ -1,3 +1,3 @@
-"""Computes one step on the device: batches, forward passes and CUDA graphs. `running_step` decides which drafts are
-accepted.
+"""Computes the steps on the device: builds batches, and launches forward passes and CUDA graphs. The file
+`running_step.py` decides which drafts are accepted.
 """

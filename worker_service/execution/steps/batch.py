@@ -1,4 +1,6 @@
-"""Turns a step's chunks into the flat tensors of a forward pass. Each token has a row, in the order of the chunks."""
+"""Turns a step's chunks into the flat tensors of a forward pass. Each token of the step is one row, in the order of the
+chunks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,21 +16,23 @@ from worker_service.session.session import ScheduledChunk
 
 @dataclass(frozen=True)
 class Batch:
-    """The input of one forward pass."""
+    """The input tensors of one forward pass."""
 
     token_ids: Tensor
     """[num_tokens] int64."""
     positions: Tensor
-    """[num_tokens] int64. Each token's position in its sequence."""
+    """[num_tokens] int64. The position of each token in its sequence."""
     slots: Tensor
-    """[num_tokens] int64. Each token's slot in the cache."""
+    """[num_tokens] int64. The slot of the KV cache in which each token's keys and values are stored."""
     attention: AttentionMetadata
     query_start: tuple[int, ...]
-    """The first row of each chunk, followed by the total number of rows."""
+    """The number of the first row of each chunk, followed by the total number of rows."""
 
 
 def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> Batch:
-    """Build the batch of at least one chunk. Each array is built in host memory and copied to the device as a whole."""
+    """Build the input tensors for one or more chunks. Each tensor is built in host memory and copied to the device as a
+    whole.
+    """
     starts = np.array([chunk.start for chunk in chunks])
     stops = np.array([chunk.stop for chunk in chunks])
     query_lens = stops - starts

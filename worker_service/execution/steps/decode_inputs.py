@@ -1,13 +1,15 @@
-"""The input tensors of a decode step, at fixed addresses, so that a captured CUDA graph can be replayed.
+"""The input tensors of a step that is computed with a CUDA graph. The tensors have fixed addresses, so that the graph
+can be replayed.
 
-Each token has a row. Attention treats every row as a sequence with one query token, which sees the tokens up to itself.
-Rows of one sequence have the same block table. A step that verifies drafts therefore has the shape of a decode step and
-uses the decode kernel.
+Each token of the step is one row. The attention kernel treats every row as a sequence with one query token, which
+attends to itself and to all earlier tokens. Rows of one sequence have the same block table. A step that verifies drafts
+therefore has the same shape as a decode step, and uses the attention kernel for decode steps.
 
-A batch is padded to the next larger of a few fixed sizes. A padding row has token 0, position -1, slot -1 and no
-adapter. A padding row therefore stores no keys and attends to no keys. Each step copies tokens, positions and slots to
-the device in one transfer. A row's block table is copied only if it has changed since the row's last use. A token that
-the previous step sampled stays on the device, so that the host can read the token later.
+A step is padded with rows to one of a few fixed batch sizes. A padding row has token 0, position -1, slot -1 and no
+adapter. Because of these values, a padding row stores no keys and attends to no keys. In each step, token ids,
+positions and slots are copied to the device in one transfer. The block table of a row is copied only if it differs from
+the table that the row had in the step before. A token that the previous step sampled is copied within the device, so
+that the step need not wait until the host has read the token.
 """
 
 from array import array
@@ -27,28 +29,30 @@ from worker_service.session.step import TOKENS
 
 @dataclass(frozen=True)
 class UnseenTokens:
-    """Tokens of a step that the host has not read yet."""
+    """Tokens that a step has sampled and that the host has not read yet."""
 
     token_ids: Tensor
-    """[rows] int64, negative for sequences that failed. A failed sequence continues with a placeholder token."""
+    """[rows] int64 on the device, negative for sequences for which sampling failed. A failed sequence continues with a
+    placeholder token.
+    """
     rows: Mapping[int, int]
-    """Row of each sequence id."""
+    """The row in `token_ids` of each sequence's token. The key is the sequence id."""
 
 
 def bucket_sizes(max_num_rows: int) -> list[int]:
-    """The numbers of rows to which batches are padded. Below 40 rows padding adds at most 7 rows; from 40 rows on, at
-    most a fifth.
+    """The batch sizes to which steps are padded, in rows. Padding adds at most 7 rows to a step of fewer than 40 rows,
+    and at most a fifth to a larger step.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_rows, 32)]
     return [*(size for size in sizes if size < max_num_rows), max_num_rows]
 
 
 _PADDING_ROW = np.array([[0], [-1], [-1]])
-"""Token, position and slot of a padding row."""
+"""The token id, the position and the slot of a padding row."""
 
 
 class DecodeInputs:
-    """Input buffers for `max_num_rows` tokens."""
+    """The input buffers on the device, for steps of at most `max_num_rows` tokens."""
 
     def __init__(self, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.sizes = bucket_sizes(max_num_rows)
@@ -61,23 +65,25 @@ class DecodeInputs:
         self._known_tables = [array(TOKENS) for _ in range(max_num_rows)]
 
     def size_of(self, count: int) -> int:
-        """The smallest bucket size that is at least `count` rows."""
+        """The smallest batch size for a step of `count` rows."""
         return self.sizes[bisect_left(self.sizes, count)]
 
     def fill(
         self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None = None, adapter_slots: Tensor | None = None
     ) -> int:
-        """Store the inputs of a step, which must not have more tokens than there are rows. Returns the bucket size.
+        """Copy the inputs of a step into the buffers. Returns the batch size, padding included. The step must not have
+        more than `max_num_rows` tokens.
 
-        unseen: tokens that are on the device only. A chunk with an unseen token has no further tokens. adapter_slots:
-        shape [tokens] int32, see `CausalModel.forward`. The buffers are written after all earlier work of the device.
+        unseen: sampled tokens that are on the device only. A chunk that begins with an unseen token has no further
+        tokens. adapter_slots: shape [tokens] int32, see `CausalModel.forward`. The device writes the buffers after all
+        work that was launched before.
         """
         block_size, device = self._block_size, self._rows.device
         places = [(chunk.sequence, position) for chunk in chunks for position in range(chunk.start, chunk.stop)]
         count = len(places)
         size = self.size_of(count)
         rows = np.repeat(_PADDING_ROW, size, axis=1)
-        if count == len(chunks):  # each chunk has one token, as in most steps
+        if count == len(chunks):  # one token for each chunk, as in most steps
             rows[0, :count] = [sequence.token_ids[position] for sequence, position in places]
         else:
             rows[0, :count] = [token_id for chunk in chunks for token_id in chunk.token_ids]
@@ -94,7 +100,7 @@ class DecodeInputs:
         return size
 
     def tensors(self, size: int, shared: SharedParts | None = None) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
-        """Token ids, positions, slots and attention metadata of the first `size` rows."""
+        """The inputs of the first `size` rows: token ids, positions, slots and attention metadata."""
         token_ids, positions, slots = self._rows[:, :size]
         metadata = AttentionMetadata(
             query_start=self._query_start[: size + 1],
@@ -107,15 +113,15 @@ class DecodeInputs:
         return token_ids, positions, slots, metadata
 
     def adapter_slots(self, size: int) -> Tensor:
-        """The adapter slots of the first `size` rows, as last passed to `fill`, [size] int32."""
+        """The adapter slots of the first `size` rows, [size] int32, as given to `fill`."""
         return self._adapter_slots[:size]
 
     def _take_over(self, unseen: UnseenTokens, sources: Sequence[int | None]) -> None:
-        """Copy unseen tokens into their rows.
+        """Copy sampled tokens that are on the device only into their rows.
 
-        sources: for each row, the row of its token in `unseen`; None if the host knows the token.
+        sources: for each row of the step, the row of its token in `unseen`, or None if the host knows the token.
         """
-        # In most steps the rows and their order are unchanged.
+        # In most steps, the sequences and their order are the same as in the previous step.
         if sources == list(range(len(unseen.token_ids))):
             torch.clamp(unseen.token_ids, min=PLACEHOLDER, out=self._rows[0, : len(sources)])
         elif pairs := [(row, source) for row, source in enumerate(sources) if source is not None]:
@@ -134,5 +140,5 @@ class DecodeInputs:
         device = self._tables.device
         rows = upload(changed, torch.int64, device)
         self._tables[:, : entries.shape[1]].index_copy_(0, rows, upload(entries, torch.int32, device))
-        for row in changed:  # recorded only after the last call that can fail
+        for row in changed:  # stored last, because earlier calls can fail
             self._known_tables[row] = array(TOKENS, rows_tables[row])

@@ -1,4 +1,4 @@
-"""Computes the steps of an encoder-decoder network: first the encoder's inputs, then the decoder's tokens."""
+"""Computes the steps of an encoder-decoder network: first the encoder inputs of a step, then the decoder's tokens."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class EncoderDecoderRunner(ModelRunner):
-    """An encoder-decoder model and its cache on one device. Not thread-safe: one thread owns the device."""
+    """Computes steps with an encoder-decoder model and its KV cache. The class is not thread-safe, because one thread
+    owns the device.
+    """
 
     def __init__(
         self,
@@ -36,12 +38,12 @@ class EncoderDecoderRunner(ModelRunner):
     ) -> None:
         """Create a runner.
 
-        aligner: required if the model reports the times of tokens. Other models pool no vectors.
+        aligner: required if the model reports the times of a transcript's tokens.
         """
         super().__init__(cast(CausalModel, model), cache_engine, forms=forms, adapters=adapters)
         self._model = model
         self._aligner = aligner
-        # The step's queries of cross attention by layer, if a chunk needs the times of its tokens.
+        # The cross-attention queries of the current step in each layer, if a request asks for the times of tokens.
         self._queries: dict[int, Tensor] = {}
 
     def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
@@ -87,13 +89,13 @@ class EncoderDecoderRunner(ModelRunner):
     def _pool(
         self, chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor
     ) -> list[tuple[ScheduledChunk, Tensor]]:
-        """The times of tokens, for each prompt whose last chunk is in the step. See `ModelRunner`."""
+        """The times of a transcript's tokens, for each prompt whose last chunk is in the step. See `ModelRunner`."""
         del hidden
         queries, self._queries = self._queries, {}
         completed = []
         for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False):
             if chunk.sequence.sampling.pooling is not None:
-                assert self._aligner is not None  # the limits guarantee an aligner
+                assert self._aligner is not None  # without an aligner, codec.py refuses the step
                 cache = self.cache_engine.device_blocks
                 times = self._aligner.take(chunk, {layer: of[start:stop] for layer, of in queries.items()}, cache)
                 if times is not None:

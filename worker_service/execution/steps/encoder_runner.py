@@ -1,4 +1,4 @@
-"""Computes the steps of an encoder: vectors of whole texts. The session has already checked the step."""
+"""Computes the steps of an encoder: vectors or scores of whole texts. The session has already checked each step."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -16,12 +16,12 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import SchedulerOutput
 
 if TYPE_CHECKING:
-    # This import loads transformers, which would take two seconds of every start.
+    # This import loads transformers, which would delay every start of a worker by two seconds.
     from worker_service.models.encoders.encoder import Encoder
 
 
 class EncoderRunner(Runner):
-    """An encoder on one device. Not thread-safe: one thread owns the device."""
+    """Computes steps with an encoder. The class is not thread-safe, because one thread owns the device."""
 
     runs_ahead = False
 
@@ -33,13 +33,15 @@ class EncoderRunner(Runner):
     def launch(
         self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
     ) -> RunningStep:
-        """Launch a step. Encoder steps move no blocks and never run ahead."""
+        """Launch a step, see `Runner`. An encoder's step moves no blocks, and is never launched before the previous
+        step has finished.
+        """
         del output, before
         clock = StepClock(self.device)
         clock.mark()
         vectors = []
         if chunks:
-            ordered = sorted(chunks, key=lambda chunk: chunk.stop)  # sorted, because attention batches equal lengths
+            ordered = sorted(chunks, key=lambda chunk: chunk.stop)  # attention batches texts of equal length
             lengths = [chunk.stop for chunk in ordered]
             starts = [0, *accumulate(lengths)]
             positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
@@ -58,6 +60,6 @@ class EncoderRunner(Runner):
 
 
 def _num_first_tokens(chunk: ScheduledChunk) -> int:
-    """Number of tokens before the second text of a pair, or all tokens of a single text."""
+    """The number of tokens before the second text of a pair, or the number of all tokens of a single text."""
     pooling = chunk.sequence.sampling.pooling
     return (pooling and pooling.num_first_tokens) or chunk.stop

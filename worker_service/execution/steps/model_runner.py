@@ -1,6 +1,7 @@
-"""Computes steps: moves blocks, runs the model over the batch, samples. The session has already checked the step.
+"""Computes the steps of a decoder: moves blocks, runs the model over the batch, and samples tokens. The session has
+already checked each step.
 
-Logits are computed only for rows of sequences that sample, and for rows of prompts with log-probabilities.
+Logits are computed only for rows after which a token is sampled, and for prompts whose log-probabilities are requested.
 """
 
 from collections.abc import Sequence
@@ -28,13 +29,16 @@ from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput
 
 _LOGPROB_ROWS = 256
-"""Maximum prompt rows whose logits are in memory at one time. 2,048 rows of 49,152 float32 logits would need 400 MB."""
+"""Maximum number of rows of a prompt whose logits are in memory at one time. 2,048 rows of 49,152 float32 logits would
+need 400 MB.
+"""
 
 
 def _choosers(chunk: ScheduledChunk) -> list[SequenceState]:
-    """The state of a sequence before each token to sample: without drafts, with the first draft, with the first two, …
+    """The states of a sequence with which its next tokens are sampled: without drafts, with the first draft, with the
+    first two drafts, …
 
-    Each state contains the tokens on which the sampling of its token depends.
+    Each state contains all tokens on which the sampled token depends.
     """
     sequence, drafts = chunk.sequence, chunk.drafts
     drafted = [replace(sequence, token_ids=sequence.token_ids + drafts[: n + 1]) for n in range(len(drafts))]
@@ -42,39 +46,44 @@ def _choosers(chunk: ScheduledChunk) -> list[SequenceState]:
 
 
 class Runner:
-    """Computes steps on one device."""
+    """The interface of runners, which compute steps on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be launched before the previous step has finished, if `follow` allows the step."""
+        """Whether this runner can launch steps before the previous step has finished. The method `follow` decides about
+        a given step.
+        """
         return False
 
-    def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:  # noqa: ARG002 (other runners use it)
-        """Whether a step of these chunks may run ahead, with tokens on the device that the host has not read yet."""
+    def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:  # noqa: ARG002 (used by `ModelRunner`)
+        """Whether a step with these chunks may be launched before the host has read the tokens that the previous step
+        sampled.
+        """
         return False
 
     def launch(
         self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
     ) -> RunningStep:
-        """Launch a step.
+        """Launch the work of a step on the device, without waiting for the result.
 
-        chunks: the work of `output`, as the session returned it. before: the previous step, if it has not finished. If
+        chunks: the chunks that the session returned for `output`. before: the previous step, if it has not finished. If
         `before` is given, `follow` must be true for the chunks.
         """
         raise NotImplementedError
 
     def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
-        """Compute a step from beginning to end."""
+        """Launch a step and wait for its results."""
         return self.launch(output, chunks).finish()
 
     def recover(self) -> None:
-        """Free the memory that a failed step held. The caller must already have dropped the step's tensors.
+        """Free the device memory that a failed step has allocated. The caller must have dropped all references to
+        tensors of the failed step.
 
-        Raises DeviceLostError if this process has lost the device. After an illegal access or a failed assertion in a
-        kernel, every further CUDA call fails.
+        Raises DeviceLostError if this process can no longer use the GPU: after an illegal memory access or a failed
+        assertion in a kernel, every further CUDA call fails.
         """
         if self.device.type != "cuda":
             return
@@ -86,9 +95,10 @@ class Runner:
 
 
 class ModelRunner(Runner):
-    """A model and its cache on one device. Not thread-safe: one thread owns the device.
+    """Computes steps with a decoder and its KV cache. The class is not thread-safe, because one thread owns the device.
 
-    `finish` waits for the device. `launch` waits only if a prompt's log-probabilities are requested.
+    `launch` waits for the device only if log-probabilities of a prompt are requested. `RunningStep.finish` waits for
+    the results.
     """
 
     def __init__(
@@ -108,11 +118,11 @@ class ModelRunner(Runner):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the runner has CUDA graphs, see `Runner`."""
+        """Whether the runner has CUDA graphs, without which steps are not launched ahead. See `Runner`."""
         return self._decode_graphs is not None
 
     def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether a graph computes these chunks, see `Runner`."""
+        """Whether a CUDA graph can compute a step with these chunks, see `Runner`."""
         return self._decode_graphs is not None and self._decode_graphs.fit(chunks)
 
     @torch.inference_mode()
@@ -154,7 +164,9 @@ class ModelRunner(Runner):
         return RunningStep(chunks, clock, logits, token_ids, prompt_logprobs, failed, vectors, masks)
 
     def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
-        """Run the encoder, if the model has an encoder, over the step's encoder inputs. Returns the other chunks."""
+        """Compute the step's encoder inputs, if the model has an encoder. Returns the chunks that are no encoder
+        inputs.
+        """
         return chunks
 
     def _begin_forms(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
@@ -165,7 +177,9 @@ class ModelRunner(Runner):
         return None
 
     def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
-        """The hidden states, and the query starts: each chunk's first row, followed by the total number of rows."""
+        """Compute the forward pass. Returns the hidden states, and the first row of each chunk followed by the number
+        of rows.
+        """
         adapter_slots = None if self.adapters is None else self.adapters.slots(chunks)
         if self._decode_graphs is not None and (before is not None or self._decode_graphs.fit(chunks)):
             unseen = None if before is None else before.unseen_tokens()
@@ -181,15 +195,18 @@ class ModelRunner(Runner):
     def _pool(
         self, chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor
     ) -> list[tuple[ScheduledChunk, Tensor]]:
-        """The vectors of pooled sequences that the chunks complete. hidden, query_start: results of `_forward`."""
+        """The vectors that are complete after this step, each with its chunk. hidden, query_start: results of
+        `_forward`.
+        """
         return pool_all(chunks, query_start, hidden)
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[SampleLogprobs]:
-        """Log-probabilities of the prompt tokens that the chunk's rows predict: from the chunk's second token to the
-        token after the chunk.
+        """The log-probabilities of the prompt tokens that the rows of a chunk predict, from the chunk's second token to
+        the token after the chunk.
 
-        hidden: shape [chunk's tokens, hidden_size]. Returns one report, or an empty list if the request asks for no
-        log-probabilities. Raises FloatingPointError if the logits are not finite.
+        hidden: the chunk's hidden states, [chunk's tokens, hidden_size]. Returns one report, or an empty list if the
+        request asks for no log-probabilities. Raises FloatingPointError if log-probabilities cannot be computed,
+        because logits are not finite.
         """
         num_top = chunk.sequence.sampling.prompt_logprobs
         first, last = chunk.start + 1, min(chunk.stop + 1, chunk.sequence.num_prompt_tokens)

@@ -1,4 +1,4 @@
-"""A launched step whose results have not been read yet."""
+"""A step that has been launched on the device, and whose results have not been read yet."""
 
 from collections.abc import Sequence, Set
 from itertools import accumulate
@@ -17,7 +17,7 @@ from worker_service.session.step import ModelOutput, SampleLogprobs, SequenceVec
 
 
 class RunningStep:
-    """A step that the device computes. `finish` reads its results."""
+    """A step that the device is computing. The method `finish` waits for the results and reads them."""
 
     def __init__(
         self,
@@ -30,13 +30,13 @@ class RunningStep:
         vectors: Sequence[tuple[ScheduledChunk, Tensor]] = (),
         masks: FormMasks | None = None,
     ) -> None:
-        """Begin to copy the sampled tokens to the host.
+        """Start to copy the sampled tokens to the host.
 
-        logits: shape [rows, vocabulary_size]. token_ids: shape [rows] int64. Each chunk that `chooses` a token has a
-        row, and each of its draft tokens has a row.
+        logits: shape [rows, vocabulary_size]. token_ids: shape [rows] int64. Each chunk that `chooses` a token has one
+        row for the token after its last token, and one row for each of its draft tokens.
 
-        failed: ids of sequences whose prompt has no log-probabilities. vectors: vectors of completed chunks. masks:
-        masks of the sampled rows.
+        failed: ids of sequences for whose prompt log-probabilities could not be computed. vectors: the vectors that the
+        step completes, each with its chunk. masks: the masks of sequences that have an output form.
         """
         self.chunks = chunks
         self._sampling = [chunk for chunk in chunks if chunk.samples]
@@ -57,14 +57,16 @@ class RunningStep:
         return self._clock.has_stopped()
 
     def unseen_tokens(self) -> UnseenTokens:
-        """The sampled tokens on the device, for a step that is launched before this step has finished."""
+        """The tokens that this step samples, as a tensor on the device. If the next step is launched early, it reads
+        its input tokens from this tensor.
+        """
         return UnseenTokens(
             self._token_ids, {sequence.sequence_id: row for row, sequence in enumerate(self._sequences)}
         )
 
     @torch.inference_mode()
     def finish(self) -> ModelOutput:
-        """Wait for the device and read the results."""
+        """Wait until the device has computed the step, and read the results."""
         durations = self._clock.durations()
         found = self._host_token_ids.tolist()
         logits, self._logits = self._logits, None
@@ -116,7 +118,7 @@ class RunningStep:
         )
 
     def _read_vectors(self) -> tuple[list[SequenceVectors], set[int]]:
-        """The vectors, and the ids of sequences whose vectors are not finite."""
+        """The step's vectors as bytes, and the ids of sequences whose vectors are not finite."""
         found, without = [], set()
         for chunk, tensor in self._vectors:
             pooling = chunk.sequence.sampling.pooling
@@ -131,16 +133,16 @@ class RunningStep:
 
 
 def _num_choices(chunk: ScheduledChunk) -> int:
-    """The number of rows of logits that a chunk has: one for the last token, and one for each draft token."""
+    """The number of rows of logits of a chunk: one for the last token and one for each draft token, or none."""
     return 1 + len(chunk.drafts) if chunk.chooses else 0
 
 
 def accepted(found: list[int], drafts: Sequence[int]) -> list[int]:
-    """The tokens that a sequence gains: the sampled tokens up to and including the first token that differs from its
-    draft.
+    """The tokens that a sequence gains in a step: the sampled tokens up to and including the first that differs from
+    its draft.
 
-    found: the tokens sampled after the last known token and after each draft. A sampled token depends only on earlier
-    tokens. Drafts therefore change no output.
+    found: the tokens that were sampled after the last known token and after each draft. A sampled token depends only on
+    the tokens before it, so drafts never change an output.
     """
     gained = found[:1]
     for draft, token_id in zip(drafts, found[1:], strict=True):

@@ -1,5 +1,5 @@
-"""The times at which a device reached the marks of a step. Setting a mark does not wait for the device. Reading the
-times waits.
+"""Measures the parts of a step on the device. A mark is set between two parts. Setting a mark does not wait for the
+device, but reading the durations does.
 """
 
 import time
@@ -9,17 +9,17 @@ import torch
 
 
 class StepClock:
-    """The marks of one step, on the device's current stream."""
+    """Measures one step with marks between its parts. On a GPU, each mark is a CUDA event in the current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        """Set the first mark."""
+        """Set the mark before the first part."""
         self._is_cuda = device.type == "cuda"
         self._events: list[torch.cuda.Event] = []
         self._times: list[int] = []
         self.mark()
 
     def mark(self) -> None:
-        """Set a mark, which ends one part of the step's work and begins the next part."""
+        """Set a mark between two parts of the step, or after the last part."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -32,7 +32,9 @@ class StepClock:
         return not self._is_cuda or bool(self._events[-1].query())  # type: ignore[no-untyped-call]
 
     def durations(self) -> list[int]:
-        """Microseconds of each part of the step. Waits until the device has reached the last mark."""
+        """The durations of the step's parts in microseconds. The method waits until the device has reached the last
+        mark.
+        """
         if not self._is_cuda:
             return [later - earlier for earlier, later in pairwise(self._times)]
         self._events[-1].synchronize()
