@@ -103,7 +103,8 @@ class Disturbances:
 
     async def front_end_killed(self) -> None:
         with suppress(psutil.NoSuchProcess):
-            self._draw.choice(front_ends(self._scheduler.address)).kill()
+            if living := front_ends(self._scheduler.address):  # all may be starting again
+                self._draw.choice(living).kill()
 
     async def engine_killed(self) -> None:
         await restart(self._scheduler)
