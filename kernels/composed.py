@@ -26,10 +26,11 @@ def qkv_attention(
     """Attention from the output of a fused QKV projection. Normalises and rotates the heads, stores the new keys and
     values, and computes attention.
 
-    qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order. The function
-    may overwrite qkv. norms: weights of `rms_norm` for query heads and for key heads, [head_dim] each, or None. eps,
-    offset: see `rms_norm`. rotation: cosines and sines from `rotary_tables`, or None. Heads are rounded only once,
-    after normalisation and rotation. layer_cache, slots: see `store_kv`. Returns [num_tokens, num_heads * head_dim].
+    qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order. The
+    function may overwrite qkv. norms: weights of `rms_norm` for query heads and for key heads, [head_dim] each, or
+    None. eps, offset: see `rms_norm`. rotation: cosines and sines from `rotary_tables`, or None. Heads are rounded only
+    once, after normalisation and rotation. layer_cache, slots: see `store_kv`. Returns [num_tokens, num_heads *
+    head_dim].
     """
     num_kv_heads, head_dim = layer_cache.shape[3], head_dim_of(layer_cache)
     heads = qkv.float().view(len(qkv), -1, head_dim)

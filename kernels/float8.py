@@ -29,9 +29,9 @@ MIN_SCALE = torch.finfo(torch.float32).tiny
 class Float8Weight(NamedTuple):
     """A weight matrix in e4m3, for products with inputs that are quantised to e4m3.
 
-    numbers: [outputs, inputs] e4m3. scales: [outputs, groups] float32, where a group is `inputs / groups` neighbouring
-    inputs. input_scale: [] float32, the scale with which all rows of x are quantised; allowed only if there is one
-    group. input_scale is None if a scale is computed for each row of x and each group.
+    numbers is [outputs, inputs] e4m3. scales is [outputs, groups] float32, where a group is `inputs / groups`
+    neighbouring inputs. input_scale is [] float32, the scale with which all rows of x are quantised; allowed only if
+    there is one group. input_scale is None if a scale is computed for each row of x and each group.
     """
 
     numbers: Tensor
@@ -46,8 +46,8 @@ def narrowed(wide: Tensor, scales: Tensor) -> Tensor:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise each row of x to e4m3, with a scale for each row. x: [..., n] in floating point. Returns numbers, [...,
-    n] e4m3, and scales, [..., 1] float32.
+    """Quantise each row of x to e4m3, with a scale for each row. x is [..., n] in floating point. Returns numbers,
+    [..., n] e4m3, and scales, [..., 1] float32.
 
     If a row of x is not finite, its scale or its numbers are not finite, so all products of the row become NaN.
     """
@@ -60,7 +60,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_float8(weight: Tensor) -> Float8Weight:
-    """Quantise a weight matrix to e4m3, with a scale for each output. weight: [outputs, inputs]. Raises ValueError if
+    """Quantise a weight matrix to e4m3, with a scale for each output. weight is [outputs, inputs]. Raises ValueError if
     the weight is not finite."""
     # The weight is converted 4,096 rows at a time, because a large weight in float32 would occupy much memory.
     parts = [round_rows(rows) for rows in torch.split(weight, 4096)]

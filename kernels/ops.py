@@ -28,7 +28,7 @@ class Table(Protocol):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Read rows of the weight. numbers: [n] int64, the numbers of the rows. Returns [n, inputs] float32."""
+        """Read rows of the weight. numbers is [n] int64, the numbers of the rows. Returns [n, inputs] float32."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,17 @@ class GroupedWeight(NamedTuple):
     """A quantised weight matrix with the values `number * scale - minimum`. A group of neighbouring inputs of an output
     shares a scale and a minimum.
 
-    numbers: [outputs, inputs] uint8, each below 2 to the power of `bits`. scales: [outputs, groups] float16. A group
-    has 32 or 16 inputs; the last group may have fewer inputs. minimums: [outputs, groups] float16, or None. If minimums
-    is None, each minimum is the scale times the middle number, which is 2 to the power of (`bits` - 1). units: None, or
-    [outputs, inputs / 256, 2] float16, with a unit for scales and a unit for minimums. If minimums is None, units are
-    [outputs, inputs / 256, 1]. If a weight has units, its scales and minimums are uint8, and are multiplied by the unit
-    of their 256 inputs. If a weight has units but no minimums, its scales are int8. order: [inputs] int64, the number
-    of the input to which each column of `numbers` belongs, or None if columns are in the order of inputs. Products
-    reorder x by `order`.
+    numbers is [outputs, inputs] uint8, each below 2 to the power of `bits`. scales is [outputs, groups] float16. A
+    group has 32 or 16 inputs; the last group may have fewer inputs. minimums is [outputs, groups] float16, or None. If
+    minimums is None, each minimum is the scale times the middle number, which is 2 to the power of (`bits` - 1). units
+    is None, or [outputs, inputs / 256, 2] float16 with a unit for scales and a unit for minimums. If minimums is None,
+    units are [outputs, inputs / 256, 1]. If a weight has units, its scales and minimums are uint8, and are multiplied
+    by the unit of their 256 inputs. If a weight has units but no minimums, its scales are int8. order is [inputs]
+    int64, the number of the input to which each column of `numbers` belongs, or None if columns are in the order of
+    inputs. Products reorder x by `order`.
 
-    Kernels support only some combinations. For weights without units: 4, 5 and 8 bits with groups of 32, and 8 bits
-    with minimums and groups of 16. For weights with units: 4 and 5 bits with minimums and groups of 32, and 6 bits
+    Kernels support only some combinations. Weights without units may have 4, 5 or 8 bits with groups of 32, or 8 bits
+    with minimums and groups of 16. Weights with units may have 4 or 5 bits with minimums and groups of 32, or 6 bits
     without minimums and with groups of 16.
     """
 

@@ -38,9 +38,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: 
     """RMSNorm: `x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension, computed in float32. (Zhang and
     Sennrich, 2019.)
 
-    x: [..., hidden_size] with any strides, in the weight's dtype or float32. weight: [hidden_size]. dtype: the dtype of
-    the result; the default is the weight's dtype. The result is contiguous and has the shape of x. `offset` is 1 for
-    Gemma, whose checkpoints store norm weights reduced by 1.
+    x is [..., hidden_size] with any strides, in the weight's dtype or float32. weight is [hidden_size]. dtype: the
+    dtype of the result; the default is the weight's dtype. The result is contiguous and has the shape of x. `offset` is
+    1 for Gemma, whose checkpoints store norm weights reduced by 1.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -50,8 +50,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Add x to `residual` in place, and return the `rms_norm` of the sum, in the weight's dtype.
 
-    x: [num_tokens, hidden_size], in the weight's dtype or float32. residual: [num_tokens, hidden_size] in float32, so
-    that the residual stream is not rounded to 16 bits in each layer.
+    x is [num_tokens, hidden_size], in the weight's dtype or float32. residual is [num_tokens, hidden_size] in float32,
+    so that the residual stream is not rounded to 16 bits in each layer.
     """
     residual += x
     return rms_norm(residual, weight, eps, offset)
@@ -61,7 +61,7 @@ def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, scale: float) 
     """The cosines and sines for rotary embeddings: cosines and sines of `position * inverse_frequency` radians, times
     `scale`.
 
-    positions: [num_tokens] integers; inverse_frequencies: [rotary_dim / 2] float32. Returns two float32 tensors
+    positions is [num_tokens] integers; inverse_frequencies is [rotary_dim / 2] float32. Returns two float32 tensors
     [num_tokens, rotary_dim / 2]. All layers with equal rotary embeddings use the same two tensors in a step.
     """
     angles = positions.float()[:, None] * inverse_frequencies
@@ -72,9 +72,9 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Apply rotary embeddings in place: rotate each pair (x[i], x[i + rotary_dim/2]) of every head by the pair's angle,
     computed in float32.
 
-    x: [num_tokens, num_heads, head_dim], with any stride between tokens. cos, sin: from `rotary_tables`. If rotary_dim
-    is less than head_dim, the remaining elements of a head are unchanged. (Su et al., 2021; the pairs are those of
-    GPT-NeoX.)
+    x is [num_tokens, num_heads, head_dim], with any stride between tokens. cos, sin: from `rotary_tables`. If
+    rotary_dim is less than head_dim, the remaining elements of a head are unchanged. (Su et al., 2021; the pairs are
+    those of GPT-NeoX.)
     """
     rotated = x[..., : 2 * cos.shape[1]]
     first, second = rotated.float().chunk(2, dim=-1)
@@ -85,9 +85,9 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -> None:
     """Write the keys and values of new tokens into the tokens' slots of the cache.
 
-    keys, values: [num_tokens, num_kv_heads, head_dim], with any stride between tokens. layer_cache: [num_blocks, 2,
-    block_size, num_kv_heads, head_dim], or an 8-bit cache (see `kernels.attention.narrow_cache`). The compiled CPU
-    kernels support a cache in int8, but not in e4m3. slots: [num_tokens] int64, without duplicates.
+    keys and values are [num_tokens, num_kv_heads, head_dim], with any stride between tokens. layer_cache is
+    [num_blocks, 2, block_size, num_kv_heads, head_dim], or an 8-bit cache (see `kernels.attention.narrow_cache`). The
+    compiled CPU kernels support a cache in int8, but not in e4m3. slots is [num_tokens] int64, without duplicates.
     """
     if is_narrow(layer_cache.dtype):
         keys, values = narrowed(keys, layer_cache.dtype), narrowed(values, layer_cache.dtype)
@@ -111,20 +111,20 @@ def paged_attention(
     """Paged attention, `softmax(q kᵀ * scale) v`: each query token attends to the tokens of its sequence up to itself.
     (Kwon et al., 2023.)
 
-    query: [num_tokens, num_heads, head_dim], with any stride between tokens. layer_cache: see `store_kv`. The keys and
-    values of the query tokens must already be stored. num_heads is a multiple of num_kv_heads, and consecutive query
-    heads share a key head. If `window` is given, a token attends to `window` tokens, including itself. If `soft_cap` is
-    given, scores become `soft_cap * tanh(score / soft_cap)` (Gemma Team, 2024). The result is contiguous, and has the
-    shape and dtype of query. Slots outside the blocks of a sequence do not affect the sequence's result, even if they
-    contain NaN. Blocks that lie before the windows of all query tokens may belong to other sequences.
+    query is [num_tokens, num_heads, head_dim], with any stride between tokens. layer_cache: see `store_kv`. The keys
+    and values of the query tokens must already be stored. num_heads is a multiple of num_kv_heads, and consecutive
+    query heads share a key head. If `window` is given, a token attends to `window` tokens, including itself. If
+    `soft_cap` is given, scores become `soft_cap * tanh(score / soft_cap)` (Gemma Team, 2024). The result is contiguous,
+    and has the shape and dtype of query. Slots outside the blocks of a sequence do not affect the sequence's result,
+    even if they contain NaN. Blocks that lie before the windows of all query tokens may belong to other sequences.
 
     bias: a relative position bias (Raffel et al., 2020) that is added to the scaled scores, [num_heads, num_distances]
     float32, contiguous. Entry d of a head's bias applies to the key that is d tokens before the query token. The last
     entry also applies to all larger distances.
 
     If `causal` is false, each query token attends to all `context_lens` tokens in its sequence's blocks. There must be
-    at least one such token, and there may be more query tokens than context tokens. A decoder's cross-attention to the
-    encoder's tokens is not causal. `check_attention_options` checks whether the options may be combined.
+    at least one context token, and there may be more query tokens than context tokens. A decoder's cross-attention to
+    the encoder's tokens is not causal. `check_attention_options` checks whether the options may be combined.
     """
     check_attention_options(query, window, soft_cap, bias, causal)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -161,7 +161,7 @@ def gated_activation(x: Tensor, activation: str) -> Tensor:
     """The gated activation: computes `activation(gate) * up` in float32, from the output of the fused gate and up
     projections. (Shazeer, 2020.)
 
-    x: [..., 2 * n], the gate followed by up. activation: a name in `ACTIVATIONS`. Returns [..., n].
+    x is [..., 2 * n], the gate followed by up. activation: a name in `ACTIVATIONS`. Returns [..., n].
     """
     gate, up = x.float().chunk(2, dim=-1)
     if activation == "silu":
@@ -175,9 +175,9 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
     """Add the output of each row's adapter, `(x @ a.T) @ b`, to the output y of a linear layer, in place. Sums are
     float32. (Hu et al., 2021.)
 
-    y: [rows, outputs], in x's dtype or float32. x: [rows, inputs]. slots: [rows] int32, the slot of each row's adapter,
-    or a negative number for a row without an adapter. The rows of a batch may have different adapters, as in Punica
-    (Chen et al., 2023).
+    y is [rows, outputs], in x's dtype or float32. x is [rows, inputs]. slots is [rows] int32, the slot of each row's
+    adapter, or a negative number for a row without an adapter. The rows of a batch may have different adapters, as in
+    Punica (Chen et al., 2023).
     """
     for slot in set(slots.tolist()):
         if slot < 0 or not (rank := int(weights.ranks[slot])):
@@ -192,7 +192,7 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute `x @ weight.T + bias` with a float32 result, for x and weight of any type. x: [rows, inputs]; weight:
+    """Compute `x @ weight.T + bias` with a float32 result, for x and weight of any type. x is [rows, inputs]; weight is
     [outputs, inputs]."""
     if x.device.type != "cuda" or x.dtype is torch.float32:
         return functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
@@ -204,7 +204,7 @@ def pack(weight: Tensor, wide: bool = False) -> Product | None:
     """Pack a weight matrix. Returns a `kernels.ops.Product` that is faster than torch's `linear`, or None if there is
     no faster product.
 
-    weight: [outputs, inputs]. wide: whether the product's result is in float32 instead of the dtype of x.
+    weight is [outputs, inputs]. wide: whether the product's result is in float32 instead of the dtype of x.
 
     The eager version of `pack` uses oneDNN's packed layout for bf16 weights. With this layout, products of 1 to 32 rows
     take 33 to 75 % of the time of torch's `linear`, with equal bits. oneDNN cannot return float32 for this layout. On a
@@ -260,7 +260,8 @@ pack_float8 = partial(composed.pack_float8, cast(Ops, sys.modules[__name__]))
 def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Copy whole blocks, with all layers, within the cache. All sources are read before any destination is written.
 
-    cache: [num_blocks, ...]. sources, destinations: [n] int64, block numbers. No block may be in `destinations` twice.
+    cache is [num_blocks, ...]. sources and destinations are [n] int64, block numbers. No block may be in `destinations`
+    twice.
     """
     if cache.dtype is FLOAT8:
         cache = cache.view(torch.int8)  # torch cannot copy e4m3
@@ -283,8 +284,8 @@ def _attend(
     soft_cap: float | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Compute attention of one sequence. query: [heads, n, head_dim]; keys, values: [heads, context, head_dim];
-    visible: [n, context] bool; bias: [heads, n, context] float32."""
+    """Compute attention of one sequence. query is [heads, n, head_dim]; keys and values are [heads, context, head_dim];
+    visible is [n, context] bool; bias is [heads, n, context] float32."""
     if soft_cap is None and bias is None:
         return functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
     scores = query.float() @ keys.float().transpose(1, 2) * scale

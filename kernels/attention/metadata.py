@@ -67,7 +67,7 @@ class AttentionMetadata:
         block_tables: Tensor,
         device: torch.device,
     ) -> "AttentionMetadata":
-        """Build the metadata of a step from lists in host memory. block_tables: [num_sequences, width] integers, wide
+        """Build the metadata of a step from lists in host memory. block_tables is [num_sequences, width] integers, wide
         enough for the longest context."""
         return cls(
             upload(list(accumulate(query_lens, initial=0)), torch.int32, device),

@@ -27,7 +27,7 @@ def stored_size(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def head_dim_of(layer_cache: Tensor) -> int:
-    """The head_dim of the heads in a cache. layer_cache: [..., stored elements of a head]."""
+    """The head_dim of the heads in a cache. layer_cache is [..., stored elements of a head]."""
     size = layer_cache.shape[-1]
     return size - SCALE_BYTES if is_narrow(layer_cache.dtype) else size
 

@@ -115,7 +115,7 @@ def _free_bytes() -> float:
     with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):  # the group's limit may be "max"
+    with contextlib.suppress(OSError, ValueError):  # the control group's limit may be "max"
         limit = int((_CGROUP / "memory.max").read_text())
         used = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
         free = min(free, limit - int(used["anon"]))

@@ -50,8 +50,8 @@ def choose_experts(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[
 
 
 def group_rows(experts: Tensor, num_experts: int) -> ExpertRows:
-    """Group the rows of a mixture by expert. experts: [num_tokens, num_chosen] int64, the chosen experts of each token,
-    which must be distinct. On a GPU, the host does not wait for the result."""
+    """Group the rows of a mixture by expert. experts is [num_tokens, num_chosen] int64, the chosen experts of each
+    token, which must be distinct. On a GPU, the host does not wait for the result."""
     num_chosen = experts.shape[1]
     ordered, order = experts.flatten().sort(stable=True)
     numbers = torch.arange(max(num_experts, len(order)), device=experts.device)
@@ -63,7 +63,7 @@ def group_rows(experts: Tensor, num_experts: int) -> ExpertRows:
 def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False) -> Tensor:
     """Multiply each row of x by the weight of the row's expert: `x[row] @ weights[expert].T`, summed in float32.
 
-    x: [rows, inputs]; weights: [num_experts, outputs, inputs]; ends: see `ExpertRows`. Returns [rows, outputs], in
+    x is [rows, inputs]; weights is [num_experts, outputs, inputs]; ends: see `ExpertRows`. Returns [rows, outputs], in
     float32 if `wide` is true, or else in the dtype of x.
     """
     parts = [
@@ -89,13 +89,13 @@ def combine_rows(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """Compute the weighted sum of each token's rows. A token's rows are added in the order in which its experts were
     chosen.
 
-    rows: [num_tokens * num_chosen, size], the experts' outputs. places: see `ExpertRows`. weights: [num_tokens,
+    rows is [num_tokens * num_chosen, size], the experts' outputs. places: see `ExpertRows`. weights is [num_tokens,
     num_chosen] float32. Returns [num_tokens, size] float32.
     """
     total = torch.zeros(len(places), rows.shape[1], device=rows.device)
     for place, weight in zip(places.T, weights.T, strict=True):
-        # The product and the sum are two separate operations. In one operation, torch might use fused multiply-adds for
-        # only some of the columns.
+        # The product and the sum are two separate operations. If they were one operation, torch might use fused
+        # multiply-adds for only some of the columns.
         total += rows.index_select(0, place).float() * weight[:, None]
     return total
 

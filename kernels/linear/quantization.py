@@ -14,8 +14,8 @@ WEIGHT_GROUP = 32
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise a weight matrix to int8, with a scale for each group of 32 inputs of an output.
 
-    weight: [outputs, inputs]. Returns numbers, [outputs, inputs] int8 within ±127, and scales, [outputs, groups] bf16.
-    The last group of an output may have fewer inputs.
+    weight is [outputs, inputs]. Returns numbers, [outputs, inputs] int8 within ±127, and scales, [outputs, groups]
+    bf16. The last group of an output may have fewer inputs.
     """
     numbers, scales = [], []
     # The weight is quantised 4,096 rows at a time. The whole output head of a large vocabulary in float32 would
@@ -37,7 +37,7 @@ quantised to 8 bits."""
 def quantize_w8a8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise a weight matrix to int8 for the scheme w8a8, with a scale for each group of 64 inputs of an output.
 
-    weight: [outputs, inputs]. Returns numbers, [outputs, inputs] int8 within ±127, and scales, [outputs, groups]
+    weight is [outputs, inputs]. Returns numbers, [outputs, inputs] int8 within ±127, and scales, [outputs, groups]
     float32. The last group of an output may have fewer inputs. Raises ValueError if the weight is not finite.
     """
     numbers, scales = [], []
@@ -60,7 +60,7 @@ def quantize_int4(weight: Tensor) -> GroupedWeight:
     errors. A range that is narrower than the range of the group's weights clips the largest weights, but has a smaller
     scale.
 
-    weight: [outputs, inputs]. Raises ValueError if a scale exceeds the range of float16.
+    weight is [outputs, inputs]. Raises ValueError if a scale exceeds the range of float16.
     """
     numbers, scales, minimums = [], [], []
     # Only as many rows are quantised at a time as stay in a core's cache. With 1,000 rows at a time, the function took

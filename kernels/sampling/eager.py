@@ -40,7 +40,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Find the token with the largest logit in each row, and its logit. Among tokens with equal logits, the token with
     the lowest id is returned.
 
-    logits: [rows, vocabulary_size], of any float type. Returns tokens, [rows] int64, and their logits, [rows], of any
+    logits is [rows, vocabulary_size], of any float type. Returns tokens, [rows] int64, and their logits, [rows], of any
     float type. If a row contains NaN or +inf, or if all its logits are -inf, the returned logit is not finite, and the
     returned token may be any number.
     """
@@ -52,8 +52,8 @@ def keep(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Apply masks to rows of logits, in place. If a token's bit in the mask is 0, its logit becomes -inf. The lowest
     bit of a byte belongs to the lowest token id.
 
-    logits: [all rows, vocabulary_size] float32, contiguous. rows: [masks] int64, the row to which each mask applies,
-    without duplicates. bits: [masks, at least vocabulary_size / 8] uint8, contiguous.
+    logits is [all rows, vocabulary_size] float32, contiguous. rows is [masks] int64, the row to which each mask
+    applies, without duplicates. bits is [masks, at least vocabulary_size / 8] uint8, contiguous.
     """
     each = bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
     banned = each.flatten(1)[:, : logits.shape[1]] == 0
@@ -64,7 +64,7 @@ def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
     """Draw tokens that pass the filters at random from the softmax of `logit / temperature`. The draw is computed as
     `argmax(logit / temperature + gumbel)` (Gumbel, 1954).
 
-    logits: [rows, vocabulary_size], of any float type. largest: [rows], the largest logit of each row. Returns the
+    logits is [rows, vocabulary_size], of any float type. largest is [rows], the largest logit of each row. Returns the
     drawn tokens, [draws] int64. If the largest logit of a row is not finite, the returned token may be any number.
     """
     parts = zip(*(in_small_parts(part, logits) for part in vars(draws).values()), strict=True)

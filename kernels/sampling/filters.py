@@ -16,8 +16,8 @@ def filter_thresholds(scaled: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tenso
     """Compute the threshold of each row: the smallest scaled logit that passes the filters.
 
     scaled: scaled logits, [rows, vocabulary_size] float32, which are `(logit - largest) / temperature`, so that each
-    row's maximum is 0. min_p, top_p: [rows] float32. top_k: [rows] int64, 0 for no limit. Returns [rows]. Fan et al.
-    (2018) introduced top_k, Holtzman et al. (2019) top_p, and Nguyen et al. (2024) min_p.
+    row's maximum is 0. min_p and top_p are [rows] float32. top_k is [rows] int64, 0 for no limit. Returns [rows]. Fan
+    et al. (2018) introduced top_k, Holtzman et al. (2019) top_p, and Nguyen et al. (2024) min_p.
     """
     thresholds = min_p.log()
     rows = ((top_k > 0) | (top_p < 1)).nonzero().squeeze(1)
@@ -44,9 +44,9 @@ def _top_k_top_p(
 ) -> tuple[Tensor, Tensor]:
     """Raise the threshold of each row: first by top_k, and then by top_p over the remaining tokens.
 
-    scaled: [rows, vocabulary_size]. candidates: [rows, width], the largest scaled logits of each row, in descending
-    order. floor: [rows], the thresholds by min_p. top_k, top_p: [rows]. Returns the new thresholds, [rows], and whether
-    each threshold was found among the candidates, [rows] bool.
+    scaled is [rows, vocabulary_size]. candidates is [rows, width], the largest scaled logits of each row, in descending
+    order. floor is [rows], the thresholds by min_p. top_k and top_p are [rows]. Returns the new thresholds, [rows], and
+    whether each threshold was found among the candidates, [rows] bool.
     """
     width = candidates.shape[1]
     by_rank = candidates.gather(1, (top_k.clamp(max=width) - 1)[:, None]).squeeze(1)

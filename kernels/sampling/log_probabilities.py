@@ -12,7 +12,7 @@ the cache."""
 def log_probabilities(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the log-probabilities of one given token in each row, and of the row's likeliest tokens.
 
-    logits: [rows, vocabulary_size], of any float type. token_ids: [rows] int64, the given tokens. Returns three
+    logits is [rows, vocabulary_size], of any float type. token_ids is [rows] int64, the given tokens. Returns three
     tensors. The first tensor contains token ids, [rows, 1 + num_top] int64: the given token, and then the likeliest
     tokens. Equally likely tokens are in the order of their ids. The second tensor contains the log-probabilities of
     these tokens, [rows, 1 + num_top] float32. The third tensor contains the rank of the given token, [rows] int64,

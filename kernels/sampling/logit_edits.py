@@ -45,7 +45,7 @@ class LogitEdits:
 
 
 def edit_logits(logits: Tensor, edits: LogitEdits) -> None:
-    """Apply edits to logits in place, in the order of the fields of `LogitEdits`. logits: [rows, vocabulary_size]
+    """Apply edits to logits in place, in the order of the fields of `LogitEdits`. logits is [rows, vocabulary_size]
     float32, contiguous."""
     places = logits.view(-1)
     if len(edits.masked):

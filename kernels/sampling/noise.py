@@ -26,15 +26,15 @@ _GOLDEN32 = 0x9E3779B1
 def row_keys(seeds: Tensor, indices: Tensor, positions: Tensor) -> Tensor:
     """Compute the key that determines the random numbers of each row of logits.
 
-    seeds: [rows] int64, the bits of the request's unsigned seed. indices: [rows] int64, the output's number within its
-    request. positions: [rows] int64, the new token's position in the sequence. Returns [rows] int64.
+    seeds is [rows] int64, the bits of the request's unsigned seed. indices is [rows] int64, the output's number within
+    its request. positions is [rows] int64, the new token's position in the sequence. Returns [rows] int64.
     """
     golden = _signed(_GOLDEN64, 64)
     return _mix64(_mix64(_mix64(seeds + golden) + indices * golden) + positions * golden)
 
 
 def random_bits(keys: Tensor, num_tokens: int) -> Tensor:
-    """Compute 32 random bits for each row and each token id below `num_tokens`. keys: [rows] int64, from `row_keys`.
+    """Compute 32 random bits for each row and each token id below `num_tokens`. keys is [rows] int64, from `row_keys`.
     Returns [rows, num_tokens] int32."""
     low = keys.to(torch.int32)[:, None]  # the conversion keeps the lower 32 bits
     high = _shift_right(keys, 32, 64).to(torch.int32)[:, None]
@@ -46,7 +46,7 @@ def random_bits(keys: Tensor, num_tokens: int) -> Tensor:
 
 
 def uniform_noise(keys: Tensor, num_tokens: int) -> Tensor:
-    """Compute uniform random numbers in (0, 1). keys: [rows] int64, from `row_keys`. Returns [rows, num_tokens]
+    """Compute uniform random numbers in (0, 1). keys is [rows] int64, from `row_keys`. Returns [rows, num_tokens]
     float32."""
     return (_shift_right(random_bits(keys, num_tokens), 9, 32).float() + 0.5) * 2.0**-23
 

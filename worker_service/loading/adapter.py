@@ -50,8 +50,8 @@ _WITHOUT_EFFECT = frozenset({
     "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
     "revision", "target_modules", "task_type", "unsloth_fixed", "unsloth_version",
 })  # fmt: skip
-"""Keys of adapter_config.json that are ignored. Some of these keys describe initialisation and training. Others repeat
-projections and ranks, which the adapter's tensors show."""
+"""Keys of adapter_config.json that are ignored. Some of these keys describe initialisation and training. Other ignored
+keys repeat the projections and ranks, which the adapter's tensors show."""
 _READ = frozenset({"alpha_pattern", "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "use_rslora"})
 
 

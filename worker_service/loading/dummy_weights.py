@@ -36,7 +36,7 @@ class DummyWeights:
     def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
         """Implements `Weights.check_none_left`. Nothing is checked, because no random tensor can be unused."""
 
-    def own(self, tied: Mapping[str, str]) -> frozenset[str]:  # noqa: ARG002 (weights in files use it)
+    def own(self, tied: Mapping[str, str]) -> frozenset[str]:  # noqa: ARG002 (`WeightFiles` uses it)
         """Implements `Weights.own`. No tied tensor has separate values."""
         return frozenset()
 

@@ -1,7 +1,7 @@
 """Reads the pooling settings of a model in the format of sentence-transformers. The settings are in modules.json and in
 the files that modules.json names.
 
-A known key is used, or must have a value without effect, or is ignored for a reason that its comment gives. Any other
+A known key is used, or must have a value without effect, or is ignored for a reason that its comment gives. An unknown
 key raises a StartError that names the file, because the key could change the vectors.
 """
 

@@ -120,13 +120,13 @@ class CausalModel(Loadable, Protocol):
         """Run a forward pass over the tokens of a step, and store the tokens' keys and values in the cache. Returns
         hidden states, [num_tokens, hidden_size].
 
-        token_ids, positions, slots: [num_tokens] int64. cache: [num_blocks, num_layers, 2, block_size, num_kv_heads,
-        head_dim]. adapter_slots: [num_tokens] int32, the slot of each token's adapter, or a negative number for a token
-        without an adapter. adapter_slots is None if no token of the step has an adapter.
+        token_ids, positions and slots are [num_tokens] int64. cache is [num_blocks, num_layers, 2, block_size,
+        num_kv_heads, head_dim]. adapter_slots is [num_tokens] int32, the slot of each token's adapter, or a negative
+        number for a token without an adapter. adapter_slots is None if no token of the step has an adapter.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits from hidden states. hidden: [rows, hidden_size] from `forward`. Returns [rows,
+        """Compute logits from hidden states. hidden is [rows, hidden_size] from `forward`. Returns [rows,
         vocabulary_size] float32.
 
         Logits are float32, because bf16 is too coarse. In bf16, logits between 16 and 32 would be multiples of 0.125,

@@ -279,7 +279,7 @@ def _attention_by_position_kernel(
             )  # fmt: skip
         left = place * room + part - first_place
         if apart != 0:
-            if part >= num_shared:  # the launch with `together` stored the others
+            if part >= num_shared:  # the launch with `together` has stored shared parts
                 tl.store(sums + left * 2, part_largest, mask=is_row)
                 tl.store(sums + left * 2 + 1, part_total, mask=is_row)
                 tl.store(partial + left[:, None] * head_dim + column, part_weighted, mask=inside)

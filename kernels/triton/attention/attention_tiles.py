@@ -47,9 +47,9 @@ def sequence_of_tile(tile, query_start, num_sequences, tile_tokens: tl.constexpr
     """Find the sequence to which a tile of query tokens belongs. The first tile of sequence i has the number
     `query_start[i] // tile_tokens + i`.
 
-    The division rounds down and thus loses at most one tile for each sequence, and the summand i adds one tile for each
-    sequence. The tiles of different sequences therefore have different numbers. A tile whose number belongs to no
-    sequence's tokens lies after the end of a sequence, and computes nothing.
+    The division by `tile_tokens` rounds down and thus loses at most one tile for each sequence, and the summand i adds
+    one tile for each sequence. The tiles of different sequences therefore have different numbers. A tile whose number
+    belongs to no sequence's tokens lies after the end of a sequence, and computes nothing.
     """
     low = tl.full([], 0, tl.int32)
     high = num_sequences - 1

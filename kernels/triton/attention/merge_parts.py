@@ -1,9 +1,10 @@
 """Merges the results of a query row for several parts of the keys, one part after the other. The merge is an online
 softmax over parts.
 
-    `partial`   [num_tokens, num_heads, room, head_dim] float32: a part's sum of values with weights `2^(score - largest)`.
+    `partial` [num_tokens, num_heads, room, head_dim] float32: a part's sum of values, weighted by `2^(score -
+    largest)`.
     `sums`      [num_tokens, num_heads, room, 2] float32: each part's largest score (log2), and its sum of weights.
-    `counts`    [num_tokens, num_heads] int32: the number of each row's parts. They are the first of the `room` entries.
+    `counts` [num_tokens, num_heads] int32: the number of a row's parts, whose results are the first of `room` entries.
     `output`    [num_tokens, num_heads, head_dim].
     `program`   A program merges the parts of one head of one token.
 
@@ -32,8 +33,8 @@ def merge_parts(partial: Tensor, sums: Tensor, counts: Tensor, output: Tensor) -
 
 @triton.jit
 def merge_part(largest, total, weighted, part_largest, part_total, part_weighted):
-    """Merge the results of a part into the results of all earlier parts. largest, total: [rows]; weighted: [rows,
-    columns]. Returns the merged values of largest, total and weighted."""
+    """Merge the results of a part into the results of all earlier parts. largest and total are [rows]; weighted is
+    [rows, columns]. Returns the merged values of largest, total and weighted."""
     new_largest = tl.maximum(largest, part_largest)
     base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # before any key is seen
     shrink, grow = tl.exp2(largest - base), tl.exp2(part_largest - base)

@@ -1,5 +1,5 @@
-"""Merges the results of several programs that share the keys of a query row. Each program's keys are called a split.
-The merged result is `sum(2^(s - max s) * o) / sum(2^(s - max s))`.
+"""Merges the results of several programs that share the keys of a query row. The keys that one program computes are
+called a split. The merged result is `sum(2^(s - max s) * o) / sum(2^(s - max s))`.
 
     `partial`    [num_tokens, num_heads, splits, head_dim] float32: o, the attention over the keys of each split.
     `log_sums`   [num_tokens, num_heads, splits] float32: s, log2 of a split's sum of weights; -inf without keys.

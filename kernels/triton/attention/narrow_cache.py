@@ -62,9 +62,9 @@ def scale_place(place):
 
 @triton.jit
 def store_heads(place, column, heads, inside, exists, head_dim: tl.constexpr, scale_bytes: tl.constexpr):
-    """Store heads, [heads, columns], and in an 8-bit cache also their scales. place: [heads, 1], the address of each
-    head's first number. inside: the mask of columns that are within a head. exists: [heads, 1], the mask of heads that
-    exist."""
+    """Store heads, [heads, columns], and in an 8-bit cache also their scales. place is [heads, 1], the address of each
+    head's first number. inside: the mask of columns that are within a head. exists is [heads, 1], the mask of heads
+    that exist."""
     if scale_bytes > 0:
         steps, scales = steps_and_scales(
             tl.max(tl.where(inside, magnitudes(heads), 0.0), axis=1)[:, None], place.dtype.element_ty

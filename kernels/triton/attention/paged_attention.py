@@ -79,7 +79,7 @@ def paged_attention(
     visible = metadata.max_context_len if window is None else min(metadata.max_context_len, window + tile_keys)
     num_splits = _num_splits(num_tiles * num_kv_heads, triton.cdiv(visible, tile_keys), query.device)
     if num_splits == 1:
-        partial, log_sums = output, output  # not used if keys are not split
+        partial, log_sums = output, output  # `log_sums` is not used without splits
     else:
         partial = torch.empty((num_tokens, num_heads, num_splits, head_dim), device=query.device)
         log_sums = torch.empty((num_tokens, num_heads, num_splits), device=query.device)
@@ -202,7 +202,7 @@ def _paged_attention_kernel(
     tile_keys: tl.constexpr,
     head_columns: tl.constexpr,
 ):
-    """Compute one tile of query rows. output: [num_tokens, num_heads, head_dim], or, if keys are split, [num_tokens,
+    """Compute one tile of query rows. output is [num_tokens, num_heads, head_dim], or, if keys are split, [num_tokens,
     num_heads, num_splits, head_dim] float32."""
     tile_tokens: tl.constexpr = tile_rows // groups
     # Programs for neighbouring key heads have neighbouring numbers, because the heads of a token are neighbours in

@@ -1,6 +1,6 @@
 """Computes RMSNorm, alone or after an addition: `x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension.
 
-    `x`       [..., width], with contiguous rows and any other strides, so that heads of a fused projection are not copied.
+    `x` [..., width], with contiguous rows and any other strides, so that heads of fused projections are not copied.
     `tile`    [rows, width padded to a power of two]. A program reads whole rows once, and holds them in registers.
 
 The residual and all computations are in float32. The oracles are `kernels.reference.rms_norm` and `add_rms_norm`. The
@@ -38,8 +38,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 
 
 def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor, output: Tensor, eps: float, offset: float) -> None:
-    """Launch the kernel for RMSNorm. x: [n, m, width]; residual: [n * m, width] or None; output: n * m rows of `width`
-    elements, in any shape."""
+    """Launch the kernel for RMSNorm. x is [n, m, width]; residual is [n * m, width] or None; output: n * m rows of
+    `width` elements, in any shape."""
     num_rows, width = x.shape[0] * x.shape[1], x.shape[2]
     if num_rows == 0:
         return

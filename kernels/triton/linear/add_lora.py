@@ -2,7 +2,7 @@
 kernel computes the adapters' inner units, and a second kernel adds the adapters' outputs.
 
     `x`      [rows, inputs], with any stride between rows.
-    `a, b`   The adapters' weights: [slots, parts, max_rank, inputs] and [slots, max_rank, outputs].
+    `a, b` The adapters' weights, which are [slots, parts, max_rank, inputs] and [slots, max_rank, outputs].
     `inner`  [rows, parts, max_rank] float32, the result of the first kernel.
     `y`      [rows, outputs], which is changed in place.
 

@@ -6,9 +6,9 @@ number of rows.
     `weight`   [outputs, inputs], contiguous.
     `program`  A program computes a tile of some rows by some outputs, with 64 inputs at a time.
 
-Libraries such as cuBLAS choose different kernels for different numbers of rows. These kernels have different tiles, or
-split the inputs into parts and add the parts' sums. In the kernel of this file, one program sums the products of all
-inputs in float32, in order, 64 inputs at a time. The tile size depends on the number of rows: few rows need many
+Libraries such as cuBLAS choose different kernels for different numbers of rows. The libraries' kernels have different
+tiles, or split the inputs into parts and add the parts' sums. In the kernel of this file, one program sums the products
+of all inputs in float32, in order, 64 inputs at a time. The tile size depends on the number of rows: few rows need many
 programs that read weights, and many rows need large tiles. Results have equal bits only if all tiles use the same kind
 of tensor core instruction, which multiplies 16 inputs at a time. This instruction is `mma` for compute capability 8,
 and `wgmma` for 9.0. `wgmma` requires 64 rows, so all tiles of 16-bit types have at least 64 rows.
@@ -63,7 +63,7 @@ def pack(weight: Tensor, wide: bool = False) -> Product:
 
 
 def invariant_linear(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x by the weight, and add the bias. x: [rows, inputs]. Returns [rows, outputs], in float32 if `wide` is
+    """Multiply x by the weight, and add the bias. x is [rows, inputs]. Returns [rows, outputs], in float32 if `wide` is
     true."""
     outputs, inputs = weight.shape
     result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)

@@ -33,7 +33,7 @@ def pack(weight: Tensor, wide: bool = False) -> Product:
 
 
 def linear(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x by the weight, and add the bias. x: [rows, inputs]. Returns [rows, outputs], in float32 if `wide` is
+    """Multiply x by the weight, and add the bias. x is [rows, inputs]. Returns [rows, outputs], in float32 if `wide` is
     true."""
     if len(x) != 1:
         return wide_linear(x, weight, bias) if wide else functional.linear(x, weight, bias)

@@ -20,7 +20,7 @@ from kernels.triton.launch import OPTIONS, num_warps
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.float8.round_rows`. x: [rows, n]."""
+    """See `kernels.float8.round_rows`. x is [rows, n]."""
     rows, width = x.shape
     numbers = torch.empty(x.shape, dtype=FLOAT8, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)

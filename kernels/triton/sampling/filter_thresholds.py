@@ -2,7 +2,7 @@
 the host does not wait for it.
 
     `logits`       [rows, vocabulary_size], of any float type, with any stride between rows.
-    `distance`     (largest - logit) / temperature. Distances are not negative, so they sort like their bits as integers.
+    `distance` (largest - logit) / temperature. Distances are not negative, so they sort like their bits.
     `weight(K)`    A sum over the logits that pass earlier filters and whose distance has bits below K. For top_k, each
                    logit counts 1. For top_p, a logit counts exp(-distance).
     `threshold`    The largest K with weight(K) < k for top_k, or with weight(K) < p times the weight of all logits for
@@ -30,7 +30,7 @@ _COLUMNS = 4096
 
 
 def filter_thresholds(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    """Compute the threshold of `(logit - largest) / temperature` for each draw, [draws] float32. largest: [rows], the
+    """Compute the threshold of `(logit - largest) / temperature` for each draw, [draws] float32. largest is [rows], the
     largest logit of each row."""
     thresholds = torch.empty(len(draws.rows), device=logits.device)
     columns = min(_COLUMNS, triton.next_power_of_2(logits.shape[1]))

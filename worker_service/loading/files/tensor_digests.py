@@ -20,7 +20,7 @@ _PIECE_BYTES = 4 << 20
 
 
 def tensor_digests(tensors: Mapping[str, StoredTensor], num_threads: int) -> dict[str, bytes]:
-    """Returns the digest of each tensor. The function reads all bytes of all tensors. Raises StartError if reading
+    """Returns the digest of each tensor. `tensor_digests` reads all bytes of all tensors. Raises StartError if reading
     fails."""
     digests = {name: hashlib.sha256() for name in tensors}
     in_order = sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].begin))

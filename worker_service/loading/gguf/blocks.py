@@ -66,8 +66,8 @@ def _q8_0(blocks: Tensor) -> _Parts:
 
 
 def _scales_of_eight(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Reads scales, minimums and units from blocks of the types Q4_K and Q5_K. A block begins with the two units. The
-    12 bytes after the units contain 8 scales and 8 minimums of 6 bits each."""
+    """Reads scales, minimums and units from blocks of the types Q4_K and Q5_K. A block of these types begins with its
+    two units. The 12 bytes after the units contain 8 scales and 8 minimums of 6 bits each."""
     packed = blocks[:, 4:16]
     low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((low & 63, (rest & 15) | (low >> 6 << 4)), dim=1)
@@ -108,7 +108,7 @@ TYPES = frozenset(_TYPES)
 
 
 def grouped_weight(rows: Tensor, kind: str) -> GroupedWeight:
-    """Convert the bytes of a GGUF weight to a `GroupedWeight`. rows: [outputs, bytes]; kind: a block type in TYPES.
+    """Convert the bytes of a GGUF weight to a `GroupedWeight`. rows is [outputs, bytes]; kind: a block type in TYPES.
     Raises ValueError if a row does not consist of whole blocks."""
     num_bytes, size, bits, read = _TYPES[kind]
     if rows.dim() != 2 or rows.dtype is not torch.uint8 or not rows.numel() or rows.shape[1] % num_bytes:

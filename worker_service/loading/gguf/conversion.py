@@ -142,8 +142,8 @@ def _widened(target: Target, tensor: GgufTensor | None) -> Iterator[memoryview]:
 
 
 def _rows(target: Target, tensor: GgufTensor) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the bytes of a target's rows, in the order of rows in the Hugging Face checkpoint. Several rows are yielded
-    at a time."""
+    """Yield the bytes of a target's rows, in the order of rows in the Hugging Face checkpoint. Each yielded array
+    contains several rows."""
     count = target.shape[0] if len(target.shape) == 2 else 1
     together = count // target.heads if target.heads and len(target.shape) == 2 else 1
     most = max(1, _PIECE_ELEMENTS // max(1, tensor.shape[0] * together)) * together

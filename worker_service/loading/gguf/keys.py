@@ -79,7 +79,7 @@ class GgufKeys:
         return value
 
     def need(self, key: str, kind: Kind[T]) -> T:
-        """The value of a required key. Raises ValueError if the file lacks the key."""
+        """The value of a key that the file must have. Raises ValueError if the file lacks the key."""
         if (value := self.get(key, kind)) is None:
             raise ValueError(f"it has no {named(key)}")
         return value

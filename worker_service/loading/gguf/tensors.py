@@ -1,9 +1,9 @@
 """Maps each tensor of a Hugging Face checkpoint to the tensor of a GGUF file that contains it.
 
 A tensor of the checkpoint is a whole tensor of the GGUF file, or one expert's part of a tensor that stacks all experts.
-llama.cpp's converter permutes the rows of Llama's query and key projections, and adds 1 to Gemma's norms. The targets
-of this module tell the conversion how to reverse both changes. If a GGUF file has only some biases of a layer, the
-missing biases become zeros.
+llama.cpp's converter permutes the rows of Llama's query and key projections, and adds 1 to Gemma's norms. A `Target`
+tells the conversion how to reverse the permutation and the addition. If a GGUF file has only some biases of a layer,
+the missing biases become zeros.
 """
 
 from collections.abc import Iterator, Mapping

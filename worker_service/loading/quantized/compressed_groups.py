@@ -76,7 +76,7 @@ def read_groups(json: Mapping[str, Any]) -> tuple[Group, ...]:
     check_keys("sparsity_config.", sparsity, _OF_SPARSITY, _NOTES_OF_SPARSITY)
     check_keys(
         "kv_cache_scheme.", json.get("kv_cache_scheme") or {}, _OF_NUMBERS, _NOTES_OF_NUMBERS
-    )  # unused: --kv-cache-dtype chooses the type
+    )  # checked but not used: --kv-cache-dtype chooses the type of the KV cache
     groups, formats = json.get("config_groups") or {}, list[Any]()
     for name, group in groups.items():
         where = f"config_groups.{named(name)}"

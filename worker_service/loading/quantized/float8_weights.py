@@ -21,8 +21,8 @@ def float8_weight(
     """Check and convert the tensors of a layer. Raises ValueError if their shapes do not match, or if a value is not
     finite.
 
-    numbers: [outputs, inputs] e4m3. scales: [blocks of outputs, blocks of inputs] if `block` is given; without `block`,
-    [outputs], [outputs, 1] or a single scale.
+    numbers is [outputs, inputs] e4m3. scales is [blocks of outputs, blocks of inputs] if `block` is given; without
+    `block`, [outputs], [outputs, 1] or a single scale.
     """
     outputs, inputs = numbers.shape
     if block is not None:

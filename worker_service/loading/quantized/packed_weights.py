@@ -308,8 +308,8 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def _grouped(numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> GroupedWeight:
-    """Builds a `GroupedWeight` with the values `(number - zero) * scale`. numbers: [outputs, inputs] uint8; scales:
-    [outputs, groups]; zeros: [outputs, groups], or one zero point for all groups."""
+    """Builds a `GroupedWeight` with the values `(number - zero) * scale`. numbers is [outputs, inputs] uint8; scales is
+    [outputs, groups]; zeros is [outputs, groups], or one zero point for all groups."""
     (outputs, inputs), groups = numbers.shape, scales.shape[-1]
     if scales.dim() != 2 or len(scales) != outputs or (zeros.dim() and zeros.shape != scales.shape) or not groups:
         raise ValueError(

@@ -37,7 +37,7 @@ class Attention(Protocol):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, soft_cap: float | None
     ) -> Tensor:
-        """Compute one layer's attention. query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens,
+        """Compute one layer's attention. query is [num_tokens, num_heads, head_dim]; key and value are [num_tokens,
         num_kv_heads, head_dim]. All three tensors are contiguous.
 
         scale, window and soft_cap have the same meaning as in `paged_attention`. The result has the shape of query.
@@ -88,8 +88,8 @@ def _attend(
     softcap: float | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Called by a layer of transformers. query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads,
-    num_tokens, head_dim].
+    """Called by a layer of transformers. query is [1, num_heads, num_tokens, head_dim]; key and value are [1,
+    num_kv_heads, num_tokens, head_dim].
 
     Returns the attention's output, [1, num_tokens, num_heads, head_dim], and None in place of attention weights.
     """

@@ -1,9 +1,10 @@
 """Runs a generative network that the native decoder does not support. transformers' code computes the network, with
 this project's paged attention in its layers.
 
-transformers' code receives all tokens of a step as one long sequence. Only attention combines tokens, and the attention
-metadata separates the sequences of the step. Networks in transformers' code are slower than the native decoder, because
-few operations are fused. The layers of these families, for example, differ from the native decoder's layers:
+In a step, transformers' code receives the tokens of all sequences as one long sequence. Only attention combines tokens,
+and the attention metadata separates the sequences of the step. Networks in transformers' code are slower than the
+native decoder, because few operations are fused. The layers of these families, for example, differ from the native
+decoder's layers:
 
     OLMo 2    Norms come only after each half of a layer; query and key norms cover all heads.
     Cohere    Attention and feed-forward network are computed in parallel.
@@ -35,7 +36,7 @@ class TransformersModel:
         self._network = build_network(config, dtype, device, NAME)
         self._body = self._network.get_decoder()
         self._head = Head(self._network, self._body)
-        self._adapter_slots: Tensor | None = None  # not None only during a forward pass
+        self._adapter_slots: Tensor | None = None  # None outside a forward pass
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Implements `CausalModel.checkpoint_tensors`."""

@@ -210,7 +210,7 @@ def _scaled(kind: str, said: Mapping[str, Any], json: ReadKeys, head_dim: int) -
     sizes = {name: json.integer(name) for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")}
     rope = {**said, "rope_type": kind}
     if kind == "yarn":
-        rope.setdefault("factor", None)  # None: transformers derives it from the lengths
+        rope.setdefault("factor", None)  # transformers computes a missing factor from the lengths
     network = parse({"model_type": "llama", **sizes, "head_dim": head_dim, "rope_parameters": rope})
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](network)
     return frequencies, float(scale)

@@ -126,8 +126,8 @@ class DecoderLayer:
         """Compute the layer: add `delta` and the attention's output to `residual` in place, and return the output of
         the layer's second half.
 
-        delta: [num_tokens, hidden_size], the return value of the previous layer, or None in the first layer. residual:
-        [num_tokens, hidden_size] float32, the residual stream. rotation: cosines and sines from `rotary_tables`, or
+        delta is [num_tokens, hidden_size], the return value of the previous layer, or None in the first layer. residual
+        is [num_tokens, hidden_size] float32, the residual stream. rotation: cosines and sines from `rotary_tables`, or
         None in a layer without rotary embeddings. layer_cache, slots: see `store_kv`. adapter_slots: see `Linear`.
         """
         config, ops = self._config, self._ops

@@ -59,9 +59,9 @@ class EagleHead:
         """Prepare the weights for forward passes. `pack` is called once, after the tensors of `checkpoint_tensors` have
         been filled.
 
-        token_ids: [draft_vocabulary_size] int64, the token id to which each of the head's logits belongs. token_ids is
-        None if logit i belongs to token id i. embedding: the target's function from token ids, [num_tokens] int64, to
-        embeddings, [num_tokens, hidden_size] float32.
+        token_ids is [draft_vocabulary_size] int64, the token id to which each of the head's logits belongs. token_ids
+        is None if logit i belongs to token id i. embedding: the target's function from token ids, [num_tokens] int64,
+        to embeddings, [num_tokens, hidden_size] float32.
         """
         if self._table is None:
             self._embedding = embedding

@@ -17,7 +17,7 @@ class Embedding:
     """
 
     def __init__(self, weight: Tensor, tokens: range, ranks: Ranks) -> None:
-        """weight: [rows, hidden_size]. The first rows are the embeddings of the token ids in `tokens`; the remaining
+        """weight is [rows, hidden_size]. The first rows are the embeddings of the token ids in `tokens`; the remaining
         rows are unused."""
         self.weight = weight
         self._tokens, self._ranks = tokens, ranks
@@ -36,7 +36,7 @@ class Embedding:
             self.weight = self.weight.new_empty(0)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Look up embeddings. token_ids: [num_tokens] int64. Returns [num_tokens, hidden_size] float32."""
+        """Look up embeddings. token_ids is [num_tokens] int64. Returns [num_tokens, hidden_size] float32."""
         if self._ranks.size == 1:
             return self._rows(token_ids)
         rows = token_ids - self._tokens.start

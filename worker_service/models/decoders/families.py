@@ -206,8 +206,8 @@ FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = {
 
 
 def read_decoder(json: Mapping[str, Any]) -> DecoderConfig:
-    """Read the config.json of a native family. If a key or its value is not supported, raises a ValueError that names
-    the key."""
+    """Read the config.json of a native family. Raises a ValueError that names the key if config.json has an unsupported
+    key or value."""
     keys = ReadKeys(json)
     family = keys.choice("model_type", FAMILIES)
     check_generates(json)
@@ -305,7 +305,7 @@ def _gemma3_rope(json: ReadKeys, kind: str, theta_name: str, theta: float) -> Ro
 
 
 def _max_model_len(json: ReadKeys, ropes: Sequence[Rope | None]) -> int:
-    """The model's maximum sequence length. It is the minimum of all lengths that config.json states and that the
+    """The model's maximum sequence length, which is the minimum of all lengths that config.json states and that the
     layers' rotary embeddings allow."""
     length = _size(json, "max_position_embeddings")
     lengths = [length if rope is None else rope.max_positions or length for rope in ropes]

@@ -30,8 +30,8 @@ def num_state_layers(config: DecoderConfig) -> int:
 class Head(Protocol):
     """A drafting head: a network that drafts tokens from the hidden states of a target network.
 
-    cache: the drafting head's cache, [num_blocks, 1 + num_state_layers, 2, block_size, num_kv_heads, head_dim]. slots:
-    [num_tokens] int64. A token has the same slot in the target's cache and in the drafting head's cache.
+    cache: the drafting head's cache, [num_blocks, 1 + num_state_layers, 2, block_size, num_kv_heads, head_dim]. slots
+    is [num_tokens] int64. A token has the same slot in the target's cache and in the drafting head's cache.
     """
 
     @property
@@ -41,7 +41,7 @@ class Head(Protocol):
 
     def read(self, states: Sequence[Tensor], slots: Tensor, cache: Tensor) -> None:
         """Compute this head's input states from the target's hidden states, and store the input states in the cache.
-        states: [num_tokens, target's hidden_size] for each entry of `states_before`."""
+        states is [num_tokens, target's hidden_size] for each entry of `states_before`."""
 
     def keep(self, states: Tensor, slots: Tensor, cache: Tensor) -> None:
         """Store hidden states that `forward` has computed, [num_tokens, hidden_size], in the cache."""
@@ -52,12 +52,12 @@ class Head(Protocol):
         """Run the drafting head over tokens, each with the stored state of the token before it. Returns hidden states,
         [num_tokens, hidden_size].
 
-        token_ids: [num_tokens] int64, the tokens. positions, slots: [num_tokens] int64, the position and the slot of
-        the token before each token.
+        token_ids is [num_tokens] int64, the tokens. positions and slots are [num_tokens] int64, the position and the
+        slot of the token before each token.
         """
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """Compute logits. states: [rows, hidden_size] from `forward`. Returns [rows, vocabulary_size] float32, with
+        """Compute logits. states is [rows, hidden_size] from `forward`. Returns [rows, vocabulary_size] float32, with
         -inf for tokens for which the drafting head has no logit."""
 
 
@@ -116,8 +116,8 @@ class HeadLayer:
         attention: AttentionMetadata,
         cache: Tensor,
     ) -> None:
-        """Compute the layer, and add the outputs of both halves to `residual` in place. x: [num_tokens, num_inputs];
-        residual: [num_tokens, hidden_size] float32."""
+        """Compute the layer, and add the outputs of both halves to `residual` in place. x is [num_tokens, num_inputs];
+        residual is [num_tokens, hidden_size] float32."""
         config, ops = self._config, self._ops
         rotation = rotary_tables(positions, self._frequencies, self._rope_scale)
         attended = ops.qkv_attention(

@@ -33,8 +33,8 @@ class Mlp(Protocol):
         """The linear layers of this half that can have adapters."""
 
     def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:
-        """Compute this half of the layer. x: [rows, hidden_size]; adapter_slots: see `Linear`. The caller must add the
-        return values of all ranks."""
+        """Compute this half of the layer. x is [rows, hidden_size]; adapter_slots: see `Linear`. The caller must add
+        the return values of all ranks."""
 
 
 class DenseMlp:

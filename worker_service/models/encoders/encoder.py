@@ -146,8 +146,8 @@ def _attend(
     scaling: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention for all texts. query, key, value: [1, num_heads, num_tokens, head_dim]. Returns [1,
-    num_tokens, num_heads, head_dim]."""
+    """Compute a layer's attention for all texts. query, key and value are [1, num_heads, num_tokens, head_dim]. Returns
+    [1, num_tokens, num_heads, head_dim]."""
     del module
     assert isinstance(attention_mask, _Mask)
     attended = []

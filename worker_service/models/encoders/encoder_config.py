@@ -89,7 +89,7 @@ class EncoderConfig:
         return cls(
             network=network,
             network_class=network_class,
-            prefix="" if classifies else f"{body.base_model_prefix}.",  # a classifier's names have it
+            prefix="" if classifies else f"{body.base_model_prefix}.",  # a classifier's names include the prefix
             vocabulary_size=network.vocab_size,
             hidden_size=network.hidden_size,
             max_model_len=longest - first,

@@ -110,7 +110,7 @@ class EncoderDecoder:
         """Run the encoder over one input, and store the cross-attention keys and values of each decoder layer in the
         cache.
 
-        given: the input, which is a text, [num_tokens] int64, or a sound, [num_mel_bins, num_frames] float32. slots:
+        given: the input, which is a text, [num_tokens] int64, or a sound, [num_mel_bins, num_frames] float32. slots is
         [num_tokens] int64, the slots of the encoder's tokens. cache, adapter_slots: see `CausalModel.forward`.
         """
         with _within(_Whole(), adapter_slots):
@@ -163,17 +163,18 @@ class EncoderDecoder:
 
 
 class _Attention(Protocol):
-    """Computes the attention of all layers in one forward pass. query, key, value: [1, num_heads, num_tokens,
+    """Computes the attention of all layers in one forward pass. query, key and value are [1, num_heads, num_tokens,
     head_dim]."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        """Compute the attention of the layer's module `module`. Returns [1, num_tokens, num_heads, head_dim]."""
+        """Compute the attention of `module`, which is an attention module of a layer. Returns [1, num_tokens,
+        num_heads, head_dim]."""
 
 
 class _Whole:
-    """Implements `_Attention` for the encoder, in which all tokens attend to each other. bias: [1, num_heads,
+    """Implements `_Attention` for the encoder, in which all tokens attend to each other. bias is [1, num_heads,
     num_tokens, num_tokens]."""
 
     def attend(

@@ -50,7 +50,7 @@ class ExpertLinear:
             ]
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply each row by the weight of the row's expert. x: [rows, inputs], with at least one row, sorted by
+        """Multiply each row by the weight of the row's expert. x is [rows, inputs], with at least one row, sorted by
         expert. ends: see `ExpertRows` in `kernels.linear.experts`.
 
         Returns [rows, outputs].
@@ -91,7 +91,7 @@ class _Stack:
         of scales, or is not in fp8."""
         groups = weight.scales.shape[1]
         if self.narrow is None:
-            self._wide = None  # each expert keeps a view of it until its `pack`
+            self._wide = None  # experts keep views of this tensor until `pack`
             numbers = torch.empty(self._shape, dtype=weight.numbers.dtype, device=self.device)
             scales = torch.empty((*self._shape[:2], groups), dtype=torch.float32, device=self.device)
             self.narrow = Float8Weight(numbers, scales)

@@ -55,7 +55,7 @@ def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Qu
 
 
 class Linear:
-    """A linear layer, which computes `x @ weight.T + bias`. weight: [outputs, inputs]; bias: [outputs] or None.
+    """A linear layer, which computes `x @ weight.T + bias`. weight is [outputs, inputs]; bias is [outputs] or None.
 
         `wide`         whether results are in float32. If not, results are rounded to the dtype of x.
         `adds_bias`    whether this rank adds the bias. If the results of ranks are summed, only one rank adds the bias.
@@ -189,11 +189,11 @@ class Linear:
         return self._adapter
 
     def __call__(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
-        """Multiply x by the weight, and add the bias and the adapters' outputs. x: [rows, inputs]. Returns [rows,
+        """Multiply x by the weight, and add the bias and the adapters' outputs. x is [rows, inputs]. Returns [rows,
         outputs].
 
-        adapter_slots: [rows] int32, the slot of each row's adapter, or a negative number for a row without an adapter.
-        adapter_slots is None if no row has an adapter.
+        adapter_slots is [rows] int32, the slot of each row's adapter, or a negative number for a row without an
+        adapter. adapter_slots is None if no row has an adapter.
         """
         if self._product is not None:
             product = self._product(x, self._added)
