@@ -42,7 +42,7 @@ class Float8Weight(NamedTuple):
 def narrowed(wide: Tensor, scales: Tensor) -> Tensor:
     """Round `wide / scales` to the nearest e4m3 numbers. Magnitudes above 448 become 448, and NaN stays NaN. wide,
     scales: float32."""
-    return (wide / scales).clamp_(-LARGEST, LARGEST).to(FLOAT8)  # older torch makes NaN of magnitudes above 464
+    return (wide / scales).clamp_(-LARGEST, LARGEST).to(FLOAT8)  # older torch versions turn larger values into NaN
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,8 +94,8 @@ def float8_product(
     wide: bool,
     round_rows: Callable[[Tensor], tuple[Tensor, Tensor]] = round_rows,
 ) -> _Product:
-    """Build a `kernels.ops.Product` for an e4m3 weight. It multiplies group by group, scales the groups' products, and
-    adds them.
+    """Build a `kernels.ops.Product` for an e4m3 weight. The product multiplies group by group, scales the groups'
+    products, and adds them.
 
     multiply: for each group, a function that multiplies x's numbers, [rows, inputs of the group] e4m3, and returns
     newly allocated sums, [rows, outputs] float32. wide: whether the product returns float32 instead of the dtype of x.

@@ -17,7 +17,7 @@ from kernels.attention.metadata import AttentionMetadata
 from kernels.float8 import Float8Weight
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
-"""A function with a packed weight that computes `x @ weight.T + bias`. Its arguments are x, [rows, inputs], and bias,
+"""A function with a packed weight that computes `x @ weight.T + bias` from the arguments x, [rows, inputs], and bias,
 [outputs] or None."""
 
 

@@ -32,8 +32,8 @@ class ExpertRows(NamedTuple):
     """[num_tokens, num_chosen] int64: the numbers of each token's rows, in the order in which the token's experts were
     chosen."""
     ends: Tensor
-    """[num_experts] int64: the number of the row after each expert's last row. The rows of the next expert begin
-    there."""
+    """[num_experts] int64: the number of the row after each expert's last row, which is the first row of the next
+    expert."""
 
 
 def choose_experts(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -75,8 +75,8 @@ def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False)
 
 def grouped_float8(x: Tensor, weight: Float8Weight, ends: Tensor, wide: bool = False) -> Tensor:
     """The operation `grouped_linear` for e4m3 weights, with the arithmetic that `kernels.float8` defines. weight: the
-    weights of all experts. Its numbers and scales have an additional first dimension for the experts, and it has no
-    input scale."""
+    weights of all experts. The weight's numbers and scales have an additional first dimension for the experts, and the
+    weight has no input scale."""
     numbers, scales, _ = weight
     parts = []
     for expert, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):

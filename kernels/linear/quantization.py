@@ -63,8 +63,8 @@ def quantize_int4(weight: Tensor) -> GroupedWeight:
     weight is [outputs, inputs]. Raises ValueError if a scale exceeds the range of float16.
     """
     numbers, scales, minimums = [], [], []
-    # Only as many rows are quantised at a time as stay in a core's cache. With 1,000 rows at a time, the function took
-    # twelve times as long.
+    # Only as many rows are quantised at a time as stay in a core's cache. With 1,000 rows at a time, `quantize_int4`
+    # took twelve times as long.
     for rows in torch.split(weight, max(1, 2**18 // weight.shape[1])):
         groups = _groups(rows)
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)

@@ -17,7 +17,7 @@ class LogitEdits:
     """The edits that are applied to a matrix of logits. A place in the matrix is given as `row * vocabulary_size +
     token_id`, in int64. All tensors are on the device of the logits.
 
-    The fields `allowed` and `banned` may contain a place twice. The other fields with places must not.
+    The fields `allowed` and `banned` may contain a place twice. No other field may contain a place twice.
     """
 
     masked: Tensor
@@ -40,8 +40,8 @@ class LogitEdits:
     """float32: for each place in `seen`, the repetition penalty, which divides a positive logit and multiplies a
     negative logit (Keskar et al., 2019)."""
     subtracted: Tensor
-    """float32: for each place in `seen`, the sum of presence and frequency penalties. It is subtracted from the logit
-    after `repetition` has been applied."""
+    """float32: for each place in `seen`, the sum of presence and frequency penalties, which is subtracted from the
+    logit after `repetition` has been applied."""
 
 
 def edit_logits(logits: Tensor, edits: LogitEdits) -> None:

@@ -27,8 +27,8 @@ from kernels.triton.linear.grouped_linear import grouped_linear, pack_batch_inva
 from kernels.triton.linear.linear import pack
 
 WIDE_PRODUCTS = False
-"""Products with float32 results are assumed to be slower than products with bf16 results. This assumption has not been
-measured with the GPU libraries' products."""
+"""Products with float32 results are assumed to be slower than products with bf16 results. Whether they are slower with
+the GPU libraries has not been measured."""
 
 GROUPED_PRODUCTS = True
 

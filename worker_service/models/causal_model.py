@@ -1,5 +1,5 @@
-"""Interfaces that the worker uses to call a network. Native networks and networks in transformers' code both implement
-them."""
+"""Interfaces that the worker uses to call a network. Native networks and networks in transformers' code implement the
+same interfaces."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -94,8 +94,8 @@ class Loadable(Protocol):
         """
 
     def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
-        """Allocate memory for `num_slots` adapters of rank up to `max_rank`. This method is called at most once, before
-        `pack`.
+        """Allocate memory for `num_slots` adapters of rank up to `max_rank`. `allocate_adapters` is called at most
+        once, before `pack`.
 
         Returns where the adapters of each projection are stored, by the projection's name in a checkpoint. The result
         is empty if the network does not support adapters.

@@ -14,7 +14,7 @@ from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.wording import shown
 
 if TYPE_CHECKING:
-    # These modules are imported only in functions that need them, because they import transformers, which takes two
+    # Modules that import transformers are imported only in functions that need them, because the import takes two
     # seconds.
     from worker_service.models.borrowed.config import TransformersConfig
     from worker_service.models.encoders.encoder import Encoder
@@ -62,7 +62,7 @@ def build_model(
     batch_invariant: bool = False,
     fill: Fill | None = None,
 ) -> CausalModel:
-    """Build a network for generation without an encoder. Its weights are allocated but not filled.
+    """Build a network for generation without an encoder, with weights that are allocated but not filled.
 
     ranks, batch_invariant and fill have an effect on native networks only. batch_invariant: see `ops_for`. fill: see
     `Decoder`.
@@ -75,14 +75,14 @@ def build_model(
 
 
 def build_encoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> "Encoder":
-    """Build an encoder. Its weights are allocated but not filled."""
+    """Build an encoder, with weights that are allocated but not filled."""
     from worker_service.models.encoders.encoder import Encoder
 
     return Encoder(config, dtype, device)  # type: ignore[arg-type]
 
 
 def build_encoder_decoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> "EncoderDecoder":
-    """Build an encoder-decoder. Its weights are allocated but not filled."""
+    """Build an encoder-decoder, with weights that are allocated but not filled."""
     from worker_service.models.encoders.encoder_decoder import EncoderDecoder
 
     return EncoderDecoder(config, dtype, device)  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ def attend_tile(
 
     scores = tl.dot(queries, keys, input_precision="ieee")
     if soft_cap > 0:
-        # This uses tanh(x) = 2 sigmoid(2x) - 1.
+        # The soft cap is computed with tanh(x) = 2 sigmoid(2x) - 1.
         scores = 2.0 * tl.sigmoid(scores * (2.0 * scale / soft_cap)) - 1.0
         factor = soft_cap * log2_e
     elif biased:

@@ -19,9 +19,9 @@ token and a context of 0 tokens, and its result is zero. Decodes with shared par
 kernel (`kernels.triton.attention.attention_by_position`).
 
 The oracle is `kernels.reference.paged_attention`. The tests cover contexts of one token, and of one token more than a
-block. They cover 7 query heads per key head, heads of 10 or 80, and a block size of 3. They cover a window that ends
-inside a tile, NaN in every unused slot, a bias with one distance, and attention that is not causal with more query
-tokens than keys.
+block. The tests cover 7 query heads per key head, heads of 10 or 80, and a block size of 3. The tests cover a window
+that ends inside a tile, NaN in every unused slot, a bias with one distance, and attention that is not causal with more
+query tokens than keys.
 """
 
 from typing import NamedTuple
@@ -141,8 +141,8 @@ class _Tile(NamedTuple):
 
 
 def _decode_tile(groups: int, head_columns: int) -> _Tile:
-    """The tile for decodes. It has few warps, so that several programs fit on a multiprocessor. While one program waits
-    for its first keys, another program on the same multiprocessor computes."""
+    """The tile for decodes. A decode's tile has few warps, so that several programs fit on a multiprocessor. While one
+    program waits for its first keys, another program on the same multiprocessor computes."""
     rows = max(16, triton.next_power_of_2(groups))
     num_warps = 2 if rows == 16 else 4 if rows * head_columns < 2**13 else 8
     return _Tile(rows, num_warps, 5)

@@ -2,7 +2,7 @@
 and weights are 8-bit numbers with scales.
 
     `numbers`     [rows, inputs] e4m3, contiguous. The scales, `row_scales`, are [rows, groups] float32.
-    `weights`     [experts, outputs, inputs] e4m3, contiguous. Their scales are [experts, outputs, groups] float32.
+    `weights` [experts, outputs, inputs] e4m3, contiguous. The scales are [experts, outputs, groups] float32.
     `ends`        [experts] int64: the number of the row after each expert's last row.
     `result`      [rows, outputs], in the type of x or in float32.
     `program`     A program computes 16 rows of one expert by 64 outputs, over one group of inputs after the other.

@@ -13,8 +13,8 @@ fewer such programs than experts. The tile size is the same for any number of ro
 instructions, which may sum a row in another order. The tile sizes have not been tuned by measurement.
 
 The oracle is `kernels.linear.experts.grouped_linear`. The tests cover experts without rows, one row, all rows with one
-expert, and 17 rows with one expert. They also cover 123 inputs, one output, and a number of experts that is not a power
-of two.
+expert, and 17 rows with one expert. The tests also cover 123 inputs, one output, and a number of experts that is not a
+power of two.
 """
 
 from functools import partial

@@ -10,8 +10,8 @@ Libraries such as cuBLAS choose different kernels for different numbers of rows.
 tiles, or split the inputs into parts and add the parts' sums. In the kernel of this file, one program sums the products
 of all inputs in float32, in order, 64 inputs at a time. The tile size depends on the number of rows: few rows need many
 programs that read weights, and many rows need large tiles. Results have equal bits only if all tiles use the same kind
-of tensor core instruction, which multiplies 16 inputs at a time. This instruction is `mma` for compute capability 8,
-and `wgmma` for 9.0. `wgmma` requires 64 rows, so all tiles of 16-bit types have at least 64 rows.
+of tensor core instruction, which multiplies 16 inputs at a time. The tensor core instruction is `mma` for compute
+capability 8, and `wgmma` for 9.0. `wgmma` requires 64 rows, so all tiles of 16-bit types have at least 64 rows.
 `tests/kernels/compile_for_gpus.py` checks which instructions every tile size uses. The kernel assumes that an
 instruction sums a row in the same order, whatever the other rows and outputs are. The tile sizes have not been tuned by
 measurement.

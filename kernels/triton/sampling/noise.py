@@ -1,5 +1,5 @@
-"""The counter-based random numbers of `kernels.sampling.noise`, for use inside a Triton kernel. They have the same bits
-as in eager torch.
+"""The counter-based random numbers of `kernels.sampling.noise`, for use inside a Triton kernel. The numbers have the
+same bits as in eager torch.
 
 The random numbers are not stored in memory. Each number is computed where it is used, in 32-bit integer arithmetic.
 """

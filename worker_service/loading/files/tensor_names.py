@@ -1,7 +1,7 @@
 """Lists the names that a tensor of a network may have in a checkpoint. transformers accepts the same names.
 
-If the names in a checkpoint lack their first part, such as "bert.", transformers adds it. A network whose checkpoints
-may lack this part requests the longer name (`EncoderConfig.prefix`), and the shorter name is also tried.
+If the names in a checkpoint lack their first part, such as "bert.", transformers adds this part. A network whose
+checkpoints may lack this part requests the longer name (`EncoderConfig.prefix`), and the shorter name is also tried.
 """
 
 from collections.abc import Iterator

@@ -87,7 +87,7 @@ class WeightFiles:
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
         """Yield each tensor's name, type, shape and digest. The result does not depend on how the weights are split
-        into files. This method reads all data of all files."""
+        into files. `identity` reads all data of all files."""
         digests = tensor_digests(self._tensors, torch.get_num_threads())
         self._check_unchanged()
         for name, tensor in sorted(self._tensors.items()):

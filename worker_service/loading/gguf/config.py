@@ -199,4 +199,4 @@ ARCHITECTURES = {
     "smollm3": _Network("smollm3", "SmolLM3ForCausalLM", _ALL, _smollm3),
 }
 """Supported networks, by the value of the key general.architecture. The GGUF files of Mistral, Mixtral and SmolLM2
-state "llama". The network qwen2 always has biases, so config.json has no key for them."""
+state "llama". The network qwen2 always has biases, so its config.json has no key for biases."""

@@ -207,7 +207,7 @@ def _check_overlaps(tensors: Mapping[str, GgufTensor]) -> None:
 
 
 class _TensorType(NamedTuple):
-    """A tensor type of GGUF: `block_size` elements occupy `block_bytes` bytes."""
+    """A tensor type of GGUF, in which a block of `block_size` elements occupies `block_bytes` bytes."""
 
     name: str
     block_size: int

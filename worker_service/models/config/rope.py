@@ -26,7 +26,7 @@ _YARN_FACTOR = "attn_factor"
 """A key from YaRN's first code: a factor on cosines and sines. vLLM applies this factor in the same way as this module;
 transformers does not support the factor."""
 NOTES = ("finetuned",)
-"""Keys that record how a model with scaled rotary embeddings was trained. These keys have no effect on inference."""
+"""Keys that record how a model with scaled rotary embeddings was trained, and that have no effect on inference."""
 _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = LARGEST
 N = TypeVar("N", int, float)

@@ -1,4 +1,4 @@
-"""Parses a config.json with transformers. This is the only module that passes a config.json to transformers."""
+"""Parses a config.json with transformers. Only this module passes a config.json to transformers."""
 
 from collections.abc import Mapping
 from dataclasses import fields

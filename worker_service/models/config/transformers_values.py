@@ -1,8 +1,8 @@
 """Refuses invalid values in config.json that transformers' configuration classes would accept, or on which they would
 crash.
 
-transformers checks only the types of values. It accepts NaN, infinity, negative sizes and contradicting values, and
-creates as many layers as config.json states.
+transformers checks only the types of values. For example, transformers accepts NaN, infinity, negative sizes and
+contradicting values, and creates as many layers as config.json states.
 """
 
 import math
@@ -104,7 +104,7 @@ def _check_positions(where: str, parameters: object, names: Collection[str]) -> 
 def _numbers(json: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
     """Yield every number in config.json with its key, such as "rope_scaling.factor"."""
     left: list[tuple[str, Any]] = [*json.items()]
-    while left:  # no recursion, because config.json may be nested deeper than Python's limit
+    while left:  # a loop, because config.json may be nested deeper than Python's recursion limit
         name, value = left.pop()
         if isinstance(value, Mapping):
             left += [(f"{name}.{key}", within) for key, within in value.items()]

@@ -1,7 +1,7 @@
 """Reads the config.json of an EAGLE-3 head (Li et al., 2025), which has two published formats.
 
-The older format comes from EAGLE's authors. It has the sizes of the head's layer at the top of config.json. The newer
-format comes from vLLM's project speculators. It has these sizes under the key `transformer_layer_config`, and has more
+The older format, by EAGLE's authors, has the sizes of the head's layer at the top of config.json. The newer format, by
+vLLM's project speculators, has the sizes of the head's layer under the key `transformer_layer_config`, and has more
 keys.
 """
 
@@ -91,8 +91,8 @@ def _layer(sizes: ReadKeys) -> DecoderConfig:
 def _states_before(keys: ReadKeys, num_layers: int) -> tuple[int, ...]:
     """Numbers of the target's layers whose inputs the head uses.
 
-    SGLang's SpecForge writes these numbers under the key `eagle_config`. There, they number the layers whose outputs
-    the head uses, so that 1 must be added.
+    SGLang's SpecForge writes these numbers under the key `eagle_config`. Numbers under `eagle_config` belong to layers
+    whose outputs the head uses, so that 1 must be added.
     """
     own, name = keys.group("eagle_config"), "eagle_aux_hidden_state_layer_ids"
     if not all(part.boolean("use_aux_hidden_state", True, null=True) for part in (own, keys)):

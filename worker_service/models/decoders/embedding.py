@@ -12,8 +12,8 @@ from worker_service.parallel.ranks import Ranks
 class Embedding:
     """The embedding layer of a native decoder: a function from token ids to embeddings.
 
-    In most networks, the embedding table is also the weight of the output head. If so, embeddings are read from the
-    output head's packed weight, so that the table is in memory only once.
+    In most networks, the embedding table is also the weight of the output head. In these networks, embeddings are read
+    from the output head's packed weight, so that the table is in memory only once.
     """
 
     def __init__(self, weight: Tensor, tokens: range, ranks: Ranks) -> None:

@@ -1,9 +1,9 @@
 """The decoder layer of a drafting head, and the hidden states that a drafting head stores beside its keys and values.
 
-A drafting head drafts a token from the hidden state of the previous token. This state was computed by the head if the
-previous token is a draft, and by the target network if it is not. The head's cache stores these states as if they were
-the keys and values of additional layers. A cache block that is moved, copied or shared thus includes the states of its
-tokens.
+A drafting head drafts a token from the hidden state of the previous token. The state of the previous token was computed
+by the head if this token is a draft, and by the target network if it is not. The head's cache stores these states as if
+they were the keys and values of additional layers. A cache block that is moved, copied or shared thus includes the
+states of its tokens.
 """
 
 from collections.abc import Sequence

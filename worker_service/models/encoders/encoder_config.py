@@ -22,8 +22,8 @@ _UNUSED = (
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
     "pooler_type", "sbert_ce_default_activation_function", "sentence_transformers",
 )  # fmt: skip
-"""Keys of config.json that are ignored here. Most of them describe poolers that no supported network has. Others, about
-sentence-transformers' scores, are read by the scheduler."""
+"""Keys of config.json that are ignored here: keys about poolers that no supported network has, and keys about
+sentence-transformers' scores, which only the scheduler reads."""
 MAX_LABELS = 1 << 16
 """Maximum number of a classifier's labels. The number is limited, because transformers creates a name for each
 label."""

@@ -1,4 +1,5 @@
-"""A linear layer of a network. Its weight is packed once, and every forward pass multiplies by the packed weight."""
+"""A linear layer of a network. The layer's weight is packed once, and every forward pass multiplies by the packed
+weight."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -57,7 +58,7 @@ def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Qu
 class Linear:
     """A linear layer, which computes `x @ weight.T + bias`. weight is [outputs, inputs]; bias is [outputs] or None.
 
-        `wide`         whether results are in float32. If not, results are rounded to the dtype of x.
+        `wide` whether results are in float32, and not rounded to the dtype of x.
         `adds_bias`    whether this rank adds the bias. If the results of ranks are summed, only one rank adds the bias.
         `batch_invariant`  whether products by the packed weight are batch-invariant even if `ops` is not.
         `quantisable`  whether `pack` may quantise the weight.
