@@ -1,6 +1,7 @@
-"""Operations of a forward pass and a sampler. The operations import no code of the services and depend on torch only.
-The subpackage `triton` also depends on the library triton.
+"""The operations of a model's forward pass and of the sampler. This package imports no code of the services, and
+depends only on torch. The subpackage `triton` also depends on the library triton.
 
-`reference`, `sampling.eager` and their helpers are eager torch. The eager functions run on every device, and are the
-oracle with which tests compare the faster kernels. `backends` and `sampling.ops` choose the kernels for a device.
+The modules `reference` and `sampling.eager`, and their helpers, are eager torch. Eager torch runs on every device, and
+is the oracle with which tests compare the faster kernels. The modules `backends` and `sampling.ops` choose the kernels
+for a device.
 """

@@ -1,8 +1,9 @@
-"""The interface of a backend: a module with one function for each method of `Ops`, the operations of a decoder layer.
+"""The interface of a backend for the operations of a decoder layer. A backend is a module with one function for each
+method of `Ops`.
 
-If a backend's kernel would not be faster than eager torch, the backend uses the function of `kernels.reference`. The
-docstrings of `kernels.reference`, `kernels.composed` and `kernels.linear.experts` define the operations.
-`kernels.backends` chooses a backend.
+If a backend has no faster kernel for an operation, it uses the function of `kernels.reference`. The docstrings of
+`kernels.reference`, `kernels.composed` and `kernels.linear.experts` define the operations. `kernels.backends` chooses a
+backend.
 """
 
 from collections.abc import Callable
@@ -16,53 +17,55 @@ from kernels.attention.metadata import AttentionMetadata
 from kernels.float8 import Float8Weight
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
-"""A function that computes `x @ weight.T + bias` from x, [rows, inputs], and bias, [outputs] or None."""
+"""A function with a packed weight that computes `x @ weight.T + bias` from the arguments x, [rows, inputs], and bias,
+[outputs] or None."""
 
 
 @runtime_checkable
 class Table(Protocol):
-    """A `Product` that can also return rows of its packed weight."""
+    """A `Product` that can also return rows of its packed weight, such as the embeddings of tokens."""
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Read rows of the weight. numbers: [n] int64, the outputs. Returns [n, inputs] float32."""
+        """Read rows of the weight. numbers is [n] int64, the numbers of the rows. Returns [n, inputs] float32."""
 
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """The weights of several adapters for one product. Each adapter has a slot.
+    """The weights of several adapters for one linear layer. Each adapter has a slot.
 
-    The product's outputs belong to one projection or to several fused projections, the parts. Each part has separate
-    inner units.
+    The outputs of the linear layer consist of parts: a part is one of several fused projections, or the only
+    projection. Each part has separate inner units.
     """
 
     a: Tensor
-    """[slots, parts, max_rank, inputs]: weights from inputs to inner units."""
+    """[slots, parts, max_rank, inputs]: the weights from inputs to inner units (LoRA's matrix A)."""
     b: Tensor
-    """[slots, max_rank, outputs]: weights from inner units to outputs, multiplied by the adapter's scaling factor.
-    Inner units of a part contribute only to the part's outputs."""
+    """[slots, max_rank, outputs]: the weights from inner units to outputs (LoRA's matrix B), multiplied by the
+    adapter's scaling factor. The inner units of a part contribute only to the outputs of the same part."""
     ranks: Tensor
-    """[slots] int32: number of inner units of each part; 0 if the slot's adapter does not change this product."""
+    """[slots] int32: number of inner units of each part; 0 if the slot's adapter does not change this linear layer."""
     starts: tuple[int, ...]
-    """The first output of each part, and at the end the number of all outputs."""
+    """The number of the first output of each part, followed by the number of all outputs."""
 
 
 class GroupedWeight(NamedTuple):
-    """A quantised weight `number * scale - minimum`. A group of neighbouring inputs of an output shares scale and
-    minimum.
+    """A quantised weight matrix with the values `number * scale - minimum`. A group of neighbouring inputs of an output
+    shares a scale and a minimum.
 
-    numbers: [outputs, inputs] uint8, below 2 to the power of `bits`. scales: [outputs, groups] float16. A group has 32
-    or 16 inputs; the last group may have fewer inputs. minimums: [outputs, groups] float16, or None. None means that
-    the minimum is scale times the middle number, 2 to the power of (`bits` - 1). units: None, or [outputs, inputs /
-    256, 2] float16 with a unit for scales and a unit for minimums. Without minimums, units are [outputs, inputs / 256,
-    1]. If a weight has units, scales and minimums are uint8, and are multiplied by the unit of their 256 inputs. With
-    units and without minimums, scales are int8. order: [inputs] int64, the input of each column of numbers, if the
-    inputs of groups are not neighbours. Products reorder x by `order`.
+    numbers is [outputs, inputs] uint8, each below 2 to the power of `bits`. scales is [outputs, groups] float16. A
+    group has 32 or 16 inputs; the last group may have fewer inputs. minimums is [outputs, groups] float16, or None. If
+    minimums is None, each minimum is the scale times the middle number, which is 2 to the power of (`bits` - 1). units
+    is None, or [outputs, inputs / 256, 2] float16 with a unit for scales and a unit for minimums. If minimums is None,
+    units are [outputs, inputs / 256, 1]. If a weight has units, its scales and minimums are uint8, and are multiplied
+    by the unit of their 256 inputs. If a weight has units but no minimums, its scales are int8. order is [inputs]
+    int64, the number of the input to which each column of `numbers` belongs, or None if columns are in the order of
+    inputs. Products reorder x by `order`.
 
-    Without units, there are products for 4, 5 and 8 bits with groups of 32, and for 8 bits with minimums and groups of
-    16. With units, there are products for 4 and 5 bits with minimums and groups of 32, and for 6 bits without minimums
-    and groups of 16.
+    Kernels support only some combinations. Weights without units may have 4, 5 or 8 bits with groups of 32, or 8 bits
+    with minimums and groups of 16. Weights with units may have 4 or 5 bits with minimums and groups of 32, or 6 bits
+    without minimums and with groups of 16.
     """
 
     numbers: Tensor
@@ -77,18 +80,18 @@ QuantizedWeight = GroupedWeight | Float8Weight
 
 
 class Ops(Protocol):
-    """The operations of a backend.
+    """The operations of a decoder layer, which each backend implements.
 
-    Operations take effect in the order of their calls. `qkv_attention` stores keys and values of all rows before any
-    row attends. If sequences share a prefix, a row may therefore attend to a block that another row of the same step
-    fills.
+    Operations take effect in the order of their calls. `qkv_attention` stores the keys and values of all rows before it
+    computes the attention of any row. If sequences share a prefix, a row may therefore attend to a block that another
+    row of the same step fills.
     """
 
     WIDE_PRODUCTS: bool
-    """Whether products return float32 sums as fast as sums rounded to 16 bits."""
+    """Whether products with float32 results are as fast as products with results that are rounded to 16 bits."""
 
     GROUPED_PRODUCTS: bool
-    """Whether `grouped_linear` is faster than one packed product for each expert."""
+    """Whether `grouped_linear` is faster than a separate product with a packed weight for each expert."""
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None

@@ -1,1 +1,1 @@
-"""Inputs of attention: its options, a step's block tables, and 8-bit caches."""
+"""The inputs of attention kernels: options, metadata with the block tables of a step, and 8-bit KV caches."""

@@ -1,7 +1,8 @@
-"""Keys and values in 8 bits. A head is stored as its numbers, followed by a float32 scale for all its numbers.
+"""KV caches in 8 bits. A head of a key or a value is stored as 8-bit numbers, followed by a float32 scale for all these
+numbers.
 
-The numbers are int8 or e4m3. A head of 64 numbers occupies 68 bytes, instead of 128 bytes in 16 bits. Blocks are moved
-like blocks of other types.
+The 8-bit numbers are int8 or e4m3. A head of 64 numbers occupies 68 bytes, instead of 128 bytes in a 16-bit cache. The
+blocks of an 8-bit cache are copied and moved like the blocks of other caches.
 """
 
 import torch
@@ -11,36 +12,38 @@ from kernels.float8 import FLOAT8, LARGEST
 
 SCALE_BYTES = 4
 _LARGEST = {torch.int8: 127.0, FLOAT8: LARGEST}
-"""Types of an 8-bit cache. Value: the number to which a head's largest magnitude is scaled."""
+"""The types that an 8-bit cache may have. For each type, the number to which the largest magnitude of a head is
+scaled."""
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether a cache of this type stores a scale for each head."""
+    """Whether a cache of this type is an 8-bit cache, which stores a scale for each head."""
     return dtype in _LARGEST
 
 
 def stored_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Number of elements that a head occupies in a cache of this type."""
+    """Number of elements that a head occupies in a cache of this type, including its scale."""
     return head_dim + SCALE_BYTES if is_narrow(dtype) else head_dim
 
 
 def head_dim_of(layer_cache: Tensor) -> int:
-    """The head_dim of a cache. layer_cache: [..., elements of a head]."""
+    """The head_dim of the heads in a cache. layer_cache is [..., stored elements of a head]."""
     size = layer_cache.shape[-1]
     return size - SCALE_BYTES if is_narrow(layer_cache.dtype) else size
 
 
 def narrowed(heads: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
-    """Quantise heads, [..., head_dim] in floating point, with a scale for each head. Returns [..., elements of a head]
-    of type `dtype`.
+    """Quantise heads, [..., head_dim] in floating point, with a scale for each head. Returns [..., stored elements of a
+    head] of type `dtype`.
 
-    The scale maps a head's largest magnitude to the type's largest number. Numbers are then rounded to nearest. If a
-    number of a head is not finite, the dequantised head is NaN. A head with all magnitudes at most 1e-36 becomes 0.
+    The scale maps a head's largest magnitude to the largest number of the type. Scaled numbers are rounded to nearest.
+    If an element of a head is not finite, all elements of the head become NaN when it is dequantised. If all magnitudes
+    of a head are at most 1e-36, all its elements become 0.
     """
     wide = heads.float()
     largest, most = wide.abs().amax(dim=-1, keepdim=True), _LARGEST[dtype]
     is_finite = largest.isfinite()
-    # Both operands of the division are tensors. If an operand of a division is a Python number, torch may multiply by a
+    # Both operands of each division are tensors. If an operand were a Python number, torch might multiply by a
     # reciprocal instead, and round twice.
     most_of_all = torch.full_like(largest, most)
     steps = (most_of_all / largest).clamp_(max=torch.finfo(torch.float32).max)
@@ -52,7 +55,7 @@ def narrowed(heads: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
 
 
 def widened(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise the result of `narrowed` to [..., head_dim] of type `dtype`."""
+    """Dequantise heads that `narrowed` has quantised, to [..., head_dim] of type `dtype`."""
     numbers, scales = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:]
     whole = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)  # a view requires aligned bytes
     return (numbers.float() * whole).to(dtype)

@@ -1,5 +1,5 @@
-"""Checks which options of `Ops.paged_attention` may be combined. Every backend calls this function first, so kernels
-contain no checks."""
+"""Checks whether the options of `Ops.paged_attention` may be combined. Every backend calls `check_attention_options`
+before its kernel, so kernels contain no checks."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from torch import Tensor
 def check_attention_options(
     query: Tensor, window: int | None, soft_cap: float | None, bias: Tensor | None, causal: bool
 ) -> None:
-    """Raise ValueError for a forbidden combination, or for an argument of a wrong shape or type.
+    """Raise ValueError if options of paged attention are combined that must not be, or if the bias has a wrong shape or
+    type.
 
-    The combination of a soft cap and a bias is forbidden. No network uses both a soft cap and a bias, so the order of
-    the two options is undefined.
+    A soft cap and a bias must not be combined: no network uses both, so it is not defined which of them applies first.
     """
     if not causal and (window is not None or bias is not None):
         raise ValueError("attention that is not causal knows no distances: it goes with neither a window nor a bias")

@@ -1,11 +1,11 @@
 """Compiles the CPU kernels: python -m kernels.cpu.build [--all]
 
-Builds the library for this machine's best instruction set. With --all, the script builds a library for each instruction
-set of this kind of machine, so that a container image runs on all these machines. Existing libraries are kept. If the
-compiler or Python's headers are missing, the script prints a line and builds nothing. Workers without libraries use
-eager torch. The compiler must support C++20 and its standard library, for example GCC 11. If the compiler does not
-support an instruction set, the script prints a line and skips the instruction set. Machines with a skipped instruction
-set use the next best library.
+The script builds the library for the best instruction set of this machine's processor. With --all, it builds a library
+for each instruction set of the processor's architecture, so that a container image runs on all processors of this
+architecture. Existing libraries are kept. If the compiler or Python's headers are missing, the script prints a line and
+builds nothing; a worker without a library uses eager torch. The compiler must support C++20 and its standard library,
+as GCC 11 does. If the compiler does not support an instruction set, the script prints a line and skips this instruction
+set. A machine whose best instruction set was skipped uses the library for its next best instruction set.
 """
 
 import argparse
@@ -26,14 +26,14 @@ from pathlib import Path
 from kernels.cpu.library import FLAGS, FOLDER, INSTRUCTION_SETS, SOURCES, library_path, supported
 
 _COMPILER_BYTES = 1.25 * 2**30
-"""Memory to reserve for each compiler process. Peak memory of GCC 12: 1.1 GiB for bindings.cpp, 0.75 GiB for
-packing.cpp."""
+"""Memory that is reserved for each compiler process. The peak memory of GCC 12 is 1.1 GiB for bindings.cpp, and 0.75
+GiB for packing.cpp."""
 _PARTIAL = "partial-"
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 class BuildError(Exception):
-    """A library cannot be built. The message contains the compiler's output."""
+    """Raised if a library of CPU kernels cannot be built. The error's message contains the compiler's output."""
 
 
 def main() -> None:
@@ -53,16 +53,16 @@ def main() -> None:
 
 
 def build(names: Sequence[str]) -> None:
-    """Build the missing libraries for these instruction sets. If several processes call this function, each library is
-    built once.
+    """Build the libraries of CPU kernels that are missing for these instruction sets. Even if several processes call
+    this function, each library is built once.
 
-    Libraries of other versions of the sources are removed afterwards. Raises BuildError.
+    Libraries that were built from other versions of the sources are removed afterwards. Raises BuildError.
     """
     FOLDER.mkdir(exist_ok=True)
     with _alone():
-        places = {name: library_path(name) for name in INSTRUCTION_SETS}  # hashed before the compiler reads the sources
+        places = {name: library_path(name) for name in INSTRUCTION_SETS}  # hashes the sources before they are compiled
         absent = {name: places[name] for name in names if not places[name].exists()}
-        for dead in FOLDER.glob(f"{_PARTIAL}*"):  # left by a killed process, since only the lock's holder builds
+        for dead in FOLDER.glob(f"{_PARTIAL}*"):  # left by a killed build, since this process holds the lock
             shutil.rmtree(dead, ignore_errors=True)
         if absent:
             with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=FOLDER) as folder:
@@ -72,8 +72,9 @@ def build(names: Sequence[str]) -> None:
 
 
 def known_instruction_sets(names: Sequence[str]) -> list[str]:
-    """The instruction sets whose flags the compiler accepts. For each skipped instruction set, a line is printed. If
-    the compiler accepts no flags, all names are returned: the cause is another fault, which the build will report."""
+    """Returns those of the named instruction sets whose flags the compiler accepts. For each instruction set that is
+    skipped, a line is printed. If the compiler accepts the flags of none, all names are returned, because the compiler
+    has another fault, which the build will report."""
     compiler = _compiler()
     compile_nothing = [compiler, "-E", "-x", "c++", os.devnull]
     codes = {
@@ -91,7 +92,8 @@ def known_instruction_sets(names: Sequence[str]) -> list[str]:
 
 
 def what_is_missing() -> str:
-    """The requirement for building that is missing; empty if nothing is missing."""
+    """Names what is missing on this machine to build libraries: the compiler or Python's headers. The result is empty
+    if nothing is missing."""
     compiler = _compiler()
     if shutil.which(compiler) is None:
         return f"C++ compiler ({compiler})"
@@ -100,19 +102,20 @@ def what_is_missing() -> str:
 
 
 def num_compilers() -> int:
-    """Number of compiler processes to run at once, limited by cores and by free memory."""
+    """Number of compiler processes that run at once. The number is limited by the machine's cores and by its free
+    memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cores, _free_bytes() // _COMPILER_BYTES)))
 
 
 def _free_bytes() -> float:
-    """Bytes of free memory: the machine's, or the control group's if its limit leaves less. Returns infinity if neither
-    is known."""
+    """Number of bytes of free memory. The result is the free memory of the machine or of the control group, whichever
+    is less, or infinity if neither is known."""
     free = math.inf
     with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):  # the limit may be "max"
+    with contextlib.suppress(OSError, ValueError):  # the control group's limit may be "max"
         limit = int((_CGROUP / "memory.max").read_text())
         used = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
         free = min(free, limit - int(used["anon"]))
@@ -120,8 +123,8 @@ def _free_bytes() -> float:
 
 
 def _compile(places: dict[str, Path], folder: Path) -> None:
-    """Compile every source for every instruction set, and link the libraries. The largest sources are compiled
-    first."""
+    """Compile every source file for every instruction set, and link the libraries. The largest source files are
+    compiled first."""
     begun = time.monotonic()
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)
     jobs = [(name, source) for source in sources for name in places]
@@ -178,7 +181,7 @@ def _compiler() -> str:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Hold a lock, so that other builds in this folder wait until this process is done."""
+    """Hold a lock during the with block, so that other processes that build in this folder wait."""
     with (FOLDER / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Locates the compiled libraries of CPU kernels, and finds the libraries that this machine can run."""
+"""Locates the compiled libraries of CPU kernels, determines which of them this machine can run, and loads them."""
 
 import hashlib
 import platform
@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 
 FLAGS = ("-DTORCH_EXTENSION_NAME=pagewire_cpu", "-std=c++20", "-fPIC", "-O3", "-fno-math-errno", "-fvisibility=hidden")
-"""Compiler flags of every library. Symbols are hidden, because otherwise two libraries in one process would share their
-static variables."""
+"""Compiler flags for the libraries of all instruction sets. Symbols are hidden, so that two libraries in one process do
+not share their static variables."""
 
 
 class InstructionSet(NamedTuple):
-    """An instruction set for which a library can be compiled."""
+    """An instruction set for which a library of CPU kernels can be compiled."""
 
-    flags: tuple[str, ...]  # compiler flags in addition to FLAGS
-    features: tuple[str, ...] = ()  # required CPU features, by torch's names
+    flags: tuple[str, ...]  # compiler flags for this instruction set, in addition to FLAGS
+    features: tuple[str, ...] = ()  # required CPU features, by their names in torch
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2")
@@ -29,13 +29,14 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf1
 _AVX512_FEATURES = (*_AVX2_FEATURES, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
 _TORCH_AVX512 = ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")
 _TORCH_DEFAULT = ("-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT")
-# Without the SLEEF flag, torch's NEON vectors compute exponentials and logarithms one element at a time. x86 needs no
-# such flag.
+# The flag for SLEEF is needed on ARM, where torch's NEON vectors would compute exponentials and logarithms one element
+# at a time without it. For x86, torch needs no such flag.
 _TORCH_NEON = (*_TORCH_DEFAULT, "-DAT_BUILD_ARM_VEC256_WITH_SLEEF")
 
 
 def instruction_sets_of(machine: str) -> dict[str, InstructionSet]:
-    """The instruction sets of a kind of machine, the best first. machine: a name from `platform.machine`."""
+    """The instruction sets of a processor architecture, beginning with the best. machine: the architecture's name, as
+    `platform.machine` returns it."""
     match machine:
         case "x86_64" | "AMD64":
             return {
@@ -62,10 +63,11 @@ SOURCES = Path(__file__).parent / "csrc"
 
 
 def library_path(instruction_set: str) -> Path:
-    """The path of a library. The file name contains the versions of Python and torch, and a hash of sources and flags.
+    """The path of the library for an instruction set. The name of the file contains the versions of Python and torch,
+    and a hash of the sources and the compiler flags.
 
-    A library works only with the versions for which it was built. A library for other versions has another name, so it
-    is not loaded.
+    A library works only with the versions of Python and torch for which it was built. A library for other versions has
+    another file name, so it is not loaded.
     """
     digest = hashlib.sha256(repr((FLAGS, INSTRUCTION_SETS[instruction_set].flags)).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
@@ -75,7 +77,7 @@ def library_path(instruction_set: str) -> Path:
 
 
 def what_is_missing() -> str:
-    """The reason why this machine cannot run a compiled library, in words for a log."""
+    """The reason why no compiled library can be loaded on this machine, as a text for the log."""
     if not supported():
         return f"a processor with the instructions of {' or of '.join(INSTRUCTION_SETS)}"
     if any(FOLDER.glob("*.so")):
@@ -85,7 +87,7 @@ def what_is_missing() -> str:
 
 
 def supported() -> list[str]:
-    """The instruction sets that this machine can run, the best first."""
+    """The instruction sets that this machine's processor supports, beginning with the best."""
     have = torch.cpu.get_capabilities()
     return [name for name, needed in INSTRUCTION_SETS.items() if all(have.get(feature) for feature in needed.features)]
 
@@ -93,8 +95,8 @@ def supported() -> list[str]:
 def load_library(instruction_set: str) -> ModuleType:
     """Load the library for an instruction set. Raises ImportError if the library has not been built."""
     path = str(library_path(instruction_set))
-    # pybind11 caches modules by name. If two libraries had one module name, loading the second library would return the
-    # first library.
+    # Each library gets its own module name, because pybind11 caches modules by name. If two libraries had the same
+    # module name, loading the second library would return the first.
     name = f"{instruction_set}.pagewire_cpu"
     spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, path))
     assert spec is not None

@@ -1,5 +1,5 @@
-"""The CPU's implementation of `kernels.ops.Ops`. Importing this module raises ImportError if no library for this
-machine has been built."""
+"""Implements `kernels.ops.Ops` for CPUs, with the compiled kernels. If no library for this machine has been built,
+importing this module raises ImportError."""
 
 import sys
 from functools import partial
@@ -19,7 +19,7 @@ _built = [name for name in supported() if library_path(name).exists()]
 if not _built:
     raise ImportError(f"missing: {what_is_missing()}")
 INSTRUCTION_SET = _built[0]
-"""Name of the loaded library's instruction set in `library.INSTRUCTION_SETS`."""
+"""Name of the instruction set of the loaded library, which is a key of `library.INSTRUCTION_SETS`."""
 
 _library = load_library(INSTRUCTION_SET)
 
@@ -108,7 +108,7 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product:
-    # All products of packed weights are batch-invariant.
+    # Every product by a packed weight is batch-invariant, so `pack_batch_invariant` is the same function.
     outputs, inputs = weight.shape
     if not _library.can_pack(inputs):
         return reference.pack_batch_invariant(weight, wide)
@@ -148,8 +148,8 @@ def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:
         return None
     numbers, scales, minimums, bits, units, _ = weight
     first, second = scales[:, ::2], scales[:, 1::2]
-    # W8A8 products require one scale for each 64 inputs. Weights with a scale for each output (compressed-tensors'
-    # W8A8) or with larger groups qualify.
+    # The kernels for w8a8 require that each group of 64 inputs has one scale. 8-bit weights with a scale for each
+    # output (compressed-tensors' W8A8) or for larger groups meet this requirement.
     is_w8a8 = bits == 8 and minimums is None and scales.shape[1] * WEIGHT_GROUP == inputs
     if is_w8a8 and inputs % W8A8_GROUP == 0 and first.equal(second):
         packed = _library.pack_w8a8((numbers ^ 128).view(torch.int8), first.float().contiguous())
@@ -162,7 +162,7 @@ pack_float8 = partial(composed.pack_float8, cast(Ops, sys.modules[__name__]))
 
 
 class _Packed:
-    """The product of a packed weight. Implements `Table`."""
+    """A packed weight. Implements `Table`."""
 
     def __init__(self, packed: Tensor, outputs: int, inputs: int, wide: bool) -> None:
         self._packed, self._outputs, self._inputs, self._wide = packed, outputs, inputs, wide

@@ -1,5 +1,5 @@
-"""The operations of a sampler on a CPU. Operations that every step uses are compiled. Rarer operations are eager
-torch."""
+"""The operations of the sampler on a CPU. The operations that are used in every step are compiled C++. The other
+operations are eager torch."""
 
 from torch import Tensor
 

@@ -1,1 +1,1 @@
-"""Products with quantised weights and with experts' weights, in eager torch."""
+"""Eager torch code for mixtures of experts, and for the quantisation of weights."""

@@ -1,4 +1,5 @@
-"""Quantises weights to 8 and 4 bits: the nearest numbers, and the scales that dequantise the numbers."""
+"""Quantises weight matrices to 8 and 4 bits. The results are rounded integers, and the scales with which the integers
+are dequantised."""
 
 import torch
 from torch import Tensor
@@ -7,17 +8,18 @@ from torch.nn import functional
 from kernels.ops import GroupedWeight
 
 WEIGHT_GROUP = 32
-"""Number of neighbouring weights of an output that share a scale."""
+"""Number of neighbouring weights of an output that share a scale in int8 and int4."""
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a weight to int8, with a scale for each group of 32 inputs of an output.
+    """Quantise a weight matrix to int8, with a scale for each group of 32 inputs of an output.
 
-    weight: [outputs, inputs]. Returns numbers, [outputs, inputs] int8 within ±127, and scales, [outputs, groups] bf16.
-    The last group may have fewer inputs.
+    weight is [outputs, inputs]. Returns numbers, [outputs, inputs] int8 within ±127, and scales, [outputs, groups]
+    bf16. The last group of an output may have fewer inputs.
     """
     numbers, scales = [], []
-    # A few rows at a time. The head of a large vocabulary in float32 would be the peak of a worker's memory at start.
+    # The weight is quantised 4,096 rows at a time. The whole output head of a large vocabulary in float32 would
+    # determine the peak memory of a worker's start.
     for rows in torch.split(weight, 4096):
         groups = _groups(rows)
         largest = groups.abs().amax(dim=2).clamp_(min=127 * torch.finfo(torch.bfloat16).tiny)
@@ -28,14 +30,15 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 W8A8_GROUP = 64
-"""Number of neighbouring inputs that share a scale, if weight and x are both in 8 bits."""
+"""Number of neighbouring inputs of an output that share a scale in the scheme w8a8, in which both the weight and x are
+quantised to 8 bits."""
 
 
 def quantize_w8a8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a weight to int8, with a scale for each group of 64 inputs of an output.
+    """Quantise a weight matrix to int8 for the scheme w8a8, with a scale for each group of 64 inputs of an output.
 
-    weight: [outputs, inputs]. Returns numbers, [outputs, inputs] int8 within ±127, and scales, [outputs, groups]
-    float32. The last group may have fewer inputs. Raises ValueError if the weight is not finite.
+    weight is [outputs, inputs]. Returns numbers, [outputs, inputs] int8 within ±127, and scales, [outputs, groups]
+    float32. The last group of an output may have fewer inputs. Raises ValueError if the weight is not finite.
     """
     numbers, scales = [], []
     for rows in torch.split(weight, 4096):  # limits memory, see `quantize_int8`
@@ -50,16 +53,18 @@ def quantize_w8a8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor) -> GroupedWeight:
-    """Quantise a weight to 4 bits, with a scale and a minimum for each group of 32 inputs of an output, as in GGUF's
-    Q4_1.
+    """Quantise a weight matrix to 4 bits, with a scale and a minimum for each group of 32 inputs of an output, as in
+    GGUF's Q4_1.
 
-    Several ranges are tried for each group, and the range with the smallest sum of squared errors is used. A range
-    narrower than the group's weights clips the largest weights, but has smaller steps.
+    For each group, the function tries several ranges of values, and uses the range with the smallest sum of squared
+    errors. A range that is narrower than the range of the group's weights clips the largest weights, but has a smaller
+    scale.
 
-    weight: [outputs, inputs]. Raises ValueError if a scale exceeds the range of float16.
+    weight is [outputs, inputs]. Raises ValueError if a scale exceeds the range of float16.
     """
     numbers, scales, minimums = [], [], []
-    # The rows must stay in a core's cache. With 1,000 rows at a time, the function took twelve times as long.
+    # Only as many rows are quantised at a time as stay in a core's cache. With 1,000 rows at a time, `quantize_int4`
+    # took twelve times as long.
     for rows in torch.split(weight, max(1, 2**18 // weight.shape[1])):
         groups = _groups(rows)
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
@@ -85,11 +90,12 @@ def quantize_int4(weight: Tensor) -> GroupedWeight:
 
 
 _INT4_SHARES = (1.0, 0.94, 0.88, 0.82)
-"""Ranges to try, as fractions of the range of a group's weights."""
+"""The ranges that `quantize_int4` tries, as fractions of the range of a group's weights."""
 
 
 def _fit(numbers: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and the minimum that minimise the squared error for these numbers, rounded to float16."""
+    """The scale and the minimum with which these numbers approximate the weights in `groups` best, rounded to float16.
+    The squared error is minimised."""
     mean, mean_of_weights = numbers.mean(2, keepdim=True), groups.mean(2, keepdim=True)
     deviation = numbers - mean
     spread = deviation.square().sum(2, keepdim=True)
@@ -98,7 +104,7 @@ def _fit(numbers: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _groups(rows: Tensor, size: int = WEIGHT_GROUP) -> Tensor:
-    """Split rows into groups, [rows, groups, inputs of a group] float32. The last group is padded with its last
-    input."""
+    """Split the rows of a weight matrix into groups of inputs, [rows, groups, inputs of a group] float32. The last
+    group of a row is padded with copies of the row's last weight."""
     padding = (0, -rows.shape[1] % size)
     return functional.pad(rows.float(), padding, mode="replicate").view(len(rows), -1, size)

@@ -1,5 +1,5 @@
-"""Chooses a token from each row of logits, in eager torch. The functions run on every device, and are the oracle with
-which tests compare the faster kernels."""
+"""The operations of the sampler in eager torch, which choose a token from each row of logits. The functions run on
+every device, and are the oracle with which tests compare the faster kernels."""
 
 from dataclasses import dataclass
 
@@ -15,43 +15,45 @@ __all__ = ["Draws", "draw", "greedy", "keep", "log_probabilities"]
 
 @dataclass(frozen=True)
 class Draws:
-    """Parameters of random draws from rows of logits. All tensors are [draws], on the logits' device.
+    """Parameters of random draws of tokens from rows of logits. All tensors have the shape [draws], and are on the
+    device of the logits.
 
-    `filters.filter_thresholds` defines the filters.
+    The function `filters.filter_thresholds` defines the filters min_p, top_k and top_p.
     """
 
     rows: Tensor
-    """int64: the row of logits of each draw."""
+    """int64: the number of the row of logits from which a token is drawn."""
     keys: Tensor
-    """int64: the key of each draw's random numbers, from `noise.row_keys`."""
+    """int64: the key of each draw's random numbers, as `noise.row_keys` computes it."""
     temperature: Tensor
-    """float32, above 0: divides the logits."""
+    """float32, above 0: the temperature, by which logits are divided."""
     min_p: Tensor
-    """float32: minimum probability, as a fraction of the largest probability."""
+    """float32: the minimum probability of a token, as a fraction of the largest probability."""
     top_k: Tensor
-    """int64: maximum number of tokens, 0 for no limit."""
+    """int64: the maximum number of tokens that may be drawn; 0 for no limit."""
     top_p: Tensor
-    """float32: only the likeliest tokens pass, until their probabilities sum to this number; 1 for all tokens."""
+    """float32: only the likeliest tokens may be drawn, until their probabilities sum to this number; 1 for all
+    tokens."""
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The token with the largest logit of each row, and the logit. Among tokens with equal logits, the lowest id is
-    returned.
+    """Find the token with the largest logit in each row, and its logit. Among tokens with equal logits, the token with
+    the lowest id is returned.
 
-    logits: [rows, vocabulary_size], any float type. Returns tokens, [rows] int64, and logits, [rows], any float type.
-    If a row contains NaN or +inf, or if all its logits are -inf, the returned logit is not finite, and the token may be
-    any number.
+    logits is [rows, vocabulary_size], of any float type. Returns tokens, [rows] int64, and their logits, [rows], of any
+    float type. If a row contains NaN or +inf, or if all its logits are -inf, the returned logit is not finite, and the
+    returned token may be any number.
     """
-    largest = logits.max(dim=-1)  # NaN counts as the largest; among equal logits, the first is returned
+    largest = logits.max(dim=-1)  # NaN counts as the largest; max returns the first of equal logits
     return largest.indices, largest.values
 
 
 def keep(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Apply masks to rows of logits, in place. A token is banned if its bit is 0. The lowest bit of a byte belongs to
-    the lowest token id.
+    """Apply masks to rows of logits, in place. If a token's bit in the mask is 0, its logit becomes -inf. The lowest
+    bit of a byte belongs to the lowest token id.
 
-    logits: [all rows, vocabulary_size] float32, contiguous; rows: [masks] int64, distinct; bits: [masks, at least
-    vocabulary_size / 8] uint8, contiguous.
+    logits is [all rows, vocabulary_size] float32, contiguous. rows is [masks] int64, the row to which each mask
+    applies, without duplicates. bits is [masks, at least vocabulary_size / 8] uint8, contiguous.
     """
     each = bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
     banned = each.flatten(1)[:, : logits.shape[1]] == 0
@@ -59,19 +61,19 @@ def keep(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
 
 def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    """Draw tokens that pass the filters from the softmax of `logit / temperature`, computed as `argmax(logit /
-    temperature + gumbel)`.
+    """Draw tokens that pass the filters at random from the softmax of `logit / temperature`. The draw is computed as
+    `argmax(logit / temperature + gumbel)` (Gumbel, 1954).
 
-    logits: [rows, vocabulary_size], any float type; largest: [rows], the maximum of each row. Returns [draws] int64. If
-    the maximum of a row is not finite, the returned token may be any number. (Gumbel, 1954.)
+    logits is [rows, vocabulary_size], of any float type. largest is [rows], the largest logit of each row. Returns the
+    drawn tokens, [draws] int64. If the largest logit of a row is not finite, the returned token may be any number.
     """
     parts = zip(*(in_small_parts(part, logits) for part in vars(draws).values()), strict=True)
     return torch.cat([_draw(logits, largest, Draws(*part)) for part in parts])
 
 
 def _draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    # The largest logit is shifted to 0 first. With a tiny temperature, all smaller logits then overflow to -inf, so no
-    # result is +inf or NaN.
+    # The largest logit of a row is subtracted before the division. With a tiny temperature, smaller logits then
+    # overflow to -inf, and no logit becomes +inf or NaN.
     scaled = logits[draws.rows].float()
     scaled -= largest[draws.rows].float()[:, None]
     scaled /= draws.temperature[:, None]

@@ -1,4 +1,5 @@
-"""Chooses a sampler's backend by device. (`kernels.backends` chooses the backend for a decoder layer.)"""
+"""Chooses the backend that computes the sampler's operations on a device. (`kernels.backends` chooses the backend for
+the operations of a decoder layer.)"""
 
 from functools import cache
 from importlib import import_module
@@ -11,7 +12,8 @@ from kernels.sampling import eager
 
 
 class SamplingOps(Protocol):
-    """The operations of a backend; `kernels.sampling.eager` defines them."""
+    """The operations of the sampler, which each backend implements. The docstrings of `kernels.sampling.eager` define
+    the operations."""
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -27,7 +29,7 @@ _BACKENDS = {"cpu": "kernels.cpu.sampling", "cuda": "kernels.triton.sampling"}
 
 @cache
 def sampling_ops_for(device: torch.device) -> SamplingOps:
-    """The fastest backend that can run on a device."""
+    """Returns the fastest backend of the sampler's operations that can run on a device."""
     try:
         return cast(SamplingOps, import_module(_BACKENDS[device.type]))
     except (KeyError, ImportError):

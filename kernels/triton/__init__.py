@@ -1,12 +1,13 @@
-"""The operations of `kernels.ops.Ops` as Triton kernels, for GPUs. Each operation is one function in its own file.
+"""The GPU's backend for the operations of a decoder layer: implements `kernels.ops.Ops` with Triton kernels. Each
+operation is a function in a file of its own.
 
-The kernels require only torch and triton. Tests compare the kernels' results with `kernels.reference`, the oracle. If
-TRITON_INTERPRET=1 is set before triton is imported, the kernels run on a CPU, slowly. Tests without a GPU use this
-mode.
+The Triton kernels require only torch and triton. Tests compare the kernels' results with `kernels.reference`, the
+oracle. If TRITON_INTERPRET=1 is set before triton is imported, the kernels run slowly on a CPU, in Triton's
+interpreter. Tests on machines without a GPU use the interpreter.
 
-This package does not move blocks between device memory and host memory. A block is contiguous in both memories, so
-torch's `copy_` is one transfer by the copy engine, in parallel to kernels. If a kernel read host memory instead, it
-would occupy multiprocessors that other kernels need.
+This package has no kernel that moves blocks between device memory and host memory. A block is contiguous in both
+memories, so torch's `copy_` moves a block in one transfer. The GPU's copy engine does this transfer while kernels run.
+A kernel that read host memory would occupy multiprocessors that other kernels need.
 """
 
 from kernels.reference import pack_grouped, pack_int4, pack_int8, pack_w8a8, wide_itemsize
@@ -26,8 +27,8 @@ from kernels.triton.linear.grouped_linear import grouped_linear, pack_batch_inva
 from kernels.triton.linear.linear import pack
 
 WIDE_PRODUCTS = False
-"""The value False is not based on a measurement. A library's bf16 products with float32 results and with bf16 results
-have not been compared."""
+"""Products with float32 results are assumed to be slower than products with bf16 results. Whether they are slower with
+the GPU libraries has not been measured."""
 
 GROUPED_PRODUCTS = True
 

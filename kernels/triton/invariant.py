@@ -1,7 +1,8 @@
-"""The batch-invariant backend for GPUs: a row's results have the same bits in any batch.
+"""The batch-invariant backend for GPUs, with which the results of a row have the same bits in any batch.
 
-Products and attention have separate kernels here. All other operations are functions of `kernels.triton`, which are
-always batch-invariant: a row is summed up separately, in an order that depends only on its width.
+This backend has its own kernels for products and attention. All other operations are the functions of `kernels.triton`,
+which are always batch-invariant, because these functions sum each row separately, in an order that depends only on the
+row's width.
 """
 
 from functools import partial

@@ -1,4 +1,5 @@
-"""Loads a model by name or folder. Checkpoints, GGUF files and tokenizer files are checked before use.
+"""Finds a model's folder by the model's name, and reads its weights. Checkpoints, GGUF files and tokenizer files are
+checked before use.
 
-The package `models` defines the meaning of the tensors.
+The package `worker_service.models` defines what each tensor is used for.
 """

@@ -1,7 +1,8 @@
 """Reads and checks a low-rank adapter in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-An adapter adds `scaling * B @ A` to the weights of some projections. A maps inputs to `rank` inner units; B maps inner
-units to outputs. (Hu et al., 2021.) An adapter with any other change to the model is refused.
+An adapter adds `scaling * B @ A` to the weights of some projections. Matrix A maps a projection's inputs to `rank`
+inner units, and matrix B maps the inner units to outputs (LoRA; Hu et al., 2021). An adapter that changes the model in
+any other way is refused.
 """
 
 import json
@@ -26,7 +27,8 @@ WEIGHTS = "model.safetensors"
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Values of init_lora_weights that leave the base model's weights unchanged."""
 _LARGEST = 1e6
-"""Maximum of alpha. With a larger alpha, rounding errors dominate the scaled weights."""
+"""Maximum value of an adapter's `lora_alpha`. With a larger `lora_alpha`, rounding errors dominate the scaled
+weights."""
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _REFUSED = {
     "use_dora": "DoRA, which scales the whole weights",
@@ -48,33 +50,34 @@ _WITHOUT_EFFECT = frozenset({
     "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
     "revision", "target_modules", "task_type", "unsloth_fixed", "unsloth_version",
 })  # fmt: skip
-"""Ignored keys. Some keys describe initialisation and training. Other keys repeat projections and ranks, which the
-tensors show."""
+"""Keys of adapter_config.json that are ignored. Some of these keys describe initialisation and training. Other ignored
+keys repeat the projections and ranks, which the adapter's tensors show."""
 _READ = frozenset({"alpha_pattern", "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "use_rslora"})
 
 
 class AdapterError(Exception):
-    """The adapter cannot be used with this model. The message gives the reason."""
+    """Raised if an adapter cannot be used with this model. The error's message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in host memory. halves: for each projection by name, A [rank, inputs] and scaled B [outputs, rank]."""
+    """An adapter in host memory. `halves` maps the name of each projection to A [rank, inputs] and scaled B [outputs,
+    rank]."""
 
     halves: Mapping[str, tuple[Tensor, Tensor]]
 
     def part(self, cuts: Mapping[str, Cut]) -> "Adapter":
-        """The adapter of a rank that holds a part of the weights.
+        """The part of the adapter that a tensor-parallel rank needs.
 
-        cuts: the rank's part of each weight, by the weight's name in a checkpoint. A projection without an entry keeps
-        A and B whole.
+        cuts: the rank's part of each weight, by the weight's name in a checkpoint. If `cuts` has no entry for a
+        projection, the rank needs the whole of A and B.
         """
         found = {name: (cuts.get(f"{name}.weight"), pair) for name, pair in self.halves.items()}
         return Adapter({name: pair if cut is None else cut.of_halves(*pair) for name, (cut, pair) in found.items()})
 
     def pieces(self, num_bytes: int) -> Iterator["Adapter"]:
-        """The adapter in pieces of at most `num_bytes`. A single projection larger than `num_bytes` is a piece by
-        itself."""
+        """Splits the adapter into pieces of whole projections, each of at most `num_bytes`. A single projection that is
+        larger than `num_bytes` is a piece by itself."""
         piece, size = dict[str, tuple[Tensor, Tensor]](), 0
         for name, (a, b) in self.halves.items():
             if piece and size + a.nbytes + b.nbytes > num_bytes:
@@ -92,9 +95,11 @@ class Adapter:
 def read_adapter(
     config: bytes, folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype
 ) -> Adapter:
-    """Read an adapter. The file `WEIGHTS` in `folder` contains the adapter's weights. Raises AdapterError.
+    """Read an adapter. `config` is the content of adapter_config.json, and the file `WEIGHTS` in `folder` contains the
+    weights. Raises AdapterError.
 
-    shapes: outputs and inputs of each projection that can have an adapter, by the projection's name in a checkpoint.
+    shapes: number of outputs and inputs of each projection that can have an adapter, by the projection's name in a
+    checkpoint.
     """
     fields = _read_config(config)
     try:
@@ -155,7 +160,7 @@ def _check_tensors(
     shapes: Mapping[str, tuple[int, int]],
     max_rank: int,
 ) -> dict[str, tuple[str, str]]:
-    """The tensor names of A and B for each projection."""
+    """Check the adapter's tensors, and return the names of the tensors A and B for each projection."""
     halves: dict[str, dict[str, str]] = {}
     for name in tensors:
         found = _NAME.fullmatch(name)
@@ -193,8 +198,8 @@ def _scaling(module: str, rank: int, fields: Mapping[str, Any]) -> float:
 
 
 def _of_module(module: str, pattern: Mapping[str, Any], default: Any) -> Any:
-    """The value of the first key of `pattern` with which the module's name ends, or `default`. Regular expressions are
-    refused."""
+    """The value of the first key in `pattern` that is the end of the module's name, or `default` if there is none. A
+    key that is a regular expression is refused."""
     for name, value in pattern.items():
         if re.search(r"[^\w.]", name):
             raise AdapterError(f"adapter_config.json: {shown(name)} is a pattern, and only names are supported")

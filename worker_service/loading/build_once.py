@@ -1,7 +1,9 @@
-"""Folders that one process builds and many processes then read, even if all processes start at the same time.
+"""Builds folders in the cache, such as converted models. One process builds a folder and many processes read it, even
+if all processes start at the same time.
 
-A complete folder is renamed to its final name, so any process can use a folder with a final name without a lock. If a
-builder is killed, its half-built folder still has a temporary name. The next builder removes this folder.
+A folder gets its final name when it is complete, so any process can use a folder that has its final name without a
+lock. If the building process is killed, the half-built folder still has a temporary name. The next process that builds
+the same folder removes the half-built folder.
 """
 
 import fcntl
@@ -15,10 +17,10 @@ from pagewire_common.start_error import StartError
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return `folder`. If the folder does not exist, `build` fills it first. Waits while another process builds the
-    folder.
+    """Return `folder`. If the folder does not exist, it is created, and `build` fills it. The call waits while another
+    process builds the folder.
 
-    Raises any error of `build`. Raises StartError if the folder cannot be written.
+    Raises the errors that `build` raises, and StartError if the folder cannot be written.
     """
     if folder.is_dir():
         return folder
@@ -27,7 +29,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         # The lock file is opened for reading, because it may belong to another user.
         lock = os.open(folder.with_name(folder.name + ".lock"), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock if this process dies
+            fcntl.flock(lock, fcntl.LOCK_EX)  # if this process dies, the operating system releases the lock
             if not folder.is_dir():
                 _build(folder, build)
         finally:
@@ -44,8 +46,8 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     partial = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         build(partial)
-        # Make the files readable for other users, such as a container's user. Some files are created with permissions
-        # for their owner only.
+        # Files are made readable for other users, such as a container's user, because some files are created with
+        # permissions for their owner only.
         for file in partial.rglob("*"):
             file.chmod(0o755 if file.is_dir() else 0o644)
         partial.chmod(0o755)

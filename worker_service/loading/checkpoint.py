@@ -1,6 +1,6 @@
-"""Opens a model's folder in Hugging Face's layout: the config.json, and the source of the weights.
+"""Opens a model's folder in Hugging Face's layout: reads config.json, and finds the source of the weights.
 
-A fault in a folder raises a StartError that names the file.
+If a file in the folder is faulty, a StartError is raised that names the file.
 """
 
 import hashlib
@@ -23,10 +23,11 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 class Weights(Protocol):
-    """Source of the values of a model's tensors."""
+    """The interface of a source of weights, such as the files of a checkpoint or random numbers."""
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """Names and contents that are hashed for a fingerprint of the weights. Raises StartError if reading fails."""
+        """Yield names and contents that identify the weights, and that the model's fingerprint hashes. Raises
+        StartError if reading fails."""
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """Raise StartError if a tensor of `expected` is missing or has another shape. Allocates no memory."""
@@ -38,20 +39,23 @@ class Weights(Protocol):
         """
 
     def own(self, tied: Mapping[str, str]) -> frozenset[str]:
-        """Names of the tied tensors for which the checkpoint has separate values. Raises StartError if reading fails.
+        """Returns the names of the tied tensors for which the checkpoint nevertheless has separate values. Raises
+        StartError if reading fails.
 
-        tied: names of tied tensors, each with the name of the tensor that config.json uses in its place.
+        tied: the name of each tensor that config.json declares as tied, with the name of the tensor whose values it
+        shares.
         """
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Fill each named place. Raises StartError if a tensor is missing or has another shape, or if reading fails."""
+        """Fill each tensor in `places`. Raises StartError if a tensor is missing or has another shape, or if reading
+        fails."""
 
 
 class Checkpoint:
     """An opened model folder. `load_into` reads the weights."""
 
     def __init__(self, path: Path, weights: Weights | None = None) -> None:
-        """Read config.json. Find the weights in the folder if `weights` is None. Raises StartError."""
+        """Read config.json. If `weights` is None, the weights are those in the folder's files. Raises StartError."""
         self.path = path
         self.config = read_json(path / "config.json")
         self.generation = read_json(path / FILE) if (path / FILE).exists() else None
@@ -78,9 +82,10 @@ class Checkpoint:
         return _DTYPES[name]
 
     def fingerprint(self, tokenizer_files: Iterable[Path], dtype: torch.dtype, quantization: str) -> str:
-        """The SHA-256 of config, tokenizer, all weights, dtype and quantisation, in hexadecimal.
+        """The model's fingerprint: the SHA-256 of config, tokenizer, all weights, dtype and quantisation, in
+        hexadecimal.
 
-        The fingerprint is the same for all ranks and all devices. Raises StartError.
+        All ranks and all devices of the same model compute the same fingerprint. Raises StartError.
         """
         digest = hashlib.sha256(f"{dtype} {quantization}\n".encode())
         for file in sorted({self.path / "config.json", *tokenizer_files}, key=lambda file: file.name):
@@ -90,9 +95,10 @@ class Checkpoint:
         return digest.hexdigest()
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Raise StartError if a tensor of `expected` is missing or has another shape. Devices are not compared.
+        """Raise StartError if a tensor of `expected` is missing or has another shape. The tensors' devices are not
+        compared.
 
-        cuts: this rank's part of each tensor that is split over ranks, by name.
+        cuts: this rank's part of each tensor that is split over ranks, by the tensor's name.
         """
         self._weights.check(expected, cuts)
 
@@ -105,8 +111,8 @@ class Checkpoint:
         return self._weights.own(tied)
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Copy each named tensor, or this rank's part of the tensor, to its place. Values are converted to the place's
-        dtype. Raises StartError."""
+        """Copy each tensor named in `places`, or this rank's part of the tensor, to its place in memory. Values are
+        converted to the dtype of the place. Raises StartError."""
         self._weights.load_into(places, cuts)
 
 

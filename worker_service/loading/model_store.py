@@ -1,7 +1,8 @@
-"""Finds the directory for a model's name. The name is `default`, a folder, a GGUF file, or a name on the hub.
+"""Finds the directory of a model, or creates it in the cache. The model's name is `default`, a folder, a GGUF file, or
+a name on the Hugging Face hub.
 
-The result is always a Hugging Face directory with config.json and, if requested, weights as safetensors. No code from
-the directory is run.
+The directory is always in Hugging Face's layout, with config.json and, if requested, weights as safetensors. No code
+from the directory is run.
 """
 
 import hashlib
@@ -22,23 +23,24 @@ from worker_service.loading.gguf.file import find_parts, model_name
 log = structlog.get_logger()
 
 _HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
-"""Patterns of files to download: only data, without pickles and code."""
+"""Patterns of the files that are downloaded from the hub. The files contain only data: pickles and code are not
+downloaded."""
 _HUB_WEIGHTS = ["*.safetensors"]
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's name and folder."""
+    """A model that has been found: its name and its folder."""
 
     model_id: str
     path: Path
 
 
 def find_model(model: str, cache: Path, *, with_weights: bool = True) -> ModelSource:
-    """Find `model`. If needed, download and convert the model into `cache`. Raises StartError if the model is not
-    found.
+    """Find the directory of `model`. If needed, the model is downloaded or converted into `cache`. Raises StartError if
+    there is no such model.
 
-    with_weights: whether to download weights from a hub.
+    with_weights: whether weights are downloaded, too, if the model is on the Hugging Face hub.
     """
     if model == "default":
         return ModelSource(model, build_once(_converted_folder(cache, GGUF_SHA256), build_default_model))
@@ -61,7 +63,7 @@ def _convert(file: Path, cache: Path) -> Path:
         log.info("converting from GGUF, once", file=str(file))
         convert_gguf(file, folder)
         for part, version in zip(parts, versions, strict=True):
-            check_unchanged(part, version)  # if the file changed, the converted model does not match the digest
+            check_unchanged(part, version)  # if the file has changed, the model does not match the digest
 
     versions = [version_of(part) for part in parts]
     digest = hashlib.sha256()
@@ -83,7 +85,7 @@ def _download(name: str, cache: Path, files: list[str]) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=files, cache_dir=cache / "hub"))
-    except Exception as error:  # errors of the hub client, of HTTP or of the operating system
+    except Exception as error:  # the hub's client may raise its own errors, HTTP errors or OSError
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise StartError(
             f"'{name}' is no file or folder here, and cannot be had from the Hugging Face hub: {reason}"

@@ -1,8 +1,8 @@
-"""Reads the pooling settings of a folder of sentence-transformers, from modules.json and the files named in
-modules.json.
+"""Reads the pooling settings of a model in the format of sentence-transformers. The settings are in modules.json and in
+the files that modules.json names.
 
-A known key is used, must have a value without effect, or is ignored for the reason given in its comment. Any other key
-raises a StartError that names the file, because an ignored setting could change the vectors.
+A known key is used, or must have a value without effect, or is ignored for a reason that its comment gives. An unknown
+key raises a StartError that names the file, because the key could change the vectors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from worker_service.loading.files.json_file import read_any_json, read_json
 from worker_service.wording import shown
 
 _MODES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
-"""Names of pooling types in sentence-transformers, each with the name in `PoolingType`."""
+"""Names of pooling types in sentence-transformers, each with the pooling type's name in `PoolingType`."""
 _FLAGS = {
     "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_lasttoken": "lasttoken",
@@ -24,7 +24,7 @@ _FLAGS = {
 }  # fmt: skip
 _MAX_BYTES = 1 << 20
 _MAX_MODULES = 8
-"""Maximum entries of modules.json."""
+"""Maximum number of entries in modules.json."""
 _PACKAGE = "sentence_transformers."
 _PLAIN = ("Transformer", "Pooling")
 _NORMALIZED = (*_PLAIN, "Normalize")
@@ -33,8 +33,8 @@ _OF_THE_NETWORK = tuple(
     f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta",
     "xlnet")
 )  # fmt: skip
-"""Possible names of the settings file of the network. Old releases wrote the network's family into the file name. The
-first existing file is used."""
+"""Possible names of the file with the settings of the network. Old releases of sentence-transformers wrote the
+network's family into the file's name. The first of these files that exists is used."""
 _ARGUMENTS = ("config_args", "config_kwargs", "model_args", "model_kwargs", "processor_kwargs", "tokenizer_args")
 _SAY_NOTHING: Mapping[str, tuple[object, ...]] = {
     "document_length": (None,),
@@ -45,7 +45,7 @@ _SAY_NOTHING: Mapping[str, tuple[object, ...]] = {
     "tokenizer_name_or_path": (None, ""),
     "transformer_task": (None, "feature-extraction"),
     "module_output_name": (None, "token_embeddings"),
-    "unpad_inputs": (None, True, False),  # only changes the layout of a batch
+    "unpad_inputs": (None, True, False),  # this key changes only the layout of a batch
     **dict.fromkeys(_ARGUMENTS, (None, {}, {"trust_remote_code": True}, {"trust_remote_code": False})),
 }
 _OF_A_CLASSIFIER = {"transformer_task": (None, "sequence-classification"), "module_output_name": (None, "scores")}
@@ -54,12 +54,12 @@ _TEXT_METHODS = tuple({"method": "forward", "method_output_name": output} for ou
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """Default pooling settings for requests.
+    """The pooling settings of a model, which requests use as defaults.
 
-        `pooling`      name of a `PoolingType`.
-        `max_length`   tokens; None if the folder sets no limit.
+        `pooling`      the name of a `PoolingType`.
+        `max_length`   the maximum number of tokens of an input; None if the folder sets no limit.
 
-    With `normalizes`, vectors are scaled to length 1.
+    If `normalizes` is true, vectors are scaled to length 1.
     """
 
     pooling: str
@@ -70,13 +70,13 @@ class SentenceSettings:
     def read(
         cls, folder: Path, otherwise: str, config: Mapping[str, Any] | None = None, num_labels: int = 0
     ) -> "SentenceSettings":
-        """Read the settings of a folder. If the folder has no modules.json, the pooling is `otherwise` and vectors have
-        length 1. Raises StartError.
+        """Read the pooling settings of a model's folder. If the folder has no modules.json, the pooling type is
+        `otherwise`, and vectors are scaled to length 1. Raises StartError.
 
-        config: content of config.json; num_labels: classes of a classifier, 0 for other networks.
+        config: the content of config.json; num_labels: the number of a classifier's classes, or 0 for other networks.
         """
         sentences = read_json(folder / FILE) if (folder / FILE).is_file() else {}
-        SentenceConfig.read(config or {}, sentences, num_labels)  # raises for bad values, which the scheduler reads
+        SentenceConfig.read(config or {}, sentences, num_labels)  # also checks what the scheduler reads
         file = folder / "modules.json"
         if not file.is_file():
             return cls(otherwise)
@@ -114,8 +114,8 @@ def _modules(file: Path) -> list[dict[str, Any]]:
 
 
 def _name(module: Mapping[str, Any]) -> str:
-    """The class name of an entry in modules.json, without the Python module, which differs between releases. Classes of
-    other packages are refused, because their code is never run."""
+    """The class name of an entry in modules.json, without the name of the Python module, which differs between
+    releases. Classes of other packages than sentence-transformers are refused, because their code is never run."""
     kind = module.get("type")
     return kind.rpartition(".")[2] if isinstance(kind, str) and kind.startswith(_PACKAGE) else str(kind)
 
@@ -165,7 +165,7 @@ def _max_length(folder: Path, *, is_classifier: bool) -> int | None:
 def _refuse_unknown(
     file: Path, found: Mapping[str, Any], known: Sequence[str], say_nothing: Mapping[str, tuple[object, ...]]
 ) -> None:
-    """Raise StartError for an unknown key whose value may have an effect."""
+    """Raise StartError if a settings file has an unknown key, or a key with a value that may have an effect."""
     for key, value in found.items():
         if key in known:
             continue

@@ -1,4 +1,5 @@
-"""Finds the files from which a scheduler rebuilds the tokenizer of a model."""
+"""Finds and checks the files of a model's tokenizer. The worker sends these files to the scheduler, which loads the
+tokenizer from them."""
 
 import hashlib
 from collections.abc import Iterator
@@ -27,11 +28,11 @@ _PIECE_BYTES = 1 << 20
 
 
 def find_tokenizer_files(path: Path, cache: Path, *, may_lack: bool = False) -> list[Path]:
-    """The files of a Hugging Face directory from which a tokenizer is loaded: all existing files in NAMES.
+    """Returns the files of a Hugging Face directory from which a tokenizer is loaded: all files in NAMES that exist.
 
-    If the directory has only an older kind of tokenizer, this tokenizer is converted, and the result is stored in
-    `cache`. Raises StartError if there is no tokenizer and `may_lack` is false. Requests to a model without a tokenizer
-    must contain token ids.
+    If the directory has a tokenizer in an older format and no tokenizer.json, the tokenizer is converted, and the
+    result is stored in `cache`. Raises StartError if there is no tokenizer and `may_lack` is false. A request to a
+    model without a tokenizer must contain token ids in place of text.
     """
     files = {name: path / name for name in NAMES if (path / name).is_file()}
     if "tokenizer.json" not in files:
@@ -43,10 +44,11 @@ def find_tokenizer_files(path: Path, cache: Path, *, may_lack: bool = False) -> 
 
 
 def vocabulary(files: list[Path]) -> dict[str, int]:
-    """The ids of all tokens, including added tokens. The result is empty if there is no tokenizer. Raises StartError.
+    """Returns the id of each token, including added tokens. The result is empty if there is no tokenizer. Raises
+    StartError.
 
-    Parses tokenizer.json as JSON, because the tokenizers library is slower: 1.9 s of CPU time instead of 0.8 s for
-    262,000 tokens.
+    tokenizer.json is parsed as plain JSON, because the tokenizers library is slower: with 262,000 tokens, the library
+    uses 1.9 s of CPU time, and the JSON parser 0.8 s.
     """
     file = next((file for file in files if file.name == "tokenizer.json"), None)
     if file is None:
@@ -70,12 +72,13 @@ def check_tokenizer(files: list[Path], vocabulary_size: int) -> None:
 
 
 def eos_token_id(files: list[Path]) -> int | None:
-    """The tokenizer's end-of-sequence token."""
+    """The id of the tokenizer's end-of-sequence token."""
     return TokenizerConfig.read({file.name: file for file in files}).token_id("eos_token", vocabulary(files).get)
 
 
 def read_pieces(files: list[Path]) -> Iterator[tuple[str, bytes]]:
-    """Yield the files in pieces of at most 1 MiB: the file's name, and the piece. An empty file is one empty piece."""
+    """Yield the files' contents in pieces of at most 1 MiB, each with the file's name. For an empty file, one empty
+    piece is yielded."""
     for file in files:
         with open(file, "rb") as stream:
             piece = stream.read(_PIECE_BYTES)
@@ -99,15 +102,15 @@ def _convert(path: Path, cache: Path) -> Path:
 
         try:
             AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).save_pretrained(folder)
-        except Exception as error:  # a tokenizer's loader may raise any error
+        except Exception as error:  # the loader in transformers may raise any error
             raise StartError(
                 f"the tokenizer in {path} cannot be converted to tokenizer.json: {reason(error)}"
             ) from error
         if not (folder / "tokenizer.json").is_file():
             raise StartError(f"the tokenizer in {path} has no form as tokenizer.json")
 
-    # Hash all text files, because the library also reads added tokens, special tokens and the model type from other
-    # files.
+    # All text files in the folder are hashed, because transformers also reads added tokens, special tokens and the
+    # model type from files besides the tokenizer's.
     digest = hashlib.sha256()
     for file in sorted(file for file in path.iterdir() if file.suffix in _TEXTS and file.is_file()):
         content = file.read_bytes()

@@ -1,4 +1,5 @@
-"""Interfaces between the worker and its networks, both native networks and transformers' networks."""
+"""Interfaces that the worker uses to call a network. Native networks and networks in transformers' code implement the
+same interfaces."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,14 +13,16 @@ from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Qu
 
 
 def widest(windows: Iterable[int | None]) -> int | None:
-    """The largest of the layers' windows; None if a layer has no window."""
+    """The largest sliding window of all layers; None if a layer has no window. `windows` contains the window of each
+    layer."""
     known = list(windows)
     return None if None in known else max(window for window in known if window is not None)
 
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """The place of one projection's adapters: part number `part` of a fused product's adapter weights."""
+    """Where the adapters of one projection are stored: part number `part` of the adapter weights of a linear layer with
+    fused projections."""
 
     weights: LoraWeights
     part: int
@@ -30,11 +33,13 @@ class AdapterPlace:
 
 
 Fill = Callable[[Mapping[str, Tensor]], None]
-"""A function that copies tensors of a checkpoint to places. Keys are the tensors' names in the checkpoint."""
+"""A function that copies tensors of a checkpoint to their places in memory. The mapping's keys are the tensors' names
+in the checkpoint."""
 
 
 class ModelConfig(Protocol):
-    """The sizes of a network from which the worker derives the cache's shape and the limits of a step."""
+    """The sizes of a network. From these sizes, the worker derives the shape of the KV cache and the limits of a
+    step."""
 
     @property
     def vocabulary_size(self) -> int: ...
@@ -45,7 +50,7 @@ class ModelConfig(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Number of layers with keys and values in the cache; 0 for an encoder."""
+        """Number of layers whose keys and values are in the KV cache; 0 for an encoder."""
 
     @property
     def num_kv_heads(self) -> int: ...
@@ -58,44 +63,47 @@ class ModelConfig(Protocol):
 
     @property
     def sliding_window(self) -> int | None:
-        """The largest sliding window of all layers, in tokens; None if a layer has no window. A window includes the
-        token itself."""
+        """The largest sliding window of all layers, in tokens; None if a layer has no window. The size of a window
+        includes the query token itself."""
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Tied tensors by name. Value: the name of the tensor that is used if the checkpoint lacks the tied tensor."""
+        """Tied tensors by name. The value is the name of the tensor that is used if the checkpoint lacks the tied
+        tensor."""
 
     def untied(self, own: frozenset[str]) -> Self:
-        """A copy of the config for a checkpoint that has separate values for the tied tensors in `own`."""
+        """A copy of this configuration for a checkpoint that has separate values for the tied tensors in `own`."""
 
     @property
     def ignored_tensors(self) -> Collection[str]:
-        """Regular expressions for names of checkpoint tensors that this family's network does not use."""
+        """Regular expressions for the names of checkpoint tensors that the networks of this model family do not use."""
 
 
 class Loadable(Protocol):
-    """A network with weights in a device's memory."""
+    """A network whose weights are loaded from a checkpoint into the memory of a device."""
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """The tensors that must be filled from a checkpoint, by their names in the checkpoint."""
+        """The network's tensors that must be filled from a checkpoint, by the tensors' names in the checkpoint."""
 
     def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
-        """Prepare the weights for use: quantise as requested, or use the weights in `quantized`.
+        """Prepare the weights for forward passes: quantise the weights as requested, or use the quantised weights in
+        `quantized`.
 
-        Called once. Before the call, all `checkpoint_tensors` that have memory must be filled. Raises ValueError if
-        weights cannot be quantised as requested.
+        `pack` is called once. Before the call, all tensors of `checkpoint_tensors` that are not on the meta device must
+        be filled. Raises ValueError if weights cannot be quantised as requested.
         """
 
     def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
-        """Allocate slots for `num_slots` adapters of rank up to `max_rank`. Called once, before `pack`.
+        """Allocate memory for `num_slots` adapters of rank up to `max_rank`. `allocate_adapters` is called at most
+        once, before `pack`.
 
-        Returns the place of each projection's adapters, by the projection's name in a checkpoint. The result is empty
-        if the network does not support adapters.
+        Returns where the adapters of each projection are stored, by the projection's name in a checkpoint. The result
+        is empty if the network does not support adapters.
         """
 
 
 class CausalModel(Loadable, Protocol):
-    """A network in which a token attends only to itself and to earlier tokens."""
+    """A network for generation, in which a token attends only to itself and to earlier tokens."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -109,16 +117,18 @@ class CausalModel(Loadable, Protocol):
         cache: Tensor,
         adapter_slots: Tensor | None = None,
     ) -> Tensor:
-        """Compute tokens and store their keys and values. Returns hidden states, [num_tokens, hidden_size].
+        """Run a forward pass over the tokens of a step, and store the tokens' keys and values in the cache. Returns
+        hidden states, [num_tokens, hidden_size].
 
-        token_ids, positions, slots: [num_tokens] int64; cache: [num_blocks, num_layers, 2, block_size, num_kv_heads,
-        head_dim]; adapter_slots: [num_tokens] int32, the slot of each token's adapter, negative for a token without an
-        adapter; None if no token has an adapter.
+        token_ids, positions and slots are [num_tokens] int64. cache is [num_blocks, num_layers, 2, block_size,
+        num_kv_heads, head_dim]. adapter_slots is [num_tokens] int32, the slot of each token's adapter, or a negative
+        number for a token without an adapter. adapter_slots is None if no token of the step has an adapter.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits. hidden: [rows, hidden_size] from `forward`. Returns [rows, vocabulary_size] float32.
+        """Compute logits from hidden states. hidden is [rows, hidden_size] from `forward`. Returns [rows,
+        vocabulary_size] float32.
 
-        bf16 is too coarse for logits. Logits from 16 to 32 would be multiples of 0.125, so several tokens would share
-        the maximum.
+        Logits are float32, because bf16 is too coarse. In bf16, logits between 16 and 32 would be multiples of 0.125,
+        so several tokens would share the maximum.
         """

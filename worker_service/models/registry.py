@@ -1,5 +1,5 @@
-"""Chooses the network for a checkpoint: the native decoder for families that it supports, otherwise transformers'
-code."""
+"""Chooses the code that runs a checkpoint's network. The native decoder runs the families that it supports;
+transformers' code runs other families."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,7 +14,8 @@ from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.wording import shown
 
 if TYPE_CHECKING:
-    # Imported only where needed, because the import of transformers takes two seconds.
+    # Modules that import transformers are imported only in functions that need them, because the import takes two
+    # seconds.
     from worker_service.models.borrowed.config import TransformersConfig
     from worker_service.models.encoders.encoder import Encoder
     from worker_service.models.encoders.encoder_config import EncoderConfig
@@ -24,15 +25,16 @@ if TYPE_CHECKING:
 AnyConfig: TypeAlias = "DecoderConfig | EncoderConfig | EncoderDecoderConfig | TransformersConfig"
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
-"""Families of encoders: every token attends to earlier and later tokens. Code of other encoders needs further inputs
-besides tokens and positions."""
+"""Supported families of encoders. In an encoder, every token attends to earlier and later tokens. Encoders of other
+families need more inputs than tokens and positions."""
 
 ENCODER_DECODERS = ("t5", "bart", "whisper")
-"""Families of networks with an encoder and a decoder that attends to the encoder's output."""
+"""Supported families of encoder-decoders: networks with an encoder, and a decoder that attends to the encoder's
+output."""
 
 
 def read_config(json: Mapping[str, Any]) -> AnyConfig:
-    """Read a config.json. Raises ValueError if the network is not supported."""
+    """Read the config.json of any family. Raises ValueError if the network is not supported."""
     family = json.get("model_type")
     if family is not None and not isinstance(family, str):
         raise ValueError(f"model_type is {shown(family)}; it must be the name of a family")
@@ -60,9 +62,10 @@ def build_model(
     batch_invariant: bool = False,
     fill: Fill | None = None,
 ) -> CausalModel:
-    """Build a decoder with weights that are allocated but not filled.
+    """Build a network for generation without an encoder, with weights that are allocated but not filled.
 
-    ranks, batch_invariant and fill apply to native networks only. batch_invariant: see `ops_for`. fill: see `Decoder`.
+    ranks, batch_invariant and fill have an effect on native networks only. batch_invariant: see `ops_for`. fill: see
+    `Decoder`.
     """
     if isinstance(config, DecoderConfig):
         return Decoder(config, dtype, device, ranks, batch_invariant=batch_invariant, fill=fill)
@@ -72,14 +75,14 @@ def build_model(
 
 
 def build_encoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> "Encoder":
-    """Build an encoder with weights that are allocated but not filled."""
+    """Build an encoder, with weights that are allocated but not filled."""
     from worker_service.models.encoders.encoder import Encoder
 
     return Encoder(config, dtype, device)  # type: ignore[arg-type]
 
 
 def build_encoder_decoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> "EncoderDecoder":
-    """Build an encoder-decoder with weights that are allocated but not filled."""
+    """Build an encoder-decoder, with weights that are allocated but not filled."""
     from worker_service.models.encoders.encoder_decoder import EncoderDecoder
 
     return EncoderDecoder(config, dtype, device)  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""Attention over the blocks of a KV cache, and kernels that write and copy blocks."""
+"""Triton kernels for attention over the blocks of a KV cache, and kernels that write and copy blocks."""

@@ -1,26 +1,28 @@
-"""Batch-invariant paged attention: a token has the same bits in any batch, chunk or captured graph.
+"""Batch-invariant paged attention: the result of a token has the same bits in any batch, chunk or captured CUDA graph.
 
-    `part`      512 keys that begin at a multiple of 512.
-    `program`   computes one tile of query rows for one key head, over some or all parts of the keys.
+    `part`      A part of the keys: 512 keys that begin at a multiple of 512.
+    `program`   A program computes one tile of query rows for one key head, over some or all parts of the keys.
 
-Each part is computed separately, one key tile after the other from the part's beginning. `merge_part` merges the
-results of parts in order: largest score, sum of weights and weighted sum. If there are few tiles, several programs
-share the parts of a tile, and `merge_parts` merges their results with the same arithmetic. If there are many tiles, one
-program computes all parts of a tile. The number of programs does not change a bit of the result.
+Each part of the keys is computed separately, one key tile after the other, from the part's beginning. The results of a
+part are the largest score, the sum of weights and the weighted sum of values. `merge_part` merges the parts' results in
+order. If there are few tiles of query rows, several programs share the parts of a tile, and `merge_parts` merges the
+programs' results with the same arithmetic. If there are many tiles, one program computes all parts of a tile. The
+number of programs does not change the bits of the result.
 
-Decodes and chunks have the same tile size, and every tile of keys is masked, so one compiled kernel computes both. A
-row's arithmetic does not depend on the other rows of its tile, so rows of several sequences may share a tile. If
-`metadata.shared` is given, a separate launch computes the shared parts of a prefix once for several decodes. In the
-second launch, each row continues from the results of the shared parts.
+Decodes and chunks have the same tile size, and every tile of keys is masked, so one compiled kernel computes both. The
+arithmetic of a query row does not depend on the other rows of its tile, so rows of several sequences may share a tile.
+If `metadata.shared` is given, a first launch computes each shared part once for several decodes. In the second launch,
+each row continues from the results of its shared parts.
 
-The kernel relies on two assumptions; tests on an H100 found equal bits. A tensor core instruction sums up a row in the
-same way at any place in a tile. The compiler translates `merge_part` to the same operations in both kernels, because
-the function's roundings are explicit. Sizes of tiles and parts have not been tuned by measurement. CPUs also use parts
-of 512 keys.
+Batch invariance relies on two assumptions, and tests on an H100 found equal bits. The first assumption is that a tensor
+core instruction sums a row in the same order at any place in a tile. The second assumption is that the compiler
+translates `merge_part` to the same operations in both kernels that call it; the roundings in `merge_part` are explicit
+for this reason. The sizes of tiles and parts have not been tuned by measurement. The CPU kernels also use parts of 512
+keys.
 
-Oracle: `kernels.reference.paged_attention`, and the kernel's own bits in other batches. Edge cases: the edge cases of
-`paged_attention`; contexts of 511 to 513 tokens; windows with the first key inside a part; shared prefixes one key
-shorter than a context.
+The oracles are `kernels.reference.paged_attention`, and the kernel's own results in other batches. The tests cover the
+edge cases of `paged_attention`, contexts of 511 to 513 tokens, windows that begin inside a part, and shared prefixes
+that are one key shorter than a context.
 """
 
 import torch
@@ -43,11 +45,11 @@ from kernels.triton.launch import OPTIONS
 _NUM_WARPS = 4
 _NUM_STAGES = 3
 _MAX_TILE_KEYS = 32
-"""Maximum number of keys in a tile. According to ptxas for compute capability 9.0 and heads of 128, a thread spills 48
-bytes of registers with 32 keys, and 200 bytes with 64 keys."""
+"""Maximum number of keys in a tile. For compute capability 9.0 and heads of 128, ptxas reports that a thread spills 48
+bytes of registers with tiles of 32 keys, and 200 bytes with tiles of 64 keys."""
 _MAX_PARTIAL_BYTES = 2**28
-"""Maximum size of the results for `merge_parts`. If the results exceed this size, one program computes all parts of a
-tile, with equal bits."""
+"""Maximum size in bytes of the parts' results that `merge_parts` merges. If the results would be larger, one program
+computes all parts of a tile, and the result has the same bits."""
 
 
 def attention_by_position(
@@ -79,7 +81,7 @@ def attention_by_position(
     apart = num_programs > 1 and num_parts * num_tokens * num_heads * head_dim * 4 <= _MAX_PARTIAL_BYTES
     shared = metadata.shared if only_decodes and window is None and bias is None and causal else None
 
-    # A row's results are in the order of its parts. Some rows have fewer parts than `room`.
+    # The results of a row's parts are stored in the order of the parts. A row may have fewer parts than `room`.
     room = num_parts if apart else 0 if shared is None else min(num_parts, shared.most_parts)
     partial = torch.empty((num_tokens, num_heads, room, head_dim), device=query.device)
     sums = torch.empty((num_tokens, num_heads, room, 2), device=query.device)
@@ -97,7 +99,8 @@ def attention_by_position(
             metadata.context_lens,
             metadata.block_tables,
             torch.empty(0, device=query.device) if bias is None else bias,
-            # If there are no shared parts, the next three arguments are not read.
+            # The next three arguments describe shared parts. If there are none, the kernel does not read these
+            # arguments.
             *((metadata.query_start,) * 3 if shared is None else (shared.items, shared.rows, shared.num_parts)),
             num_sequences,
             room,
@@ -142,11 +145,11 @@ def shared_tokens(groups: int, head_dim: int, dtype: torch.dtype) -> int:
 
 
 def _tile_rows(groups: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Number of rows of a tile.
+    """Number of query rows of a tile.
 
-    64 rows are the minimum of a Hopper GPU's warpgroup instruction. Two weighted sums are held in registers: the sum of
-    the current part, and the sum of all earlier parts. Tiles of large heads and tiles of float32 therefore have fewer
-    rows.
+    A Hopper GPU's warpgroup instruction requires at least 64 rows. A program holds two weighted sums in registers: the
+    sum of the current part, and the sum of all earlier parts. Tiles for large heads and tiles in float32 therefore have
+    fewer than 64 rows.
     """
     most = 2**13 // columns_of(head_dim) // (16 if dtype is torch.float32 else 1)
     return max(16, min(64, most), int(triton.next_power_of_2(groups)))
@@ -196,11 +199,12 @@ def _attention_by_position_kernel(
     head_columns: tl.constexpr,
     part_keys: tl.constexpr,
 ):
-    """Compute tiles. Flags of a launch are not constexpr, because kernels that are compiled separately for each flag
-    might round differently.
+    """Compute one tile of query rows in each program. The flags of a launch are not constexpr, because kernels that are
+    compiled separately for each flag might round differently.
 
-    together: whether a tile is a shared part with rows of several sequences. apart: whether the results of parts are
-    stored in `partial` and `sums`. shares: whether rows continue from the results of a launch with `together`.
+    together: whether a tile contains rows of several sequences and computes a shared part. apart: whether the results
+    of parts are stored in `partial` and `sums`. shares: whether rows continue from the results that a launch with
+    `together` has stored.
     """
     tile_tokens: tl.constexpr = tile_rows // groups
     row = tl.arange(0, tile_rows)
@@ -214,12 +218,12 @@ def _attention_by_position_kernel(
         first_part, first_member, num_members = tl.load(item), tl.load(item + 1), tl.load(item + 2)
         sequence = tl.load(item_rows + first_member, mask=num_members > 0, other=0)
         token = tl.load(item_rows + first_member + member, mask=member < num_members, other=0)
-        # All keys of a shared part are before all query tokens, so every token sees every key.
+        # The keys of a shared part come before all query tokens, so every query token attends to every key of the part.
         last_part = first_part + tl.minimum(num_members, 1)
         low = first_part * part_keys
         high = last_part * part_keys
         position = high + member
-        first_place = tl.full([], 0, tl.int32)  # no window with shared parts: a row's first part is part 0
+        first_place = tl.full([], 0, tl.int32)  # part 0: with shared parts there is no window
     else:
         tile = tl.program_id(0) // num_kv_heads
         first_token = tl.full([], 0, tl.int32)
@@ -232,7 +236,8 @@ def _attention_by_position_kernel(
         first_row = tl.load(query_start + sequence)
         num_members = tl.minimum(tl.load(query_start + sequence + 1) - first_row - first_token, tile_tokens)
         context_len = tl.load(context_lens + sequence)
-        # If not causal, positions begin at the last key, so all tokens see all keys.
+        # If attention is not causal, query positions begin at the last key, so that all query tokens attend to all
+        # keys.
         first_position = context_len - 1
         if causal:
             first_position = context_len - (tl.load(query_start + sequence + 1) - first_row) + first_token
@@ -258,8 +263,8 @@ def _attention_by_position_kernel(
     largest = tl.full([tile_rows], float("-inf"), tl.float32)
     total = tl.zeros([tile_rows], tl.float32)
     weighted = tl.zeros([tile_rows, head_columns], tl.float32)
-    # Values that are needed once per part are computed inside the loop. If these values were kept in registers during
-    # the loop over tiles, 190 more bytes of registers would be spilled.
+    # `disable_licm` keeps values that are needed once per part inside the loop over parts. If these values stayed in
+    # registers during the loop over tiles, a thread would spill 190 more bytes of registers.
     for part in tl.range(first_part + tl.program_id(1), last_part, tl.num_programs(1), disable_licm=True):
         begin = tl.maximum(low, part * part_keys) // tile_keys
         end = tl.cdiv(tl.minimum(high, (part + 1) * part_keys), tile_keys)
@@ -274,7 +279,7 @@ def _attention_by_position_kernel(
             )  # fmt: skip
         left = place * room + part - first_place
         if apart != 0:
-            if part >= num_shared:  # the first launch stored earlier parts
+            if part >= num_shared:  # the launch with `together` has stored shared parts
                 tl.store(sums + left * 2, part_largest, mask=is_row)
                 tl.store(sums + left * 2 + 1, part_total, mask=is_row)
                 tl.store(partial + left[:, None] * head_dim + column, part_weighted, mask=inside)

@@ -1,13 +1,14 @@
-"""Copies whole blocks within a pool, in one pass. A destination may also be the source of another pair.
+"""Copies whole blocks within the KV cache, in one pass. The destination of one pair of blocks may also be the source of
+another pair.
 
     `cache`                   [num_blocks, ...], contiguous.
     `sources, destinations`   [n] int64.
-    `program`                 copies the same few columns of all n pairs: [n padded, columns].
+    `program`                 A program copies the same few columns of all n pairs: [n padded, columns].
 
-Columns are independent, so programs do not wait for each other. In each program, a barrier separates the last load from
-the first store. Eager torch copies the sources to temporary memory first, so it moves every byte twice. Oracle:
-`kernels.reference.copy_blocks`. If there are more pairs than a program can hold, the oracle is used instead of the
-kernel. Edge cases: three pairs, chains, 123 elements a block.
+The columns of blocks are independent, so programs need not wait for each other. In each program, a barrier separates
+the last load from the first store. Eager torch would copy the sources to temporary memory first, and thus move every
+byte twice. The oracle is `kernels.reference.copy_blocks`. If there are more pairs than a program can hold, the oracle
+is used instead of the kernel. The tests cover three pairs, chains of pairs, and blocks of 123 elements.
 """
 
 import torch
@@ -19,10 +20,10 @@ from kernels import reference
 from kernels.triton.launch import OPTIONS
 
 _TILE = 8192
-"""Maximum number of elements in a program: 64 per thread."""
+"""Maximum number of elements that a program copies, which are 64 per thread."""
 _MAX_PAIRS = 256
-"""Maximum number of pairs in a program. With more pairs, a tile would contain less than 64 contiguous bytes of a
-half-precision block."""
+"""Maximum number of pairs of blocks that a program can copy. With more pairs, a program would read less than 64
+contiguous bytes of each block in half precision."""
 
 
 def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:

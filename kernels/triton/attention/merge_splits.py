@@ -1,12 +1,13 @@
-"""Merges the results of several programs over parts of the keys: `sum(2^(s - max s) * o) / sum(2^(s - max s))`.
+"""Merges the results of several programs that share the keys of a query row. The keys that one program computes are
+called a split. The merged result is `sum(2^(s - max s) * o) / sum(2^(s - max s))`.
 
-    `partial`    [num_tokens, num_heads, splits, head_dim] float32: for each split, the attention over its keys.
-    `log_sums`   [num_tokens, num_heads, splits] float32: s, log2 of the sum of weights; -inf for a split without keys.
+    `partial`    [num_tokens, num_heads, splits, head_dim] float32: o, the attention over the keys of each split.
+    `log_sums`   [num_tokens, num_heads, splits] float32: s, log2 of a split's sum of weights; -inf without keys.
     `output`     [num_tokens, num_heads, head_dim].
-    `program`    merges one head of one token.
+    `program`    A program merges the splits of one head of one token.
 
-If all splits of a row are empty, the result is zero. Merging splits is the second half of flash-decoding (Dao et al.,
-2023). Edge cases: heads of 80, all parts but the first empty.
+If no split of a row has keys, the row's result is zero. Merging splits is the second half of flash-decoding (Dao et
+al., 2023). The tests cover heads of 80, and rows in which only the first split has keys.
 """
 
 import triton
@@ -17,7 +18,8 @@ from kernels.triton.launch import OPTIONS, num_warps
 
 
 def merge_splits(partial: Tensor, log_sums: Tensor, output: Tensor) -> None:
-    """Merge the splits of all rows, and store the results in `output`. The number of splits must be a power of two."""
+    """Merge the splits of all query rows, and store the attention's results in `output`. The number of splits must be a
+    power of two."""
     num_tokens, num_heads, splits, head_dim = partial.shape
     columns = triton.next_power_of_2(head_dim)
     _merge_splits_kernel[(num_tokens, num_heads)](

@@ -1,15 +1,17 @@
-"""Attention from a fused projection. One kernel does all work before attention.
+"""Attention from the output of a fused QKV projection. One kernel normalises and rotates heads, and stores keys and
+values, before the attention kernel runs.
 
     `qkv`          [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order.
-    `cos, sin`     [num_tokens, half] float32, contiguous; 2 * half may be less than head_dim; the rest is not rotated.
-    `layer_cache`  [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer, or in 8 bits.
-    `tile`         two tiles of [heads, half padded to a power of two] of one token, and the rest of these heads.
+    `cos, sin`     [num_tokens, half] float32, contiguous. Only the first 2 * half elements of a head are rotated.
+    `layer_cache`  [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer. May be in 8 bits.
+    `tile`         A program has two tiles of one token, [heads, half padded to a power of two], and one with the rest.
 
-The kernel rotates query and key heads. If the network has norms, the kernel first normalises query and key heads.
-Queries are stored in place; keys and values are stored in their slots. A decode of 32 layers thus launches 32 kernels
-instead of 96 for this work, and no intermediate result is read from memory. A token with a negative slot is not stored.
-Oracle: `kernels.composed.qkv_attention` of `kernels.reference`. Edge cases: half = 5, three heads, two unrotated
-elements per head, NaN and infinity in a value.
+The first kernel rotates query and key heads. If the network has norms for queries and keys, the kernel normalises these
+heads before the rotation. Queries are stored in `qkv`; keys and values are stored in their slots of the cache. With
+this kernel, a decode step of 32 layers launches 32 kernels instead of 96, and no intermediate result is read from
+memory. The keys and values of a token with a negative slot are not stored. The oracle is
+`kernels.composed.qkv_attention` with the operations of `kernels.reference`. The tests cover half = 5, three heads, two
+unrotated elements per head, and NaN and infinity in a value.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,8 @@ from kernels.triton.attention.paged_attention import paged_attention
 from kernels.triton.launch import OPTIONS, num_warps
 
 _TILE = 1024
-"""Maximum size of a program's tile, which contains half of each head's elements: 16 heads of 128."""
+"""Maximum number of elements of a program's tile, which contains half of the elements of each head. With heads of 128,
+a tile has 16 heads."""
 
 
 def qkv_attention(
@@ -42,8 +45,8 @@ def qkv_attention(
     soft_cap: float | None = None,
     attend: Callable[..., Tensor] = paged_attention,
 ) -> Tensor:
-    """See `kernels.composed.qkv_attention`. Tokens with a negative slot are not stored. attend: the attention
-    kernel."""
+    """See `kernels.composed.qkv_attention`. Keys and values of tokens with a negative slot are not stored. attend: the
+    function that computes attention."""
     query = _prepare(qkv, norms, eps, offset, rotation, layer_cache, slots)
     return attend(query, layer_cache, metadata, scale, window, soft_cap).flatten(1)
 
@@ -57,7 +60,8 @@ def _prepare(
     layer_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """Do all work before attention. Returns the query heads, [num_tokens, num_heads, head_dim], as a view of `qkv`."""
+    """Normalise and rotate heads, and store keys and values. Returns the query heads, [num_tokens, num_heads,
+    head_dim], as a view of `qkv`."""
     num_tokens = len(qkv)
     block_size, num_kv_heads, head_dim = *layer_cache.shape[2:4], head_dim_of(layer_cache)
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -69,7 +73,7 @@ def _prepare(
     if num_tokens:
         _prepare_qkv_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
             qkv,
-            *(norms or (qkv, qkv)),  # not read without norms
+            *(norms or (qkv, qkv)),  # not read if there are no norms
             *(rotation or (qkv, qkv)),
             layer_cache,
             slots,
@@ -135,7 +139,7 @@ def _prepare_qkv_kernel(
     second = tl.load(source + half + column, mask=inside, other=0.0)
     rest_column = tl.arange(0, rest_columns)[None, :]
     inside_rest = exists & (rest_column < rest)
-    remainder = first  # the compiler needs a type even if there is no rest
+    remainder = first  # Triton needs a value even if there is no rest
     if rest > 0:
         remainder = tl.load(source + 2 * half + rest_column, mask=inside_rest, other=0.0)
 
@@ -178,8 +182,8 @@ def _prepare_qkv_kernel(
         kept_first, kept_second, kept_rest = first, second, remainder
         if scale_bytes > 0:
             dtype: tl.constexpr = layer_cache.dtype.element_ty
-            # Elements outside a head were loaded as 0. The elements stay 0, because the norm's weights outside a head
-            # were also loaded as 0.
+            # No mask is needed for the maximum. Elements outside a head were loaded as 0, and stay 0, because the
+            # norm's weights for them were also loaded as 0.
             largest = tl.maximum(tl.max(magnitudes(first), axis=1), tl.max(magnitudes(second), axis=1))
             if rest > 0:
                 largest = tl.maximum(largest, tl.max(magnitudes(remainder), axis=1))
@@ -196,8 +200,8 @@ def _prepare_qkv_kernel(
 
 @triton.jit
 def _normalised(values, scale, query_norm, key_norm, is_query, is_value, column, width: tl.constexpr, offset):
-    """Multiply query and key heads by their norm's weights and by `scale`, the inverse root mean square. Value heads
-    are unchanged. Returns float32."""
+    """Multiply query and key heads by the weights of their norms and by `scale`, the inverse root mean square of each
+    head. Value heads are unchanged. The result is float32."""
     inside = column < width
     query_factors = tl.load(query_norm + column, mask=inside, other=0.0).to(tl.float32)
     key_factors = tl.load(key_norm + column, mask=inside, other=0.0).to(tl.float32)

@@ -1,1 +1,2 @@
-"""The operations of a layer between attention and products."""
+"""Triton kernels for the operations of a decoder layer besides attention and products: norms, rotary embeddings and
+activations."""

@@ -1,13 +1,14 @@
-"""The gated activation `activation(gate) * up` of a fused projection, in one pass with one rounding.
+"""Computes the gated activation `activation(gate) * up` from the output of the fused gate and up projections. The
+kernel needs one pass, and rounds once.
 
-    `x`         [..., 2 * n]: gate, then up.
-    `program`   computes 1,024 columns of one row of the result.
+    `x`         [..., 2 * n]: the gate, followed by up.
+    `program`   A program computes 1,024 columns of one row of the result.
 
-    `silu`       g / (1 + exp(-g)).
-    `gelu`       g / 2 * (1 + erf(g / sqrt(2))).
-    `gelu_tanh`  g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 g³)), equal to the usual tanh form.
+    `silu`       The function g / (1 + exp(-g)).
+    `gelu`       The function g / 2 * (1 + erf(g / sqrt(2))).
+    `gelu_tanh`  The function g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 g³)), as with tanh.
 
-Oracle: `kernels.reference.gated_activation`. Edge cases: n = 123, n = 1,025, one row, gates of ±1,000.
+The oracle is `kernels.reference.gated_activation`. The tests cover n = 123, n = 1,025, one row, and gates of ±1,000.
 """
 
 import torch

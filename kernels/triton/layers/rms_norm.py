@@ -1,10 +1,10 @@
-"""RMS norm, alone or after an addition: `x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension.
+"""Computes RMSNorm, alone or after an addition: `x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension.
 
-    `x`       [..., width], contiguous rows, any other strides, so that heads of a fused projection are read in place.
-    `tile`    [rows, width padded to a power of two]: one program reads whole rows once and holds them in registers.
+    `x` [..., width], with contiguous rows and any other strides, so that heads of fused projections are not copied.
+    `tile`    [rows, width padded to a power of two]. A program reads whole rows once, and holds them in registers.
 
-The residual and all computations are float32. Oracle: `kernels.reference.rms_norm` and `add_rms_norm`. Edge cases: 123
-columns, one row, heads of 10.
+The residual and all computations are in float32. The oracles are `kernels.reference.rms_norm` and `add_rms_norm`. The
+tests cover 123 columns, one row, and heads of 10.
 """
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from kernels.triton.launch import OPTIONS, num_warps
 
 _TILE = 2048
-"""Minimum number of elements of a program. Without a minimum, the norm of heads of 64 would launch a program for each
-head."""
+"""Minimum number of elements of a program's tile. Without this minimum, the norm of heads of 64 would launch a separate
+program for each head."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: 
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() != 3:
-        x = x.reshape(1, -1, x.shape[-1])  # a view if the strides can be merged, otherwise a copy
+        x = x.reshape(1, -1, x.shape[-1])  # copies x if its strides cannot be merged
     _normalise(x, None, weight, output, eps, offset)
     return output
 
@@ -38,7 +38,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 
 
 def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor, output: Tensor, eps: float, offset: float) -> None:
-    """Launch the kernel. x: [n, m, width]; residual: [n * m, width] or None; output: [n * m, width] in any shape."""
+    """Launch the kernel for RMSNorm. x is [n, m, width]; residual is [n * m, width] or None; output: n * m rows of
+    `width` elements, in any shape."""
     num_rows, width = x.shape[0] * x.shape[1], x.shape[2]
     if num_rows == 0:
         return

@@ -1,10 +1,11 @@
-"""Rotary embedding in place: the pair (x[i], x[i + half]) of every head is rotated by the angle of its token.
+"""Applies rotary embeddings in place: each pair (x[i], x[i + half]) of every head is rotated by the pair's angle for
+the token.
 
-    `x`          [num_tokens, num_heads, head_dim], any stride between tokens.
-    `cos, sin`   [num_tokens, half] float32, contiguous; 2 * half may be less than head_dim; the rest is unchanged.
-    `tile`       [heads, half padded to a power of two] of one token; both halves are loaded before a half is stored.
+    `x`          [num_tokens, num_heads, head_dim], with any stride between tokens.
+    `cos, sin`   [num_tokens, half] float32, contiguous. Only the first 2 * half elements of a head are rotated.
+    `tile`       [heads, half padded to a power of two] of one token. Both halves are loaded before either is stored.
 
-Oracle: `kernels.reference.rotary_embedding`. Edge cases: half = 5, three heads, one token.
+The oracle is `kernels.reference.rotary_embedding`. The tests cover half = 5, three heads, and one token.
 """
 
 import triton
@@ -14,7 +15,7 @@ from torch import Tensor
 from kernels.triton.launch import OPTIONS, num_warps
 
 _TILE = 2048
-"""Maximum number of pairs of a program: 32 heads of 128."""
+"""Maximum number of pairs of elements that a program rotates, such as 32 heads of 128."""
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:

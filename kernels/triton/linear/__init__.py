@@ -1,1 +1,1 @@
-"""Products with weights of linear layers, experts and adapters."""
+"""Triton kernels for products by the weights of linear layers, experts and adapters."""

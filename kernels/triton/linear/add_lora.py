@@ -1,16 +1,17 @@
-"""Adds the outputs of LoRA adapters to a product. Each row has its own adapter. The first kernel computes inner units,
-the second kernel adds outputs.
+"""Adds the outputs of LoRA adapters to the output of a linear layer. Each row may use a different adapter. A first
+kernel computes the adapters' inner units, and a second kernel adds the adapters' outputs.
 
-    `x`      [rows, inputs]                         any stride between rows.
-    `a, b`   [slots, parts, max_rank, inputs], [slots, max_rank, outputs].
-    `inner`  [rows, parts, max_rank] float32        result of the first kernel.
-    `y`      [rows, outputs]                        changed in place.
+    `x`      [rows, inputs], with any stride between rows.
+    `a, b` The adapters' weights, which are [slots, parts, max_rank, inputs] and [slots, max_rank, outputs].
+    `inner`  [rows, parts, max_rank] float32, the result of the first kernel.
+    `y`      [rows, outputs], which is changed in place.
 
-Both kernels sum up a row's numbers in order, so results are batch-invariant. A captured graph may be replayed with
-other adapters in the slots. Each row reads its adapter's weights separately, often from the GPU's cache. Rows of one
-prompt do not share reads yet.
+Both kernels sum the numbers of a row in order, so their results are batch-invariant. A captured CUDA graph may be
+replayed with other adapters in the slots. The weights of an adapter are read separately for each row, often from the
+GPU's cache. Rows of one prompt do not share these reads yet.
 
-Oracle: `kernels.reference.add_lora`. Edge cases: rank 1 and 3, a slot without an adapter, parts that end inside a tile.
+The oracle is `kernels.reference.add_lora`. The tests cover ranks 1 and 3, a slot without an adapter, and parts that end
+inside a tile.
 """
 
 import torch
@@ -27,7 +28,7 @@ _MAX_PARTS = 3
 
 
 def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
-    """See `kernels.reference.add_lora`. The product may have up to three fused projections."""
+    """See `kernels.reference.add_lora`. The linear layer may have up to three fused projections."""
     _, parts, max_rank, inputs = weights.a.shape
     if parts > _MAX_PARTS:
         raise ValueError(f"there are {parts} fused projections; at most {_MAX_PARTS} are supported")

@@ -1,12 +1,14 @@
-"""The weighted sum of each token's expert outputs, added in the order in which the experts were chosen.
+"""Computes the weighted sum of the expert outputs of each token. The outputs are added in the order in which the
+experts were chosen.
 
-    `rows`      [tokens * chosen, size]       of any type.
-    `places`    [tokens, chosen] int64        the row of each of the token's experts.
+    `rows`      [tokens * chosen, size] of any type, the experts' outputs.
+    `places`    [tokens, chosen] int64, the number of the row for each of a token's experts.
     `weights`   [tokens, chosen] float32.
     `result`    [tokens, size] float32.
-    `program`   computes 1,024 columns of one token's result.
+    `program`   A program computes 1,024 columns of one token's result.
 
-Oracle: `kernels.linear.experts.combine_rows`. Edge cases: 123 and 1,025 columns, one expert, no token.
+The oracle is `kernels.linear.experts.combine_rows`. The tests cover 123 and 1,025 columns, one expert, and calls
+without tokens.
 """
 
 import torch

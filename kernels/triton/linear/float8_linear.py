@@ -1,12 +1,14 @@
-"""Products of e4m3 numbers on a GPU. The kernel `round_rows` rounds x. If the GPU supports e4m3, torch multiplies.
+"""Products by e4m3 weights on a GPU. The kernel `round_rows` quantises x to e4m3. If the GPU supports e4m3,
+`torch._scaled_mm` multiplies.
 
-`torch._scaled_mm` requires a multiple of 16 inputs, a multiple of 16 outputs, and compute capability 8.9 or later. With
-a scale for each row and each output, `torch._scaled_mm` returns bfloat16 only. For all other result types, scales are
-applied in a second step. use_fast_accum is off, but even without it an H100 keeps only about 14 bits of a sum. If
-several groups of inputs have scales, the kernel `grouped_float8` multiplies, as for a mixture with one expert.
+`torch._scaled_mm` requires that the numbers of inputs and of outputs are multiples of 16, and compute capability 8.9 or
+later. If it gets a scale for each row and each output, `torch._scaled_mm` can return only bfloat16. For all other
+result types, the scales are applied to the product afterwards. use_fast_accum is off, but even without it, an H100
+keeps only about 14 bits of a sum. If weights have scales for several groups of inputs, the kernel `grouped_float8`
+multiplies, as if the weight were a mixture with one expert.
 
-On all other GPUs and for all other sizes, numbers are multiplied in bfloat16. bfloat16 represents e4m3 numbers exactly,
-but occupies 16 bits of memory. Oracle: `kernels.reference.pack_float8`.
+On GPUs without e4m3, and for sizes that are not multiples of 16, e4m3 numbers are multiplied as bfloat16. bfloat16
+represents e4m3 numbers exactly, but occupies twice as much memory. The oracle is `kernels.reference.pack_float8`.
 """
 
 from functools import cache, partial
@@ -23,7 +25,7 @@ from kernels.triton.linear.round_rows import round_rows
 
 @cache
 def multiplies_float8(device: torch.device) -> bool:
-    """Whether this device can multiply e4m3 numbers."""
+    """Whether this device is a GPU that can multiply e4m3 numbers."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 

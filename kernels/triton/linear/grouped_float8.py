@@ -1,21 +1,22 @@
-"""The operation `grouped_linear` for e4m3: each row is multiplied by its expert's weight. Rows and weights have 8 bits
-and scales.
+"""The operation `grouped_linear` for e4m3 weights: each row is multiplied by the weight of the row's expert. Both rows
+and weights are 8-bit numbers with scales.
 
-    `numbers`     [rows, inputs] e4m3, contiguous; row_scales: [rows, groups] float32.
-    `weights`     [experts, outputs, inputs] e4m3, contiguous; scales: [experts, outputs, groups] float32.
-    `ends`        [experts] int64: where the rows of each expert end.
-    `result`      [rows, outputs], of x's type or float32.
-    `program`     computes 16 rows of one expert by 64 outputs, over one group of inputs after the other;
-                  for a single expert, up to 128 rows by 128 outputs.
+    `numbers`     [rows, inputs] e4m3, contiguous. The scales, `row_scales`, are [rows, groups] float32.
+    `weights` [experts, outputs, inputs] e4m3, contiguous. The scales are [experts, outputs, groups] float32.
+    `ends`        [experts] int64: the number of the row after each expert's last row.
+    `result`      [rows, outputs], in the type of x or in float32.
+    `program`     A program computes 16 rows of one expert by 64 outputs, over one group of inputs after the other.
 
-With several experts, the tile size is fixed for any number of rows. Larger tiles use other instructions, which may sum
-up a row in another order. A step with few rows waits for weights; 8-bit weights have half the bytes of 16-bit weights.
-Numbers are multiplied as float16, which represents e4m3 exactly. Direct products of e4m3 are summed in fewer bits than
-float32 has. The sums of a group are scaled and added to the sums of earlier groups. Tile sizes have not been tuned by
-measurement. The kernel requires compute capability 8.9 for the instruction that converts e4m3 to float16.
+If there is a single expert, a program computes up to 128 rows by 128 outputs. With several experts, the tile size is
+the same for any number of rows, because larger tiles use other instructions, which may sum a row in another order. A
+product of few rows waits for weights, and 8-bit weights have half as many bytes as 16-bit weights. e4m3 numbers are
+multiplied as float16, which represents them exactly. The GPU's products of e4m3 are not used, because their sums have
+fewer bits than float32. The sums of each group are scaled, and then added to the sums of earlier groups. The tile sizes
+have not been tuned by measurement. The kernel requires compute capability 8.9, for the instruction that converts e4m3
+to float16.
 
-Oracle: `kernels.linear.experts.grouped_float8`. Edge cases: experts without rows, one row, 129 rows with one expert,
-groups of 16 and of 48 inputs, 123 inputs in one group, one output.
+The oracle is `kernels.linear.experts.grouped_float8`. The tests cover experts without rows, one row, 129 rows with one
+expert, groups of 16 and of 48 inputs, 123 inputs in one group, and one output.
 """
 
 from typing import NamedTuple

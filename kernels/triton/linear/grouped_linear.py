@@ -1,18 +1,20 @@
-"""Computes `x @ weight.T` for rows grouped by expert, in one launch. Each expert has its own weight.
+"""Computes `x @ weight.T` for all experts of a mixture in one launch. Each expert has its own weight, and the rows of x
+are grouped by expert.
 
     `x`         [rows, inputs], contiguous, grouped by expert.
     `weights`   [experts, outputs, inputs], contiguous.
-    `ends`      [experts] int64: end of each expert's rows; read on the device only.
-    `result`    [rows, outputs], of x's type or float32.
-    `program`   computes up to 16 rows of one expert by 64 outputs, with 64 inputs at a time.
+    `ends`      [experts] int64: the number of the row after each expert's last row. Only the device reads `ends`.
+    `result`    [rows, outputs], in the type of x or in float32.
+    `program`   A program computes up to 16 rows of one expert by 64 outputs, with 64 inputs at a time.
 
-The number of programs depends only on shapes. A captured graph may therefore be replayed for other choices of experts,
-and the host does not wait for the device. Programs after the last block of rows return immediately. The number of
-unused programs is smaller than the number of experts. The tile size is fixed for any number of rows, because larger
-tiles use other instructions, which may sum up a row in another order. Tile sizes have not been tuned by measurement.
+The number of programs depends only on the tensors' shapes. A captured CUDA graph may therefore be replayed for other
+choices of experts, and the host does not wait for the device. Programs that have no rows return immediately; there are
+fewer such programs than experts. The tile size is the same for any number of rows, because larger tiles use other
+instructions, which may sum a row in another order. The tile sizes have not been tuned by measurement.
 
-Oracle: `kernels.linear.experts.grouped_linear`. Edge cases: experts without rows, one row, all rows with one expert, 17
-rows with one expert, 123 inputs, one output, a number of experts that is not a power of two.
+The oracle is `kernels.linear.experts.grouped_linear`. The tests cover experts without rows, one row, all rows with one
+expert, and 17 rows with one expert. The tests also cover 123 inputs, one output, and a number of experts that is not a
+power of two.
 """
 
 from functools import partial
@@ -44,12 +46,14 @@ def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False)
 
 
 def most_blocks(num_rows: int, num_experts: int, size: int) -> int:
-    """Maximum number of blocks of `size` rows, if each expert has full blocks and one partial block."""
+    """Maximum number of blocks of up to `size` rows into which the experts' rows are split. Each expert has full blocks
+    and at most one partial block."""
     return (num_rows + min(num_experts, num_rows) * (size - 1)) // size
 
 
 def pack_batch_invariant(weight: Tensor, wide: bool = False) -> Product:
-    """See `kernels.linear.experts.pack_batch_invariant`. The product is computed like a mixture with one expert."""
+    """See `kernels.linear.experts.pack_batch_invariant`. The product is computed as if the weight were a mixture with
+    one expert."""
     return partial(_linear, weight[None], wide)
 
 
@@ -61,9 +65,10 @@ def _linear(weights: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tens
 
 @triton.jit
 def place_of_block(block, ends, num_experts, experts: tl.constexpr, rows: tl.constexpr):
-    """The expert of a block, the block's first row, and the end of the expert's rows.
+    """For a block of rows, return the block's expert, the block's first row, and the row after the expert's last row.
 
-    Blocks are numbered expert after expert. After the last block, the returned expert is `num_experts` or more.
+    The blocks are numbered through, for one expert after the other. If there is no block with this number, the returned
+    expert is `num_experts` or more.
     """
     expert = tl.arange(0, experts)
     begin = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0).to(tl.int32)

@@ -1,20 +1,23 @@
-"""Batch-invariant `x @ weight.T + bias`: a row is summed over the inputs in one order, for any number of rows.
+"""Computes a batch-invariant `x @ weight.T + bias`: each row is summed over the inputs in the same order, for any
+number of rows.
 
     `x`        [rows, inputs], contiguous.
-    `result`   [rows, outputs], of x's type or float32.
+    `result`   [rows, outputs], in the type of x or in float32.
     `weight`   [outputs, inputs], contiguous.
-    `program`  computes some rows by some outputs, with 64 inputs at a time.
+    `program`  A program computes a tile of some rows by some outputs, with 64 inputs at a time.
 
-For different numbers of rows, libraries choose different kernels. The libraries' kernels have different tiles, or split
-the inputs into parts and add up the parts' sums. In this kernel, one program sums up all inputs in float32, in order,
-64 at a time. The tile size depends on the number of rows: few rows need many programs that read weights, and many rows
-need large tiles. Bits are equal only if all tiles use the same kind of instruction, with steps of 16 inputs. The
-instruction is `mma` for compute capability 8 and `wgmma` for 9.0. `wgmma` requires 64 rows, so all tiles of 16-bit
-types have at least 64 rows. `tests/kernels/compile_for_gpus.py` checks the instructions of every tile. The kernel
-assumes that an instruction sums up a row in the same way for any other rows and outputs. Tile sizes have not been tuned
-by measurement.
+Libraries such as cuBLAS choose different kernels for different numbers of rows. The libraries' kernels have different
+tiles, or split the inputs into parts and add the parts' sums. In the kernel of this file, one program sums the products
+of all inputs in float32, in order, 64 inputs at a time. The tile size depends on the number of rows: few rows need many
+programs that read weights, and many rows need large tiles. Results have equal bits only if all tiles use the same kind
+of tensor core instruction, which multiplies 16 inputs at a time. The tensor core instruction is `mma` for compute
+capability 8, and `wgmma` for 9.0. `wgmma` requires 64 rows, so all tiles of 16-bit types have at least 64 rows.
+`tests/kernels/compile_for_gpus.py` checks which instructions every tile size uses. The kernel assumes that an
+instruction sums a row in the same order, whatever the other rows and outputs are. The tile sizes have not been tuned by
+measurement.
 
-Oracle: torch's product, and the kernel's own bits with other rows. Edge cases: 123 inputs, one output, no row, 65 rows.
+The oracles are torch's product, and the kernel's own results with other rows. The tests cover 123 inputs, one output,
+no row, and 65 rows.
 """
 
 from functools import partial
@@ -33,7 +36,7 @@ _DEPTH = 64
 
 
 class _Tile(NamedTuple):
-    """The size of a program's tile, and the kernel's compile options."""
+    """The size of a program's tile, and the options with which the kernel is compiled for it."""
 
     rows: int
     outputs: int
@@ -42,33 +45,36 @@ class _Tile(NamedTuple):
 
 
 _FEW_ROWS = _Tile(64, 32, 4, 6)
-"""The tile for up to 64 rows. The tile has few outputs, so that there are many programs: 128 for a weight with 4,096
-outputs. A pipeline stage occupies 12 KiB."""
+"""The tile for up to 64 rows. The tile has few outputs, so that there are many programs, such as 128 programs for a
+weight with 4,096 outputs. Each pipeline stage occupies 12 KiB of shared memory."""
 _SOME_ROWS = _Tile(128, 128, 8, 3)
-"""The tile for up to 512 rows, such as the decodes of a large batch. If shared memory is small, this tile is also used
-for more rows."""
+"""The tile for up to 512 rows, such as the decodes of a large batch. On GPUs with little shared memory, this tile is
+also used for more rows."""
 _MANY_ROWS = _Tile(128, 256, 8, 3)
 _FLOAT32 = _Tile(32, 64, 4, 2)
-"""The only tile for float32. The tile is small, because no tensor core multiplies float32 exactly, and registers are
-few."""
+"""The tile for float32, for any number of rows. The tile is small, because no tensor core multiplies float32 exactly,
+and there are too few registers for a larger tile."""
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product:
-    """The product with a weight, [outputs, inputs], which is not copied. See `kernels.ops.Ops`."""
+    """Return a batch-invariant product by a weight, [outputs, inputs]. The weight is not copied. See
+    `kernels.ops.Ops`."""
     return partial(invariant_linear, weight, wide)
 
 
 def invariant_linear(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply. x: [rows, inputs]. Returns [rows, outputs], in float32 if `wide`."""
+    """Multiply x by the weight, and add the bias. x is [rows, inputs]. Returns [rows, outputs], in float32 if `wide` is
+    true."""
     outputs, inputs = weight.shape
     result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
     tile = _tile(len(x), x.dtype, x.device)
     if len(x):
-        # Programs for the same outputs are neighbours, so that they share reads of weights in the cache.
+        # Programs for the same outputs have neighbouring numbers, so that they read the weights of these outputs from
+        # the GPU's cache.
         _invariant_linear_kernel[(triton.cdiv(len(x), tile.rows), triton.cdiv(outputs, tile.outputs))](
             x,
             weight,
-            weight if bias is None else bias,  # not read without a bias
+            weight if bias is None else bias,  # not read if there is no bias
             result,
             len(x),
             outputs,

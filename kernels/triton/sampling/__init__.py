@@ -1,6 +1,7 @@
-"""The operations of a sampler as Triton kernels: a function for each method of `kernels.sampling.ops.SamplingOps`.
+"""The GPU's backend for the operations of the sampler: implements `kernels.sampling.ops.SamplingOps` with Triton
+kernels.
 
-No operation waits for the device. Edits of logits are sparse, so eager torch applies them
+No operation makes the host wait for the device. Edits of logits are applied by eager torch, because they are sparse
 (`kernels.sampling.logit_edits`).
 """
 

@@ -1,13 +1,13 @@
-"""Draws one token for each entry of `draws`. One pass applies temperature, filters and Gumbel noise without storing
-intermediate results.
+"""Draws one token at random for each entry of `draws`. One pass over the logits applies temperature, filters and Gumbel
+noise, without storing intermediate results.
 
-    `logits`    [rows, vocabulary_size], any float type, any stride between rows.
-    `program`   computes 4,096 columns of one draw's row.
-    `partial`   the largest `(logit - largest) / temperature + gumbel` and its column; the input of `pick`.
+    `logits`    [rows, vocabulary_size], of any float type, with any stride between rows.
+    `program`   A program computes 4,096 columns of the row of one draw.
+    `partial`   The input of `pick`: each program's largest `(logit - largest) / temperature + gumbel`, and its column.
 
-If a filter is used, `filter_thresholds` computes the thresholds in earlier passes. Oracle:
-`kernels.sampling.eager.draw`. Kernel and oracle have the same random bits, but logarithms may differ in the last bit.
-Edge cases: one draw, vocabularies of 1, 123 and 4,097 tokens, a temperature of 1e-38.
+If a filter is used, `filter_thresholds` computes the rows' thresholds in passes before this one. The oracle is
+`kernels.sampling.eager.draw`. The kernel and the oracle use the same random bits, but their logarithms may differ in
+the last bit. The tests cover one draw, vocabularies of 1, 123 and 4,097 tokens, and a temperature of 1e-38.
 """
 
 import torch

@@ -1,20 +1,21 @@
-"""Finds the smallest scaled logit that passes min_p, top_k and top_p, without sorting and without waiting for the host.
+"""Finds the smallest scaled logit of each row that passes min_p, top_k and top_p. The kernel does not sort logits, and
+the host does not wait for it.
 
-    `logits`       [rows, vocabulary_size], any float type, any stride between rows.
-    `distance`     (largest - logit) / temperature. A distance is not negative, so larger distances have larger bits.
-    `weight(K)`    sum over logits that pass earlier filters and whose distance has bits below K. top_k: each logit
-                   counts 1. top_p: a logit counts exp(-distance).
-    `threshold`    the largest K with weight(K) < k, or with weight(K) < p times the weight of all logits. Logits with a
-                   distance up to K pass, and so do equal logits.
+    `logits`       [rows, vocabulary_size], of any float type, with any stride between rows.
+    `distance` (largest - logit) / temperature. Distances are not negative, so they sort like their bits.
+    `weight(K)`    A sum over the logits that pass earlier filters and whose distance has bits below K. For top_k, each
+                   logit counts 1. For top_p, a logit counts exp(-distance).
+    `threshold`    The largest K with weight(K) < k for top_k, or with weight(K) < p times the weight of all logits for
+                   top_p. Logits whose distance has bits up to K pass.
 
-K is found between 0 and infinity in at most 16 passes; each pass reduces the interval to a quarter. A row without top_k
-and top_p needs no pass. One program computes one row. Each pass reads the row's logits in their stored type. After the
-first pass, the logits are in the cache.
+For each filter, K is found between 0 and infinity in at most 16 passes over the logits, because each pass reduces the
+interval to a quarter. A row without top_k and top_p needs no pass. One program computes one row. Each pass reads the
+row's logits in the type in which they are stored. After the first pass, the row's logits are in the GPU's cache.
 
-Oracle: `kernels.sampling.filters.filter_thresholds`. Kernel and oracle add up probabilities in different orders, with
-different roundings. If the likelier tokens reach top_p up to rounding, the kernel may keep a token that the oracle
-drops, or drop a token that the oracle keeps. Edge cases: vocabularies of 1, 123 and 4,097 tokens, equal logits, fewer
-finite logits than top_k.
+The oracle is `kernels.sampling.filters.filter_thresholds`. The kernel and the oracle add probabilities in different
+orders, with different roundings. If the probabilities of the likelier tokens sum to almost exactly top_p, the kernel
+may keep a token that the oracle drops, or drop a token that the oracle keeps. The tests cover vocabularies of 1, 123
+and 4,097 tokens, equal logits, and rows with fewer finite logits than top_k.
 """
 
 import torch
@@ -29,8 +30,8 @@ _COLUMNS = 4096
 
 
 def filter_thresholds(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    """Returns thresholds of `(logit - largest) / temperature`, [draws] float32. largest: [rows], the maximum of each
-    row of logits."""
+    """Compute the threshold of `(logit - largest) / temperature` for each draw, [draws] float32. largest is [rows], the
+    largest logit of each row."""
     thresholds = torch.empty(len(draws.rows), device=logits.device)
     columns = min(_COLUMNS, triton.next_power_of_2(logits.shape[1]))
     if len(thresholds):
@@ -74,7 +75,7 @@ def _filter_thresholds_kernel(
     start = logits + row * row_stride
 
     least = tl.load(min_p + number)
-    # The absolute value is required because -log(1) is -0. The bits of -0 are not a small integer.
+    # The absolute value is needed because -log(1) is -0, whose bits as an integer are not small.
     floor = tl.where(least > 0, tl.abs(tl.log(tl.where(least > 0, least, 1.0))), float("inf"))
     limit = floor.to(tl.int32, bitcast=True)
     rank = tl.load(top_k + number)
@@ -92,10 +93,11 @@ def _filter_thresholds_kernel(
 
 @triton.jit
 def _search(start, top, temperature, limit, wanted, vocabulary_size, by_mass: tl.constexpr, columns: tl.constexpr):
-    """Find the largest K with weight(K) < wanted. Only logits with distances up to `limit`, as bits, count."""
+    """Find the largest K with weight(K) < wanted. Only logits whose distance has bits of at most `limit` are counted in
+    weight(K)."""
     low = tl.full([], 0, tl.int32)
-    high = tl.full([], 0x7F800001, tl.int32)  # above every distance
-    while high - low > 1:  # weight(low) < wanted, and weight(high) >= wanted if a limit exists
+    high = tl.full([], 0x7F800001, tl.int32)  # larger than the bits of every distance
+    while high - low > 1:  # always weight(low) < wanted; and weight(high) >= wanted if any K has that
         step = (high - low + 3) // 4
         cuts = low + step, low + 2 * step, low + 3 * step
         first, second, third = _weights(
@@ -124,7 +126,7 @@ def _weights(
     by_mass: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """Compute weight(K) for three values of K in one pass."""
+    """Compute weight(K) for three values of K in one pass over the logits."""
     first_sums = tl.zeros([columns], tl.float32)
     second_sums = tl.zeros([columns], tl.float32)
     third_sums = tl.zeros([columns], tl.float32)

@@ -1,12 +1,12 @@
-"""Finds the token with the largest logit of each row, in one pass. Among equal logits, the lowest id wins. NaN counts
-as +inf.
+"""Finds the token with the largest logit of each row, in one pass over the logits. Among tokens with equal logits, the
+token with the lowest id is found. NaN counts as +inf.
 
-    `logits`    [rows, vocabulary_size], any stride between rows.
-    `program`   reads 8,192 columns of one row, so that a single row occupies several multiprocessors.
-    `partial`   the largest logit and its column, [rows, parts] float32 and int32; the input of `pick`.
+    `logits`    [rows, vocabulary_size], with any stride between rows.
+    `program`   A program reads 8,192 columns of one row, so that a single row occupies several multiprocessors.
+    `partial`   The input of `pick`: each program's largest logit and its column, [rows, parts] float32 and int32.
 
-Oracle: `kernels.sampling.eager.greedy`. The largest logit is not finite if the row has NaN or +inf, or only -inf. Edge
-cases: one row, vocabularies of 1, 8,193 and 123 tokens, all logits equal.
+The oracle is `kernels.sampling.eager.greedy`. If a row contains NaN or +inf, or only -inf, the returned logit is not
+finite. The tests cover one row, vocabularies of 1, 8,193 and 123 tokens, and rows whose logits are all equal.
 """
 
 import torch
@@ -48,7 +48,7 @@ def _greedy_kernel(logits, values, ids, vocabulary_size, row_stride, columns: tl
     column = part * columns + tl.arange(0, columns)
     logit = tl.load(logits + row * row_stride + column, mask=column < vocabulary_size, other=float("-inf"))
     logit = logit.to(tl.float32)
-    logit = tl.where(logit != logit, float("inf"), logit)  # only NaN is unequal to itself
+    logit = tl.where(logit != logit, float("inf"), logit)  # true only for NaN
     largest = tl.max(logit, axis=0)
     tl.store(values + row * tl.num_programs(1) + part, largest)
     tl.store(ids + row * tl.num_programs(1) + part, tl.min(tl.where(logit == largest, column, 0x7FFFFFFF), axis=0))

@@ -1,10 +1,10 @@
-"""Picks the largest of a few candidates in each row: the last pass of `greedy` and `draw`. Among equal values, the
-first candidate wins.
+"""Picks the candidate with the largest value in each row, as the last pass of `greedy` and `draw`. Among candidates
+with equal values, the first is picked.
 
-    `values, ids`   [rows, parts] float32 and int32; parts are in the order of their ids.
-    `program`       reads one row.
+    `values, ids`   The candidates: [rows, parts] float32 and [rows, parts] int32, sorted by id.
+    `program`       A program reads the candidates of one row.
 
-Returns [rows] int64 and [rows] float32. Values must not be NaN.
+`pick` returns the ids, [rows] int64, and the values, [rows] float32. The candidates' values must not be NaN.
 """
 
 import torch
@@ -16,7 +16,7 @@ from kernels.triton.launch import OPTIONS, num_warps
 
 
 def pick(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The id of each row's largest value, and the value."""
+    """Return the id of the candidate with the largest value in each row, and this value."""
     rows, parts = values.shape
     token_ids = torch.empty(rows, dtype=torch.int64, device=values.device)
     largest = torch.empty(rows, device=values.device)

@@ -1,1 +1,1 @@
-"""Files of a checkpoint, read within limits."""
+"""Reads and checks the files of a checkpoint, with limits on their sizes."""

@@ -1,4 +1,5 @@
-"""Reads JSON files of a model's folder. A fault raises a StartError that names the file."""
+"""Reads JSON files of a model's folder. If a file cannot be read or is not valid JSON, a StartError is raised that
+names the file."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,12 @@ from pagewire_common.model_files.json_text import loads
 from pagewire_common.start_error import StartError
 
 _MAX_BYTES = 100 << 20
-"""Maximum bytes of a JSON file. The largest JSON file is a weight index, with a few hundred bytes per tensor."""
+"""Maximum size of a JSON file in bytes. A model's largest JSON file is usually the index of its weights, which has a
+few hundred bytes per tensor."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """Read a file that must contain a JSON object."""
     content = read_any_json(file)
     if not isinstance(content, dict):
         raise StartError(f"{file} does not hold a JSON object")
@@ -19,7 +21,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_any_json(file: Path, most: int = _MAX_BYTES) -> Any:
-    """The JSON value in a file of at most `most` bytes."""
+    """Read a file of at most `most` bytes that may contain any JSON value."""
     try:
         if (size := file.stat().st_size) > most:
             raise StartError(f"{file} has {size} bytes; at most {most} are read")

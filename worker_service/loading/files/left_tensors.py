@@ -1,5 +1,5 @@
-"""Refuses a checkpoint with unused tensors. Tensors that are known to be harmless are listed here, each with the
-reason."""
+"""Refuses a checkpoint with tensors that the network does not use. `_HARMLESS` lists the unused tensors that are
+accepted, each with the reason."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -13,12 +13,12 @@ from worker_service.wording import named
 
 _MAX_NAMED = 5
 _MAX_BIASES = 1 << 20
-"""Maximum numbers of a bias: more than the outputs of any linear layer."""
+"""Maximum number of elements of a bias. No linear layer has more outputs than this limit."""
 
 
 class _Harmless(NamedTuple):
     name: str
-    """A regular expression for the last parts of a tensor's name."""
+    """A regular expression that matches the last parts of a tensor's name."""
     dims: Collection[int]
     reason: str
 
@@ -34,16 +34,17 @@ _HARMLESS = (
         "scales for a cache in 8 bits; a cache in --kv-cache-dtype has scales of its own",
     ),
 )  # fmt: skip
-"""Tensors that no network needs, in any family."""
+"""Tensors in checkpoints that no network of any model family needs."""
 
 
 def check_none_left(
     tensors: Mapping[str, StoredTensor], taken: Collection[str], ignored: Collection[str], read: Callable[[str], Tensor]
 ) -> None:
-    """Raise StartError if there is an unused tensor that may change the result of the network.
+    """Raise StartError if the checkpoint has an unused tensor that might change the network's output if it were used.
 
-    taken: names of used tensors; ignored: patterns of names that this network does not use; read: function that reads a
-    tensor by name. An unused bias of zeros is accepted: GPTQ's files have a bias for every layer.
+    taken: names of used tensors; ignored: patterns of tensor names that this network does not use; read: function that
+    reads a tensor by name. An unused bias that contains only zeros is accepted, because GPTQ's files have a bias for
+    every layer.
     """
     left = [
         name

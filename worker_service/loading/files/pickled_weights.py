@@ -1,5 +1,5 @@
-"""Refuses pickled weights, because reading a pickle can run its author's code. The error tells how to convert the
-weights."""
+"""Refuses pickled weights, because reading a pickle can run its author's code. The error's message tells how to convert
+pickled weights to safetensors."""
 
 from pathlib import Path
 
@@ -16,10 +16,12 @@ _CONVERSION = (
 
 
 def refuse_missing_weights(file: Path, named_by: str) -> None:
-    """Raise a StartError for a missing safetensors file. named_by: the index that names the file, or empty.
+    """Raise a StartError for a missing safetensors file. named_by: the name of the index file that lists the missing
+    file, or an empty string.
 
-    The usual reason is that the model is published as pickles. Pickles on a hub are not downloaded, so the message
-    always mentions pickles.
+    A safetensors file is usually missing because the model was published as pickles. Pickles on the hub are not
+    downloaded, so the folder may not show whether there are pickles. The error's message therefore always mentions
+    pickles.
     """
     by = f", which {named_by} names," if named_by else ""
     pickles = sorted(

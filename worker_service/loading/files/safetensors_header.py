@@ -1,9 +1,9 @@
 """Reads the header of a safetensors file, and checks it against the file.
 
-A file begins with the length of the JSON header: 8 bytes, little endian. The JSON header follows, and then the data.
-The JSON gives each tensor a type, a shape and a range of the data. Ranges follow each other without a gap. Every value
-of a header is checked against the file's size. Code that uses a checked header thus cannot read past the end of the
-file, and cannot allocate more memory than the file's size.
+A safetensors file begins with the length of its JSON header, as 8 bytes in little-endian order. The JSON header and the
+tensors' data follow. The header states each tensor's type, shape and range of bytes in the data. The tensors' ranges
+follow each other without a gap. Every value of the header is checked against the file's size. Code that uses a checked
+header thus cannot read past the end of the file, and cannot allocate more memory than the file's size.
 """
 
 import json
@@ -18,7 +18,7 @@ from worker_service.errors import UnsoundFileError
 from worker_service.wording import named, shown
 
 MAX_HEADER_BYTES = 100_000_000
-"""Maximum bytes of a header: the limit in the format's specification."""
+"""Maximum size of a header in bytes, as the safetensors specification defines it."""
 
 _BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -28,12 +28,12 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bits of one element, for every type of the format. Some types of the format cannot be loaded."""
+"""Number of bits of an element, for every type that safetensors defines. Some of these types cannot be loaded here."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk: its bytes are [begin, end), counted from the start of the file."""
+    """A tensor in a safetensors file. The tensor's bytes are [begin, end), counted from the start of the file."""
 
     file: Path
     dtype: str
@@ -47,13 +47,13 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row: the elements with one index of the first dimension."""
+        """Number of bytes of one row. A row consists of all elements with the same index in the first dimension."""
         return self.num_bytes // (self.shape[0] or 1) if self.shape else self.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """A checked header: the header's bytes, the tensors by name, and the metadata."""
+    """A checked header of a safetensors file: the header's bytes, the tensors by name, and the metadata."""
 
     content: bytes
     tensors: Mapping[str, StoredTensor]
@@ -61,7 +61,8 @@ class SafetensorsHeader:
 
 
 def read_header(file: Path) -> SafetensorsHeader:
-    """Read and check a header. Raises a StartError that names the file and the wrong tensor."""
+    """Read and check the header of a safetensors file. Raises a StartError that names the file and the faulty
+    tensor."""
     try:
         with open(file, "rb") as stream:
             file_bytes = os.fstat(stream.fileno()).st_size
@@ -89,7 +90,7 @@ def _read_content(stream: BinaryIO, file_bytes: int) -> bytes:
 
 
 def _parse(content: bytes, file: Path, file_bytes: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Parse the JSON of a header into tensors and metadata."""
+    """Parse the header's JSON into tensors and metadata, and check them."""
     try:
         header = json.loads(content.decode(), object_pairs_hook=_without_duplicates)
     except UnsoundFileError:
@@ -138,14 +139,14 @@ def _parse_tensor(name: str, entry: Any, file: Path, data_begin: int, file_bytes
 
 
 def _is_counts(value: Any) -> bool:
-    """Whether a value is a list of non-negative whole numbers. JSON's true is refused, although Python treats it as
-    1."""
+    """Whether a JSON value is a list of non-negative whole numbers. The JSON value true is refused, although True is an
+    int in Python."""
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
 def _count_elements(shape: list[int], limit: int) -> int:
-    """The product of a shape, or any number above `limit`. Multiplication stops at the limit, because the product of
-    many large numbers would take too long."""
+    """The number of elements of a tensor with this shape, or any number above `limit`. Multiplication stops above the
+    limit, because the product of many large sizes would take too long."""
     if 0 in shape:
         return 0
     count = 1
@@ -157,7 +158,8 @@ def _count_elements(shape: list[int], limit: int) -> int:
 
 
 def _check_ranges(tensors: Mapping[str, StoredTensor], data_begin: int, file_bytes: int) -> None:
-    """Raise an error if the tensors' ranges have gaps or overlaps, which are signs of damage or of an attack."""
+    """Raise UnsoundFileError if the tensors' ranges of bytes have gaps or overlap, which is a sign of a damaged or
+    malicious file."""
     reached, last = data_begin, "its header"
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin < reached:

@@ -1,4 +1,4 @@
-"""Writes a safetensors file piece by piece, so that no whole tensor has to be in memory."""
+"""Writes a safetensors file piece by piece, so that a tensor need not be in memory as a whole."""
 
 import json
 import math
@@ -11,7 +11,8 @@ _ITEM_BYTES = {"BF16": 2, "U8": 1}
 
 @dataclass(frozen=True, slots=True)
 class WrittenTensor:
-    """A tensor to be written: type, shape, and pieces of bytes. The pieces are read once, in order."""
+    """A tensor that is to be written: its type, its shape, and its bytes in pieces. The iterable `pieces` is consumed
+    once, in order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -19,7 +20,8 @@ class WrittenTensor:
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, WrittenTensor], metadata: Mapping[str, str]) -> None:
-    """Write a file. Raises ValueError if the size of a tensor's pieces does not match the tensor's type and shape."""
+    """Write a safetensors file. Raises ValueError if the total size of a tensor's pieces does not match the tensor's
+    type and shape."""
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     end = 0
     for name, tensor in tensors.items():

@@ -1,7 +1,8 @@
-"""SHA-256 of tensors on disk, computed by several threads. A tensor's digest is the hash of its pieces' digests.
+"""Computes the SHA-256 of tensors on disk, with several threads. A tensor is hashed in pieces, and the tensor's digest
+is the SHA-256 of its pieces' digests.
 
-Pieces have a fixed size, so the number of threads and the split of a model into files do not change a digest. A thread
-hashes about 1.5 GB/s if the CPU has instructions for SHA-256.
+The pieces of a tensor have a fixed size. The number of threads and the split of a model into files therefore do not
+change a tensor's digest. If the CPU has instructions for SHA-256, a thread hashes about 1.5 GB/s.
 """
 
 import hashlib
@@ -19,7 +20,8 @@ _PIECE_BYTES = 4 << 20
 
 
 def tensor_digests(tensors: Mapping[str, StoredTensor], num_threads: int) -> dict[str, bytes]:
-    """The digest of each tensor. Reads all bytes of all tensors. Raises StartError if reading fails."""
+    """Returns the digest of each tensor. `tensor_digests` reads all bytes of all tensors. Raises StartError if reading
+    fails."""
     digests = {name: hashlib.sha256() for name in tensors}
     in_order = sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].begin))
     with (
@@ -48,15 +50,15 @@ def tensor_digests(tensors: Mapping[str, StoredTensor], num_threads: int) -> dic
 
 
 class _Reader(threading.local):
-    """Reads pieces of an open file. Each thread has its own buffer."""
+    """Reads and hashes pieces of an open file. Each thread that uses this object has a buffer of its own."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._buffer = memoryview(bytearray(_PIECE_BYTES))
 
     def digest(self, piece: tuple[str, int, int]) -> bytes:
-        """The digest of a piece. piece: tensor name, first byte, end. Raises an EOFError with the tensor's name at the
-        file's end."""
+        """The digest of a piece. piece: the tensor's name, the piece's first byte, and its end. If the file ends inside
+        the piece, raises an EOFError with the tensor's name."""
         name, begin, end = piece
         content = self._buffer[: end - begin]
         filled = 0

@@ -1,20 +1,21 @@
-"""Names that a network's tensor may have in a checkpoint, as in transformers.
+"""Lists the names that a tensor of a network may have in a checkpoint. transformers accepts the same names.
 
-transformers also adds a missing first part to a name. If a network's checkpoints may lack the first part of names, the
-network requests the longer name (`EncoderConfig.prefix`).
+If the names in a checkpoint lack their first part, such as "bert.", transformers adds this part. A network whose
+checkpoints may lack this part requests the longer name (`EncoderConfig.prefix`), and the shorter name is also tried.
 """
 
 from collections.abc import Iterator
 
 ZERO_IF_MISSING = frozenset({"final_logits_bias"})
-"""Tensors that become zeros if they are missing in a checkpoint. BART's first checkpoints have no final_logits_bias."""
+"""Names of tensors that are filled with zeros if a checkpoint lacks them. BART's first checkpoints have no
+final_logits_bias."""
 _OLD = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-"""Parts of names in BERT's first checkpoints, which came from TensorFlow."""
+"""Ends of tensor names, each with the end that BERT's first checkpoints use, which were converted from TensorFlow."""
 
 
 def spellings(name: str) -> Iterator[str]:
-    """Names to try, the given name first. If a network was saved without its head, such as GPT-2, names lack their
-    first part."""
+    """Yield the names to look for in a checkpoint, beginning with the given name. The names in a checkpoint lack their
+    first part if the network was saved without its head, as GPT-2 was."""
     for one in (name, name.partition(".")[2]):
         if one:
             yield one

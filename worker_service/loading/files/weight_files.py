@@ -1,6 +1,7 @@
 """Checks the safetensors files of a Hugging Face directory, and reads their tensors into their final places.
 
-No weight is in memory twice. Data is read into one buffer of a few megabytes and converted there.
+No weight is in memory twice: a file's data is read into a buffer of a few megabytes, converted, and copied to its final
+place.
 """
 
 import os
@@ -26,18 +27,19 @@ from worker_service.wording import named, shown
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANTIZED = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
-"""Types of quantised weights, scales and zero points."""
+"""Types that are read only for quantised weights, their scales and their zero points."""
 _PIECE_BYTES = 8 << 20
 
 
 class WeightFiles:
-    """One file model.safetensors, or the files that model.safetensors.index.json names. Methods raise StartError."""
+    """The weights of a Hugging Face directory: the file model.safetensors, or the files that
+    model.safetensors.index.json names. Methods raise StartError."""
 
     def __init__(self, path: Path) -> None:
-        """Find the files. A file is opened when its header is first needed."""
+        """Find the weight files. A file is not opened before its header is needed."""
         self._index = path / "model.safetensors.index.json"
         self._shard_of = _read_index(self._index) if self._index.exists() else {}
-        # Only the last part of a file's name is used, so an index cannot point outside its folder.
+        # Only the last part of a path in the index is used, so the index cannot name a file outside the model's folder.
         names = sorted({Path(name).name for name in self._shard_of.values()}) or ["model.safetensors"]
         self._files = [path / name for name in names]
         for file in self._files:
@@ -54,7 +56,8 @@ class WeightFiles:
 
     @cached_property
     def _tensors(self) -> dict[str, StoredTensor]:
-        """All tensors by name. If several files have a tensor of the same name, the index decides."""
+        """All tensors by name. If several files have a tensor of the same name, the index decides which file's tensor
+        is used."""
         tensors = {name: tensor for header in self._headers.values() for name, tensor in header.tensors.items()}
         for name, shard in self._shard_of.items():
             file = self._index.with_name(Path(shard).name)
@@ -65,15 +68,15 @@ class WeightFiles:
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
-        """Types by tensor name, in the format's notation."""
+        """The type of each tensor by the tensor's name, in the notation of safetensors."""
         return {name: tensor.dtype for name, tensor in self._tensors.items()}
 
     def shape(self, name: str) -> Sequence[int]:
-        """Shape of a tensor according to its header."""
+        """The shape of a tensor, which the header of the tensor's file states."""
         return self._tensors[name].shape
 
     def read(self, name: str) -> Tensor:
-        """Read a whole tensor in its stored type into newly allocated memory. Raises StartError."""
+        """Read a whole tensor into newly allocated memory, in the type in which it is stored. Raises StartError."""
         tensor = self._tensors[name]
         dtype = (_DTYPES | _QUANTIZED).get(tensor.dtype)
         if dtype is None:
@@ -83,15 +86,16 @@ class WeightFiles:
         return found
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """Each tensor's name, type, shape and digest. The result does not depend on the split into files. Reads all
-        data."""
+        """Yield each tensor's name, type, shape and digest. The result does not depend on how the weights are split
+        into files. `identity` reads all data of all files."""
         digests = tensor_digests(self._tensors, torch.get_num_threads())
         self._check_unchanged()
         for name, tensor in sorted(self._tensors.items()):
             yield f"{name} {tensor.dtype} {list(tensor.shape)}", digests[name]
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Raise StartError if a tensor of `expected` is missing, has another shape, or is not in floating point."""
+        """Raise StartError if a tensor of `expected` is missing, has another shape, or is not stored in a
+        floating-point type."""
         for name, place in expected.items():
             shape = cuts[name].shape if name in cuts else place.shape
             tensor = self._find(name)
@@ -112,14 +116,16 @@ class WeightFiles:
         check_none_left(self._tensors, stored, ignored, self.read)
 
     def own(self, tied: Mapping[str, str]) -> frozenset[str]:
-        """Implements `Weights.own`. If a tensor is missing, later reads use the first tensor that is tied to it."""
+        """Implements `Weights.own`. If the checkpoint lacks a tensor that other tensors are tied to, later reads use
+        the first of these other tensors in its place."""
         for name, other in tied.items():
             if self._find(name) and not self._find(other):
                 self._stand_ins[other] = name
         return frozenset(name for name, other in tied.items() if self._find(name) and not self._are_equal(name, other))
 
     def _are_equal(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same bytes. Files that torch wrote contain both of two tied tensors."""
+        """Whether two tensors have the same bytes. Files that torch's own code wrote contain each of two tied
+        tensors."""
         one, two = self._find(name), self._find(other)
         if one == two:
             return True
@@ -137,9 +143,9 @@ class WeightFiles:
         return are_equal
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Copy each named tensor to its place, and convert its type.
+        """Copy each tensor named in `places` to its place in memory, and convert its type.
 
-        Each file is read once from front to back. Parts without a place are skipped.
+        Each file is read once from front to back. Tensors that are not in `places` are skipped.
         """
         self.check(places, cuts)
         stored = {name: tensor for name in places if (tensor := self._find(name)) is not None}
@@ -158,8 +164,8 @@ class WeightFiles:
         self._check_unchanged()
 
     def _check_unchanged(self) -> None:
-        """Raise StartError if the files changed since their headers were read. Headers, digests and weights are read at
-        different times."""
+        """Raise StartError if a file has changed since this object was created. A change is possible, because headers,
+        digests and weights are read at different times."""
         for file, version in zip(self._files, self._versions, strict=True):
             check_unchanged(file, version)
 
@@ -168,13 +174,14 @@ class WeightFiles:
         return None if stored is None else self._tensors[stored]
 
     def _stored_name(self, name: str) -> str | None:
-        """The tensor's name in the files, or None if the tensor is missing."""
+        """The name under which the files contain this tensor, or None if the tensor is missing."""
         names = (*spellings(name), *spellings(self._stand_ins.get(name, "")))
         return next((one for one in names if one in self._tensors), None)
 
 
 def read_tensor(tensor: StoredTensor, name: str, dtype: torch.dtype) -> Tensor:
-    """Read a whole tensor into newly allocated memory. dtype: the tensor's type in the file. Raises StartError."""
+    """Read a whole tensor into newly allocated memory. dtype: the torch type in which the file stores the tensor.
+    Raises StartError."""
     content = bytearray(tensor.num_bytes)
     try:
         with open(tensor.file, "rb", buffering=0) as stream:
@@ -202,15 +209,16 @@ def _num_bytes(tensor: StoredTensor, part: Cut) -> int:
 
 
 def _held(tensor: StoredTensor, part: Cut) -> tuple[int, int]:
-    """Bytes of a row before this rank's part, and bytes of this rank's part."""
+    """For one row of a tensor: the number of bytes before this rank's columns, and the number of bytes of this rank's
+    columns."""
     columns = tensor.shape[1] if len(tensor.shape) > 1 else 1
     column_bytes = tensor.row_bytes // (columns or 1)
     return part.columns.start * column_bytes, len(part.columns) * column_bytes
 
 
 def _fill(place: Tensor, name: str, tensor: StoredTensor, part: Cut, stream: FileIO, buffer: memoryview) -> None:
-    """Fill a place. Each read operation reads as many rows as fit into the buffer. A place may be a view with any
-    strides."""
+    """Fill `place` with the rank's part of a tensor. Each read operation reads as many rows as fit into the buffer.
+    `place` may be a view with any strides."""
     skipped, width = _held(tensor, part)
     if not _num_bytes(tensor, part):
         return

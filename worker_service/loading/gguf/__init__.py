@@ -1,1 +1,1 @@
-"""GGUF files: header, tensors, keys and tokenizer."""
+"""Reads GGUF files: header, keys, tensors and tokenizer."""

@@ -1,7 +1,7 @@
-"""Converts the keys of a GGUF file that describe the network to a config.json.
+"""Converts the keys of a GGUF file that describe the network to the content of a config.json.
 
-Each key has the meaning and the default of llama.cpp's code in src/models/. No key describes biases: a layer has a bias
-if the file contains the bias's tensor.
+Each key has the same meaning and default value as in llama.cpp's code in src/models/. GGUF has no keys about biases: a
+layer has a bias if the file contains a tensor with the bias.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,14 +16,14 @@ from worker_service.wording import shown
 Json = dict[str, Any]
 
 _27B = {"gemma2": 46, "gemma3": 62}
-"""Number of layers of the 27B models. llama.cpp recognises a 27B model by the number of layers, and scales its
-attention by hidden size / heads."""
+"""Number of layers of Gemma's 27B models, by architecture. llama.cpp recognises a 27B model by its number of layers,
+and scales its attention by the hidden size divided by the number of heads."""
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
 
 def read_network(keys: GgufKeys, tensors: Collection[str], divisors: Divisors, vocabulary: int) -> Json:
-    """The content of a config.json, without token ids. `tensors`: names of all tensors. Raises ValueError for an
-    unsupported network."""
+    """Returns the content of a config.json, without the ids of special tokens. `tensors`: names of all tensors in the
+    GGUF file. Raises ValueError if the network is not supported."""
     if (network := ARCHITECTURES.get(keys.architecture)) is None:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise ValueError(f"its architecture is {shown(keys.architecture)}; supported are {supported}")
@@ -73,7 +73,7 @@ def read_network(keys: GgufKeys, tensors: Collection[str], divisors: Divisors, v
     return base | network.read(keys, base)
 
 
-def _mixtral(keys: GgufKeys, base: Json) -> Json:  # noqa: ARG001 (other readers use it)
+def _mixtral(keys: GgufKeys, base: Json) -> Json:  # noqa: ARG001 (the readers of other networks use `base`)
     count, chosen = _read_experts(keys)
     return {"num_local_experts": count, "num_experts_per_tok": chosen, "sliding_window": None}
 
@@ -84,7 +84,7 @@ def _qwen3_moe(keys: GgufKeys, base: Json) -> Json:
         raise ValueError("it has no qwen3moe.expert_feed_forward_length")
     inner = inner or base["intermediate_size"] // chosen
     return {
-        "intermediate_size": base["intermediate_size"] or inner,  # no layer uses this size: all have experts
+        "intermediate_size": base["intermediate_size"] or inner,  # unused: all layers have experts
         "moe_intermediate_size": inner,
         "num_experts": count,
         "num_experts_per_tok": chosen,
@@ -96,7 +96,7 @@ def _qwen3_moe(keys: GgufKeys, base: Json) -> Json:
 
 
 def _read_experts(keys: GgufKeys) -> tuple[int, int]:
-    """The number of experts in a layer, and the number of experts that each token uses."""
+    """Reads the number of experts in a layer, and the number of experts that each token uses."""
     count, chosen = keys.need_own("expert_count", COUNT), keys.need_own("expert_used_count", COUNT)
     if chosen > count:
         raise ValueError(f"its {keys.architecture}.expert_used_count is {chosen}, and its expert_count {count}")
@@ -109,7 +109,8 @@ def _smollm3(keys: GgufKeys, base: Json) -> Json:  # noqa: ARG001
 
 
 def _phi3(keys: GgufKeys, base: Json) -> Json:
-    """Phi-3's keys. The file's sliding window applies here. llama.cpp ignores Phi-3's window and prints a warning."""
+    """Reads the keys of Phi-3. The sliding window that the file states is used. llama.cpp, in contrast, ignores Phi-3's
+    window and prints a warning."""
     original = base["rope_parameters"].get("original_max_position_embeddings", base["max_position_embeddings"])
     window = keys.own("attention.sliding_window", SIZE) or None
     return {"sliding_window": window, "original_max_position_embeddings": original}
@@ -153,8 +154,8 @@ def _attention_scalar(keys: GgufKeys, base: Json) -> int:
 
 
 def _windows(keys: GgufKeys, base: Json, window: int, period: int) -> Json:
-    """The layers that have a sliding window. By default, in each group of `period` layers all but the last have a
-    window. The file may state another pattern."""
+    """Determines which layers have a sliding window. By default, each group of `period` consecutive layers ends with a
+    layer without a window, and its other layers have a window. The file may state another pattern."""
     number_of_layers, key = base["num_hidden_layers"], "attention.sliding_window_pattern"
     if keys.is_array(f"{keys.architecture}.{key}"):
         of_layers = [bool(value) for value in keys.numbers(f"{keys.architecture}.{key}", FLAG)]
@@ -170,10 +171,10 @@ def _windows(keys: GgufKeys, base: Json, window: int, period: int) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class _Network:
-    """A family of networks in config.json.
+    """A family of networks, and how its config.json is made from the keys of a GGUF file.
 
-    biases: keys of config.json for biases, each with the names of the file's tensors that may have a bias. read:
-    function that reads the remaining keys.
+    biases: the keys of config.json that state whether layers have biases, each with the names of the GGUF tensors to
+    which the key applies. read: the function that reads the remaining keys.
     """
 
     model_type: str
@@ -185,7 +186,7 @@ class _Network:
 _ATTENTION = {"attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output")}
 _ALL = {**_ATTENTION, "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down")}
 _MIXTRAL = _Network("mixtral", "MixtralForCausalLM", {}, _mixtral)
-"""The network of a file whose architecture is "llama" and that has experts."""
+"""The network of a GGUF file whose architecture is "llama" and whose layers have experts."""
 ARCHITECTURES = {
     "gemma": _Network("gemma", "GemmaForCausalLM", _ATTENTION, lambda *_: _GELU),
     "gemma2": _Network("gemma2", "Gemma2ForCausalLM", _ATTENTION, _gemma2),
@@ -197,5 +198,5 @@ ARCHITECTURES = {
     "qwen3moe": _Network("qwen3_moe", "Qwen3MoeForCausalLM", _ATTENTION, _qwen3_moe),
     "smollm3": _Network("smollm3", "SmolLM3ForCausalLM", _ALL, _smollm3),
 }
-"""Networks by the value of general.architecture. Files of Mistral, Mixtral and SmolLM2 state "llama". qwen2 always has
-biases."""
+"""Supported networks, by the value of the key general.architecture. The GGUF files of Mistral, Mixtral and SmolLM2
+state "llama". The network qwen2 always has biases, so its config.json has no key for biases."""

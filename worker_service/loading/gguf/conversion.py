@@ -1,11 +1,12 @@
 """Converts a GGUF file to a Hugging Face directory with bfloat16 safetensors.
 
-A file with a key or a tensor that no reader uses is refused. Weights are converted to bfloat16 a few megabytes at a
-time. Quantised weights are also copied unchanged to a second file.
+A GGUF file is refused if it has a key or a tensor that the conversion does not use. Weights are converted to bfloat16
+in pieces of a few megabytes. Quantised weights are also copied unchanged to a second file in the directory.
 
 The conversion runs in a separate process, `python -m worker_service.loading.gguf.conversion FILE FOLDER`, for two
-reasons. A malformed file may crash the tokenizers library and its process. The conversion of a vocabulary of 262,144
-tokens requires 300 MB of memory. On Linux the process ends with the worker.
+reasons. First, a malformed file may crash the tokenizers library and its process. Second, the conversion of a
+vocabulary of 262,144 tokens requires 300 MB of memory, which the process returns when it ends. On Linux, the process is
+ended if the worker ends.
 """
 
 import json
@@ -34,13 +35,13 @@ from worker_service.loading.gguf.tensors import Target, map_tensors
 from worker_service.wording import named, reason, shown
 
 VERSION = 5
-"""Version of the conversion. The version must be increased if the results change, so that older converted folders are
-not used."""
+"""Version of the conversion. The version must be increased whenever the results of the conversion change, so that
+folders of an older version are not used."""
 _REFUSED = 2
-"""Exit status of a conversion that refused the file and printed the reason."""
+"""Exit status of a conversion process that refused the GGUF file and printed the reason."""
 _PIECE_ELEMENTS = 1 << 21
 _POSITIONS = {"llama": (FREQS, LONG, SHORT), "phi3": (LONG, SHORT)}
-"""Names of the tensors that scale positions, by architecture."""
+"""Names of the GGUF tensors with divisors of rotary angles, by architecture."""
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
 _MAX_SHOWN = 8
 
@@ -48,10 +49,10 @@ Floats = npt.NDArray[np.float32]
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
-    """Fill an existing folder with config, tokenizer and weights. `file`: the model's file, or any part of a split
-    model.
+    """Convert a GGUF file, and fill an existing folder with config, tokenizer and weights. `file`: the model's GGUF
+    file, or any part of a model that is split into several files.
 
-    Raises StartError if the file cannot be read, or if any key or tensor cannot be converted.
+    Raises StartError if the GGUF file cannot be read, or if any key or tensor cannot be converted.
     """
     command = [sys.executable, "-m", __name__, str(file), str(folder)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -66,7 +67,7 @@ def _main(file: Path, folder: Path) -> None:
         _convert(read_gguf(find_parts(file)), folder)
     except StartError as error:
         refusal = str(error)
-    except Exception as error:  # the libraries may raise any error
+    except Exception as error:  # the packages gguf and tokenizers may raise any error
         refusal = f"{file} cannot be converted from GGUF: {reason(error)}"
     else:
         return
@@ -75,7 +76,7 @@ def _main(file: Path, folder: Path) -> None:
 
 
 def _convert(file: GgufFile, folder: Path) -> None:
-    # The import is here, so that workers do not load the tokenizers library.
+    # The import is inside this function, so that workers that import this module do not load the tokenizers library.
     from worker_service.loading.gguf.tokenizer import convert_tokenizer
 
     keys, tensors = GgufKeys(file.metadata), file.tensors
@@ -125,7 +126,7 @@ def _widened(target: Target, tensor: GgufTensor | None) -> Iterator[memoryview]:
         return
     for rows in _rows(target, tensor):
         values = _dequantized(rows, tensor.type_name)
-        if len(target.shape) == 1:  # a bias or a norm is one row of outputs
+        if len(target.shape) == 1:  # a bias or a norm is stored as one row
             values = values.reshape(-1)
             if target.heads:
                 values = values[_order(len(values), target.heads)]
@@ -141,7 +142,8 @@ def _widened(target: Target, tensor: GgufTensor | None) -> Iterator[memoryview]:
 
 
 def _rows(target: Target, tensor: GgufTensor) -> Iterator[npt.NDArray[np.uint8]]:
-    """The bytes of the target's rows, in the target's order. The iterator yields several rows at a time."""
+    """Yield the bytes of a target's rows, in the order of rows in the Hugging Face checkpoint. Each yielded array
+    contains several rows."""
     count = target.shape[0] if len(target.shape) == 2 else 1
     together = count // target.heads if target.heads and len(target.shape) == 2 else 1
     most = max(1, _PIECE_ELEMENTS // max(1, tensor.shape[0] * together)) * together
@@ -157,8 +159,8 @@ def _rows(target: Target, tensor: GgufTensor) -> Iterator[npt.NDArray[np.uint8]]
 
 
 def _order(count: int, heads: int) -> npt.NDArray[np.intp]:
-    """For each row of the target, the number of the same row in the file. The two rows of a rotary pair are neighbours
-    in the file. In the target, the two rows are half a head apart."""
+    """For each row of the Hugging Face checkpoint, the number of the same row in the GGUF file. The two rows of a
+    rotary pair are neighbours in the GGUF file, and half a head apart in the checkpoint."""
     return np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
@@ -174,13 +176,14 @@ def _dequantized(rows: npt.NDArray[np.uint8], type_name: str) -> Floats:
 
 
 def _values(tensor: GgufTensor) -> Floats:
-    """All values of a small tensor."""
+    """All values of a small tensor, converted to float32."""
     (rows,) = _rows(Target((1, *tensor.shape), None), tensor)
     return _dequantized(rows, tensor.type_name).reshape(-1)
 
 
 def _write_pooling(keys: GgufKeys, folder: Path) -> None:
-    """If the file states a pooling, write it in the format of sentence-transformers."""
+    """If the GGUF file states a pooling type, write it to modules.json and 1_Pooling, in the format of
+    sentence-transformers."""
     if not (kind := keys.own("pooling_type", WHOLE)):
         return
     if kind not in _POOLINGS:

@@ -1,7 +1,7 @@
-"""A model in the GGUF format: one file, or several files that are called parts.
+"""Reads the headers of a model in the GGUF format. The model is one file, or several files that are called parts.
 
-Parts are named NAME-00001-of-00003.gguf and so on, and are in one folder. A user can name any part to load the whole
-model.
+The parts of a model are in one folder, and are named NAME-00001-of-00003.gguf, NAME-00002-of-00003.gguf and so on. If a
+user names any part, the whole model is loaded.
 """
 
 import re
@@ -24,8 +24,8 @@ _OF_A_PART = ("split.no", "split.count", "split.tensors.count")
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A model's keys with their values, and its tensors by name. Keys that describe the split into parts are left
-    out."""
+    """A GGUF model's keys with their values, and its tensors by name. Keys that describe the split of the model into
+    parts are left out."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -33,14 +33,14 @@ class GgufFile:
 
 
 def model_name(file: Path) -> str:
-    """The file's name without its part number and suffix."""
+    """The name of a GGUF file without its suffix and, if the file is a part, without the part's number."""
     found = _PART.fullmatch(file.name)
     return found["name"] if found else file.stem
 
 
 def find_parts(file: Path) -> list[Path]:
-    """All files of the model to which `file` belongs. Raises StartError if `file` has the name of a part and another
-    part is missing."""
+    """All files of the model to which `file` belongs. Raises StartError if `file` is a part by its name, and another
+    part of the model is missing."""
     found = _PART.fullmatch(file.name)
     if found is None or not 1 <= int(found["number"]) <= int(found["count"]):
         return [file]
@@ -54,7 +54,7 @@ def find_parts(file: Path) -> list[Path]:
 
 
 def read_gguf(parts: Sequence[Path]) -> GgufFile:
-    """Read and join the headers of all parts, in order. Raises a StartError that names the faulty file."""
+    """Read the headers of a model's parts, in order, and join them. Raises a StartError that names the faulty file."""
     headers = [read_gguf_header(part) for part in parts]
     metadata: dict[str, Value] = {}
     tensors: dict[str, GgufTensor] = {}
@@ -94,8 +94,8 @@ def _join(metadata: dict[str, Value], of_part: Mapping[str, Value]) -> None:
 
 
 def _check_counts(metadata: Mapping[str, Value], tensors: Mapping[str, GgufTensor], said_tensors: Value) -> None:
-    """Raise an error if a stated size contradicts the tensors. Without this check, a wrong size could make a reader
-    allocate too much memory."""
+    """Raise UnsoundFileError if a size that the keys state contradicts the tensors. Without this check, a wrong size
+    could make the conversion allocate too much memory."""
     if said_tensors is not None and not (type(said_tensors) is int and said_tensors == len(tensors)):
         raise UnsoundFileError(f"split.tensors.count is {shown(said_tensors)}, and the parts have {len(tensors)}")
     num_blocks = len({block[1] for name in tensors if (block := _BLOCK.match(name))})

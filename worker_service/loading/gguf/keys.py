@@ -1,7 +1,9 @@
-"""The keys of a GGUF file, with a record of the keys that were read. A file with an unread key is refused.
+"""Reads the keys of a GGUF file, and records which keys have been read. A file with a key that has not been read is
+refused.
 
-LEFT_OUT lists the keys that do not change answers, each with the reason. Keys about the network begin with the
-architecture's name. A key such as `mradermacher.quantized_by` is a note of the publisher and is ignored.
+LEFT_OUT lists the keys that are accepted without being read, because they do not change the model's outputs. Keys that
+describe the network begin with the architecture's name. A key that begins with another name, such as
+`mradermacher.quantized_by`, is a note of the file's publisher and is ignored.
 """
 
 import re
@@ -22,9 +24,10 @@ LEFT_OUT = {
     r"tokenizer\.ggml\.(fim_(pre|suf|mid)|prefix|suffix|middle)_token_id": "for infilling, which is no call here",
     r"tokenizer\.huggingface\.json": "the tokenizer once more, for other programs",
 }
-"""Regular expressions for whole keys that no code reads, each with the reason."""
+"""Regular expressions that match whole keys. The matching keys are not read, for the reason that is given as the
+value."""
 _RESERVED = ("general", "tokenizer", "split", "quantize")
-"""First parts of keys that the format defines, in addition to the architecture's name."""
+"""First parts of the keys that GGUF defines. A key that GGUF defines may also begin with the architecture's name."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
@@ -42,12 +45,13 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "leading_dense_block_count": (0,),
     "nextn_predict_layers": (0,),
     "rope.scaling.yarn_attn_factor": (1,),
-    "rope.scaling.yarn_beta_fast": (32,),  # llama.cpp uses 32 and ignores the file's value
+    "rope.scaling.yarn_beta_fast": (32,),  # llama.cpp ignores this key and uses 32
     "rope.scaling.yarn_beta_slow": (1,),
     "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
 }
-"""Keys after the architecture's name, each with the values that have no effect on the supported networks."""
+"""Keys without the architecture's name, each with the values that have no effect on the supported networks. Any other
+value is refused."""
 _NEUTRAL_OF_TOKENIZERS: dict[str, tuple[object, ...]] = {
     "tokenizer.ggml.add_sep_token": (False,),
     "tokenizer.ggml.remove_extra_whitespaces": (False,),
@@ -57,8 +61,8 @@ _MAX_SHOWN = 8
 
 
 class GgufKeys:
-    """The values of a file by key. Methods raise a ValueError. Its message is the second half of a sentence; the
-    caller's first half names the file."""
+    """The keys of a GGUF file with their values. Methods raise a ValueError if a value is invalid. The error's message
+    is the second half of a sentence, to which the caller adds a first half with the file's name."""
 
     def __init__(self, metadata: Mapping[str, Value]) -> None:
         self._metadata = metadata
@@ -66,7 +70,7 @@ class GgufKeys:
         self.architecture = self.need("general.architecture", TEXT)
 
     def get(self, key: str, kind: Kind[T]) -> T | None:
-        """The value of a key, or None if the key is missing."""
+        """The value of a key, or None if the file lacks the key."""
         self._taken.add(key)
         if key not in self._metadata:
             return None
@@ -75,22 +79,24 @@ class GgufKeys:
         return value
 
     def need(self, key: str, kind: Kind[T]) -> T:
-        """The value of a required key."""
+        """The value of a key that the file must have. Raises ValueError if the file lacks the key."""
         if (value := self.get(key, kind)) is None:
             raise ValueError(f"it has no {named(key)}")
         return value
 
     def own(self, key: str, kind: Kind[T]) -> T | None:
-        """The value of an architecture's key, or None if the key is missing. key: without the architecture's name."""
+        """The value of a key that begins with the architecture's name, or None if the file lacks the key. key: the key
+        without the architecture's name."""
         return self.get(f"{self.architecture}.{key}", kind)
 
     def need_own(self, key: str, kind: Kind[T]) -> T:
-        """The value of an architecture's required key. key: without the architecture's name."""
+        """The value of a required key that begins with the architecture's name. key: the key without the architecture's
+        name."""
         return self.need(f"{self.architecture}.{key}", kind)
 
     def of_all_layers(self, key: str, kind: Kind[int]) -> int | None:
-        """A whole number that must be equal in all layers; None if the key is missing. The file states one number, or
-        an array with a number for each layer."""
+        """The value of a key whose whole number must be equal in all layers, or None if the file lacks the key. The
+        file states one number for all layers, or an array with a number for each layer."""
         key = f"{self.architecture}.{key}"
         if not self.is_array(key):
             return self.get(key, kind)
@@ -100,11 +106,12 @@ class GgufKeys:
         return int(found[0])
 
     def is_array(self, key: str) -> bool:
-        """Whether the key exists and its value is an array of numbers."""
+        """Whether the file has this key, and the key's value is an array of numbers."""
         return isinstance(self._metadata.get(key), np.ndarray)
 
     def numbers(self, key: str, kind: Kind[Any]) -> npt.NDArray[Any]:
-        """The value of a key with an array of numbers of this kind. The result is empty if the key is missing."""
+        """The value of a key that must be an array of numbers of this kind. If the file lacks the key, the result is
+        empty."""
         self._taken.add(key)
         if key not in self._metadata:
             return np.zeros(0, np.int32)
@@ -116,7 +123,7 @@ class GgufKeys:
         return values
 
     def texts(self, key: str) -> list[str]:
-        """The value of a key with an array of texts. The result is empty if the key is missing."""
+        """The value of a key that must be an array of texts. If the file lacks the key, the result is empty."""
         self._taken.add(key)
         if key not in self._metadata:
             return []
@@ -126,16 +133,16 @@ class GgufKeys:
         return values
 
     def names(self, prefix: str) -> list[str]:
-        """The keys that begin with `prefix`, without the prefix, in the file's order."""
+        """All keys that begin with `prefix`, in the order of the file. The prefix is removed from the keys."""
         return [key.removeprefix(prefix) for key in self._metadata if key.startswith(prefix)]
 
     def leave(self, *keys: str) -> None:
-        """Mark keys as read whose values have no meaning in this file. For example, merges have no meaning in a file
-        with scores."""
+        """Mark keys as read if their values have no effect in this file. For example, merges have no effect in a file
+        whose tokens have scores."""
         self._taken.update(keys)
 
     def refuse_leftovers(self) -> None:
-        """Raise ValueError if the file has an unread key that may have an effect."""
+        """Raise ValueError if a key that has not been read may have an effect on the model's outputs."""
         neutral = {f"{self.architecture}.{key}": values for key, values in _NEUTRAL.items()} | _NEUTRAL_OF_TOKENIZERS
         left: list[str] = []
         for key in sorted(self._metadata.keys() - self._taken):

@@ -1,7 +1,7 @@
-"""Kinds of values that a key of a GGUF file may have: a type, and for numbers a range.
+"""Kinds of values that a key of a GGUF file may have. A kind is a type and, for numbers, a range.
 
-If a kind accepts floating-point numbers, it also accepts whole numbers. True and false are not numbers. NaN and
-infinity are never valid.
+A kind that accepts floating-point numbers also accepts whole numbers. The values true and false do not count as
+numbers. NaN and infinity are never valid.
 """
 
 import math
@@ -14,14 +14,14 @@ import numpy.typing as npt
 T = TypeVar("T", bool, int, float, str)
 
 _LARGEST = 2**31 - 1
-"""Maximum of sizes and counts. llama.cpp stores sizes and counts in 32 bits."""
+"""Maximum of sizes and counts in a GGUF file. llama.cpp stores sizes and counts in 32 bits."""
 _SMALLEST = math.ulp(0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """A type and a range. `title`: description of a valid value in messages. Valid numbers are at least `least` and at
-    most `most`."""
+    """The type and the range of a key's valid values. `title`: description of a valid value in error messages. Valid
+    numbers are at least `least` and at most `most`."""
 
     type: type[T]
     title: str
@@ -29,7 +29,7 @@ class Kind(Generic[T]):
     most: float = math.inf
 
     def read(self, value: object) -> T | None:
-        """The value converted to this type, or None if the value is invalid."""
+        """The value of a key converted to this kind's type, or None if the value is invalid."""
         found: Any = float(value) if self.type is float and type(value) is int else value
         if type(found) is not self.type:
             return None
@@ -38,7 +38,7 @@ class Kind(Generic[T]):
         return found
 
     def wrong(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The invalid values of an array."""
+        """The numbers of an array that are not valid values of this kind."""
         if values.dtype.kind not in {bool: "b", int: "iu", float: "iuf", str: ""}[self.type]:
             return values
         is_wrong: npt.NDArray[np.bool_] = ~(np.isfinite(values) & (self.least <= values) & (values <= self.most))

@@ -1,12 +1,12 @@
-"""Regular expressions that split a text before its bytes are merged to tokens, by their names in a GGUF file's
-tokenizer.ggml.pre.
+"""Pre-tokenizers: regular expressions that split a text before the text's bytes are merged to tokens. The key
+tokenizer.ggml.pre of a GGUF file names the pre-tokenizer.
 
-The patterns come from llama.cpp's src/llama-vocab.cpp. llama.cpp approximates some patterns, because its regex engine
-lacks some character classes. For an approximated pattern, this file contains the model's original pattern, which
-llama.cpp quotes in a comment.
+The regular expressions come from llama.cpp's src/llama-vocab.cpp. llama.cpp approximates some models' expressions,
+because its regex engine lacks some character classes. For these models, this file contains the model's original
+expression, which llama.cpp quotes in a comment.
 """
 
-# ruff: noqa: RUF001 (the ambiguous characters are intended: the patterns match other scripts)
+# ruff: noqa: RUF001 (the ambiguous characters are intended: they belong to scripts that the patterns match)
 
 from dataclasses import dataclass
 
@@ -35,9 +35,9 @@ _WORDS_OF_MANY_LANGUAGES = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The rules of a pre-tokenizer. `patterns`: applied in order; each pattern splits the pieces of the previous
-    pattern. `whole_words`: whether a piece that is in the vocabulary becomes one token without merges. `adds_bos`:
-    whether texts begin with the BOS token by default."""
+    """The rules of a pre-tokenizer. `patterns`: regular expressions that are applied in order; each expression splits
+    the pieces that the expressions before it have produced. `whole_words`: whether a piece that is in the vocabulary
+    becomes one token without merges. `adds_bos`: whether the BOS token is added before a text by default."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False
@@ -122,7 +122,7 @@ _BY_NAME = {name: kind for kind, names in _KINDS.items() for name in names.split
 
 
 def find_pre_tokenizer(name: str) -> PreTokenizer:
-    """The pre-tokenizer with this name. Raises ValueError for an unknown name."""
+    """The pre-tokenizer with this name in tokenizer.ggml.pre. Raises ValueError if the name is not known."""
     if name not in _BY_NAME:
         raise ValueError(f"its tokenizer.ggml.pre is {shown(name)}; supported are {', '.join(sorted(_BY_NAME))}")
     return _BY_NAME[name]

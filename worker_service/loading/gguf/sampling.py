@@ -12,28 +12,29 @@ _FIELDS: dict[str, tuple[str, Kind[float]]] = {
     "min_p": ("min_p", Kind(float, "a number from 0 to 1", 0, 1)),
     "penalty_repeat": ("repetition_penalty", Kind(float, "a number from 0.01 to 10", 0.01, 10)),
 }
-"""Keys, each with its field of generation_config.json and the field's limits. Requests have the same limits."""
+"""Keys for sampling parameters, each with the field of generation_config.json and the field's valid values. A request's
+sampling parameters have the same limits."""
 _TOP_K = Kind(int, f"a whole number of at most {2**31 - 1}", most=2**31 - 1)
 _NEUTRAL: dict[str, tuple[Kind[Any], float]] = {
     "xtc_probability": (NUMBER, 0.0),
     "mirostat": (WHOLE, 0),
     "penalty_last_n": (WHOLE, -1),
 }
-"""Keys for which only one value is supported, because generation_config.json has no field for another value.
-penalty_last_n -1: penalties count all tokens of a text."""
+"""Keys for which only one value is supported, because generation_config.json cannot express other values. If
+penalty_last_n is -1, penalties count all tokens of a text."""
 _BESIDE = ("xtc_threshold", "mirostat_tau", "mirostat_eta")
-"""Settings of unsupported methods. The settings have no effect while the methods are off."""
+"""Settings of unsupported sampling methods. While a method is off, its settings have no effect."""
 
 
 def read_sampling(keys: GgufKeys) -> dict[str, Any]:
-    """The fields of generation_config.json; empty if the file recommends no parameters. Raises ValueError for an
-    unsupported method."""
+    """Returns the fields of generation_config.json. The result is empty if the GGUF file recommends no sampling
+    parameters. Raises ValueError if the file recommends an unsupported sampling method."""
     found: dict[str, Any] = {}
     for key, (field, kind) in _FIELDS.items():
         if (value := keys.get(_PREFIX + key, kind)) is not None:
             found[field] = value
     if (top_k := keys.get(_PREFIX + "top_k", _TOP_K)) is not None:
-        found["top_k"] = max(0, top_k)  # in llama.cpp, 0 and negative values mean all tokens
+        found["top_k"] = max(0, top_k)  # for llama.cpp, values below 1 mean all tokens
     for key, (kind, neutral) in _NEUTRAL.items():
         value = keys.get(_PREFIX + key, kind)
         if value is not None and value != neutral:

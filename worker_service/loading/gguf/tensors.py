@@ -1,8 +1,9 @@
-"""The tensors of a GGUF file under their names in a Hugging Face checkpoint.
+"""Maps each tensor of a Hugging Face checkpoint to the tensor of a GGUF file that contains it.
 
-A checkpoint's tensor is a whole tensor of the file, or one expert's part of a stacked tensor. llama.cpp's converter
-permutes the rows of Llama's queries and keys, and adds 1 to Gemma's norms. This module reverses both changes of
-llama.cpp's converter. If a file has only some biases of a layer, the missing biases are zeros.
+A tensor of the checkpoint is a whole tensor of the GGUF file, or one expert's part of a tensor that stacks all experts.
+llama.cpp's converter permutes the rows of Llama's query and key projections, and adds 1 to Gemma's norms. A `Target`
+tells the conversion how to reverse the permutation and the addition. If a GGUF file has only some biases of a layer,
+the missing biases become zeros.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,24 +14,26 @@ from worker_service.loading.gguf.header import GgufTensor
 from worker_service.wording import named, shown
 
 _PERMUTED = ("llama", "mixtral", "smollm3")
-"""Families for which llama.cpp rotates neighbouring elements of a head as pairs."""
+"""Model families for which llama.cpp's rotary embedding pairs neighbouring elements of a head, so that its converter
+permutes rows."""
 _EXPERTS = {
     "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     "qwen3_moe": ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
 }
-"""Names in a checkpoint, by family: the router, the experts, and the gate, up and down projections of an expert."""
+"""Names of modules in a Hugging Face checkpoint, by model family: the router, the experts, and the gate, up and down
+projections of an expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor of a checkpoint.
+    """A tensor of the Hugging Face checkpoint, and where its values are in the GGUF file.
 
-        `source`      name of the file's tensor, None for zeros.
-        `first_row`   first row in the file's tensor; a tensor of several experts stacks their rows.
-        `heads`       number of heads whose rows are permuted in the file, 0 for none.
-        `added`       number that the file's converter added to all values.
+        `source`      name of the GGUF tensor; None if the values are zeros.
+        `first_row`   first row in the GGUF tensor, which may stack the rows of several experts.
+        `heads`       number of heads whose rows are permuted in the GGUF tensor; 0 if rows are not permuted.
+        `added`       number that llama.cpp's converter has added to all values.
 
-    A bias or a norm counts as one row.
+    A bias or a norm counts as a tensor with one row.
     """
 
     shape: tuple[int, ...]
@@ -41,8 +44,8 @@ class Target:
 
 
 def map_tensors(config: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Target]:
-    """The tensors of a checkpoint with this config.json, by name. Raises ValueError if the file's tensors do not match
-    the config."""
+    """The tensors of a Hugging Face checkpoint with this config.json, by name. Raises ValueError if the GGUF file's
+    tensors do not match config.json."""
     return dict(_map_all(config, tensors))
 
 
@@ -84,8 +87,8 @@ def _norms(family: str) -> Iterator[tuple[str, str]]:
 
 
 def _projections(config: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, int], bool, int]]:
-    """The projections of a layer. A projection has a name in the checkpoint, a name in the file, a shape, a flag for a
-    bias, and a number of heads with permuted rows."""
+    """Yield the projections of a layer. For each projection, the tuple contains the name in the checkpoint, the name in
+    the GGUF file, the shape, whether there is a bias, and the number of heads with permuted rows."""
     family, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     query, key = heads * config["head_dim"], kv_heads * config["head_dim"]
@@ -112,8 +115,8 @@ def _projections(config: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[in
 
 
 def _experts(config: Mapping[str, Any], found: "_Finder", theirs: str) -> Iterator[tuple[str, Target]]:
-    """Tensors of a layer's experts. New files stack all experts in one tensor. Older files have one tensor per
-    expert."""
+    """Yield the tensors of a layer's router and experts. New GGUF files stack the weights of all experts in one tensor.
+    Older GGUF files have one tensor per expert."""
     count = config.get("num_experts") or config["num_local_experts"]
     hidden, inner = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
     if not inner:
@@ -133,7 +136,7 @@ def _experts(config: Mapping[str, Any], found: "_Finder", theirs: str) -> Iterat
 
 
 class _Finder:
-    """Finds tensors of the GGUF file, and checks their shapes."""
+    """Finds tensors of the GGUF file by name, and checks their shapes."""
 
     def __init__(self, tensors: Mapping[str, GgufTensor]) -> None:
         self._tensors = tensors
@@ -142,8 +145,8 @@ class _Finder:
         return name in self._tensors
 
     def target(self, name: str, shape: tuple[int, ...], heads: int = 0, added: float = 0.0) -> Target:
-        """Find a tensor of the file, and return its target. Raises ValueError if the tensor is missing or has another
-        shape."""
+        """Find a tensor of the GGUF file, and return a target with its values. Raises ValueError if the tensor is
+        missing or has another shape."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ValueError(f"it has no tensor {name}")

@@ -1,10 +1,10 @@
 """Converts the tokenizer of a GGUF file to tokenizer.json and tokenizer_config.json, and finds the tokens that end an
-answer.
+output.
 
-A text has the same tokens as in llama.cpp's src/llama-vocab.cpp, with two intended differences. First, if a user's
-input contains the text of a control token, the text does not become the control token. Second, a token's text decides
-whether the token ends an answer only if the file marks the token as a control token. For example, </s> is also an HTML
-tag.
+The converted tokenizer produces the same tokens as llama.cpp's src/llama-vocab.cpp, with two intended differences.
+First, if a user's input contains the text of a control token, the text does not become the control token. Second, a
+token that ends an output is recognised by its text only if the GGUF file marks the token as a control token, because
+</s>, for example, is also an HTML tag.
 """
 
 import json
@@ -27,32 +27,36 @@ _SPACE = "▁"
 _TOKEN_TYPE = Kind(int, "a type of tokens, from 0 to 6", 0, 6)
 
 _MAX_TOKEN_BYTES = 1_024
-"""Maximum bytes of a token. Byte-level vocabularies contain tokens of 128 spaces, each space encoded in 2 bytes."""
+"""Maximum number of bytes of a token. Byte-level vocabularies contain tokens of 128 spaces, in which each space is
+encoded in 2 bytes."""
 _MAX_VOCABULARY_BYTES = 1 << 23
-"""Maximum bytes of all tokens: 32 bytes for each of 262,144 tokens. If all tokens have 1,024 bytes, finding pairs takes
-7 s at this limit."""
+"""Maximum number of bytes of all tokens together: 32 bytes for each of 262,144 tokens. At this limit, if all tokens
+have 1,024 bytes, finding the pairs that may be merged takes 7 s."""
 _MAX_MERGE_BYTES = 1 << 27
-"""Maximum bytes of all pairs that SentencePiece merges: 256 bytes for each of 524,288 pairs."""
+"""Maximum number of bytes of all pairs of pieces that a SentencePiece tokenizer may merge: 256 bytes for each of
+524,288 pairs."""
 
 _ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",  # noqa: RUF001
 })  # fmt: skip
-"""Control tokens that end an answer even if no key names them, because converters often omit the keys."""
+"""Texts of control tokens that end an output even if no key of the GGUF file names them, because converters often omit
+these keys."""
 _FIM_ENDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Texts of tokens that end an infilling, by key. Tokens that end an infilling also end any other answer. If a file
-lacks a key, the first listed text that is a control token is used."""
+"""Texts of tokens that end an infilling (fill-in-the-middle), by the key that names the token. A token that ends an
+infilling also ends any other output. If a GGUF file lacks the key, the token is the first listed text that is a control
+token."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Token ids for config.json and generation_config.json. `ends`: all tokens that end an answer, eos_token_id
-    first."""
+    """The ids of special tokens for config.json and generation_config.json. `ends`: all tokens that end an output,
+    beginning with eos_token_id."""
 
     bos: int | None
     pad: int | None
@@ -60,8 +64,8 @@ class TokenIds:
 
 
 def convert_tokenizer(keys: GgufKeys, vocabulary: int, folder: Path) -> TokenIds:
-    """Write tokenizer.json and tokenizer_config.json. `vocabulary`: number of tokens in the weights. Raises ValueError
-    for an unsupported tokenizer."""
+    """Write tokenizer.json and tokenizer_config.json. `vocabulary`: the number of tokens in the embedding weights.
+    Raises ValueError if the tokenizer is not supported."""
     kind = keys.need("tokenizer.ggml.model", TEXT)
     tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(keys.texts("tokenizer.ggml.tokens"))]
     if len(tokens) != vocabulary:
@@ -90,7 +94,7 @@ def convert_tokenizer(keys: GgufKeys, vocabulary: int, folder: Path) -> TokenIds
         _add_tokens(tokenizer, vocab, _strips_behind(keys))
     except ValueError:
         raise
-    except Exception as error:  # the library raises bare Exceptions
+    except Exception as error:  # the tokenizers library raises plain Exceptions
         raise ValueError(f"its tokenizer is not sound: {reason(error)}") from error
     added = keys.get("tokenizer.ggml.add_bos_token", FLAG)
     first = special["bos"] if (adds_bos if added is None else added) else None
@@ -110,7 +114,7 @@ def convert_tokenizer(keys: GgufKeys, vocabulary: int, folder: Path) -> TokenIds
 
 
 def _check_lengths(tokens: Sequence[str]) -> None:
-    """Raise ValueError for tokens that are too long, because their conversion would take too much time."""
+    """Raise ValueError if tokens are too long, because the conversion of the tokenizer would take too much time."""
     lengths = [len(token.encode()) for token in tokens]
     if (longest := max(lengths, default=0)) > _MAX_TOKEN_BYTES:
         token = tokens[lengths.index(longest)]
@@ -132,9 +136,10 @@ class _Vocabulary:
 
 
 def _special_ids(keys: GgufKeys, ids: dict[str, int], first: int | None) -> dict[str, int | None]:
-    """Ids of special tokens, by their names in tokenizer_config.json.
+    """The ids of special tokens, by the tokens' names in tokenizer_config.json.
 
-    If a key is missing, llama.cpp's default is used: `first` for bos, `first` + 1 for eos, `first` - 1 for unk.
+    If the file lacks a token's key, llama.cpp's default is used: `first` for bos, `first` + 1 for eos, and `first` - 1
+    for unk.
     """
     defaults = {} if first is None else {"bos": first, "eos": first + 1, "unk": first - 1}
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
@@ -166,8 +171,10 @@ def _ends(keys: GgufKeys, ids: dict[str, int], special: dict[str, int | None], c
 
 
 def _sentence_piece(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tuple[Tokenizer, bool]:
-    """A tokenizer that merges the neighbouring pieces with the highest score until no merge is possible."""
-    # The scores determine the merges. The key `pre` is for byte-level tokenizers only.
+    """Builds a SentencePiece tokenizer, which merges the two neighbouring pieces with the highest score, until no merge
+    is possible."""
+    # These two keys are ignored: the tokens' scores determine the merges, and the key `pre` is for byte-level
+    # tokenizers only.
     keys.leave("tokenizer.ggml.merges", "tokenizer.ggml.pre")
     scores = keys.numbers("tokenizer.ggml.scores", NUMBER)
     if len(scores) != len(vocab.tokens):
@@ -197,8 +204,8 @@ def _sentence_piece(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> 
 
 
 def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
-    """All pairs of pieces that together form a piece. Pairs that form the piece with the highest score come first.
-    pieces: minus the score of each piece."""
+    """All pairs of pieces that together form another piece. The pairs are sorted by the score of the piece that they
+    form, with the highest score first. pieces: each piece with its negated score."""
     found: list[tuple[float, int, tuple[str, str]]] = []
     num_bytes = 0
     for token, rank in pieces.items():
@@ -219,11 +226,11 @@ def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _byte_level(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tuple[Tokenizer, bool]:
-    keys.leave("tokenizer.ggml.scores")  # a byte-level file lists its merges in order
+    keys.leave("tokenizer.ggml.scores")  # the file lists its merges, so scores are unused
     if keys.get("tokenizer.ggml.add_space_prefix", FLAG):
         raise ValueError("its tokenizer.ggml.add_space_prefix is true, which is not supported for the model gpt2")
     splits = find_pre_tokenizer(keys.get("tokenizer.ggml.pre", TEXT) or "default")
-    merges: dict[tuple[str, str], None] = {}  # of equal pairs, the first place in the list counts
+    merges: dict[tuple[str, str], None] = {}  # an equal pair later in the list is ignored
     for merge in keys.texts("tokenizer.ggml.merges"):
         place = merge.find(" ", 1)
         if place < 0:
@@ -245,14 +252,15 @@ def _byte_level(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tupl
 
 
 def _strips_behind(keys: GgufKeys) -> bool:
-    """Whether white space after a control token is removed. llama.cpp decides by the model's name."""
+    """Whether white space after a control token is removed. llama.cpp decides this by the model's name, and so does
+    this function."""
     name = (keys.get("general.name", TEXT) or "").lower()
     return "phi-3" in name or "phi3" in name
 
 
 def _add_tokens(tokenizer: Tokenizer, vocab: _Vocabulary, strips: bool) -> None:
-    """Register control tokens and user-defined tokens. The tokenizer finds these tokens in a text before the text is
-    split and merged."""
+    """Register control tokens and user-defined tokens with the tokenizer, which finds them in a text before it splits
+    the text and merges pieces."""
     special: list[AddedToken] = []
     others: list[AddedToken] = []
     for text, kind in zip(vocab.tokens, vocab.types, strict=True):

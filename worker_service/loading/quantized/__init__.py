@@ -1,1 +1,1 @@
-"""Reads quantised checkpoints: GPTQ, AWQ, compressed-tensors and FP8."""
+"""Reads quantised checkpoints in the layouts GPTQ, AWQ, compressed-tensors and FP8."""

@@ -1,5 +1,5 @@
-"""Reads the groups of layers in compressed-tensors' quantization_config. A group states how weights are stored and how
-inputs are rounded."""
+"""Reads the groups of layers in a quantization_config of the method compressed-tensors. A group states how its layers'
+weights are stored, and how the layers' inputs are quantised."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from worker_service.loading.quantized.quantization_keys import FLAG, SIZE, TEXT,
 from worker_service.wording import named, shown
 
 Block = tuple[int, int]
-"""Size of a block of weights with one scale: number of outputs, number of inputs."""
+"""Size of a block of weights that share one scale: number of outputs and number of inputs."""
 block_size: Kind = (
     "two numbers, of outputs and of inputs",
     lambda size: (
@@ -21,7 +21,7 @@ _OBJECT: Kind = ("an object", lambda value: isinstance(value, dict))
 _NUMBER: Kind = ("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
 _OF_CONFIG: Mapping[str, Kind] = {
     "config_groups": _OBJECT, "format": TEXT, "sparsity_config": _OBJECT, "kv_cache_scheme": _OBJECT,
-    # The tensors show which layers are quantised.
+    # The following keys are ignored, because the checkpoint's tensors show which layers are quantised.
     "ignore": TEXTS, "quantization_status": TEXT, "version": TEXT, "global_compression_ratio": _NUMBER,
     "run_compressed": FLAG,
 }  # fmt: skip
@@ -35,29 +35,29 @@ _OF_NUMBERS: Mapping[str, Kind] = {
     "strategy": one_of("tensor", "channel", "group", "block", "token"), "dynamic": FLAG,
 }  # fmt: skip
 _NOTES_OF_NUMBERS = ("actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-"""Keys without effect. The tensors show their own types and the order of inputs. An observer is the algorithm that
-chose the scales."""
+"""Keys of a group that have no effect here. The order of inputs and the types of scales and zero points are known from
+the tensors. An observer is the algorithm that chose the scales."""
 _OF_SPARSITY = {"format": one_of("dense")}
 _NOTES_OF_SPARSITY = ("global_sparsity", "ignore", "registry_requires_subclass", "sparsity_structure", "targets")
 
 
 @dataclass(frozen=True)
 class Group:
-    """How a group of layers stores weights and rounds inputs."""
+    """A group of layers: how the weights are stored, and how the inputs are quantised."""
 
     bits: int
     is_float: bool
     is_symmetric: bool
     strategy: str
-    """The part of a weight that has one scale: "tensor", "channel" (an output), "group" (some inputs of an output) or
-    "block"."""
+    """The part of a weight matrix that shares one scale: "tensor", "channel" (an output), "group" (some inputs of an
+    output) or "block"."""
     group_size: int | None
     block: Block | None
     stores_input_scales: bool
 
     def fits(self, bits: int, inputs: int, scales: int, *, has_zeros: bool) -> bool:
-        """Whether the group describes a weight of whole numbers with `bits` bits, `inputs` inputs, and `scales` scales
-        for each output."""
+        """Whether this group's settings describe an integer weight with `bits` bits, `inputs` inputs, and `scales`
+        scales for each output."""
         if self.is_float or bits != self.bits or not (has_zeros or self.is_symmetric):
             return False
         if self.strategy == "group" and self.group_size is not None and self.group_size > 0:
@@ -66,7 +66,7 @@ class Group:
 
 
 def read_groups(json: Mapping[str, Any]) -> tuple[Group, ...]:
-    """The groups that quantise weights. Raises ValueError for unsupported settings."""
+    """Returns the groups whose weights are quantised. Raises ValueError if a setting is not supported."""
     if json.get("transform_config"):
         raise ValueError("weights that are rotated (transform_config) are not read")
     check_keys("", {name: value for name, value in json.items() if name != "transform_config"}, _OF_CONFIG)
@@ -76,7 +76,7 @@ def read_groups(json: Mapping[str, Any]) -> tuple[Group, ...]:
     check_keys("sparsity_config.", sparsity, _OF_SPARSITY, _NOTES_OF_SPARSITY)
     check_keys(
         "kv_cache_scheme.", json.get("kv_cache_scheme") or {}, _OF_NUMBERS, _NOTES_OF_NUMBERS
-    )  # --kv-cache-dtype chooses the cache's type instead
+    )  # checked but not used: --kv-cache-dtype chooses the type of the KV cache
     groups, formats = json.get("config_groups") or {}, list[Any]()
     for name, group in groups.items():
         where = f"config_groups.{named(name)}"
@@ -129,7 +129,7 @@ def _group(where: str, json: Mapping[str, Any]) -> Group:
 
 
 def _check_floats(where: str, strategy: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    """Raise ValueError if a group of 8-bit floats has unsupported settings for weights or inputs."""
+    """Raise ValueError if a group with weights in fp8 has unsupported settings for weights or inputs."""
     if strategy not in ("channel", "tensor", "block"):
         raise ValueError(f"fp8 weights with scales by {shown(strategy)} are not read; by channel, tensor and block are")
     if (inputs.get("num_bits"), inputs.get("type")) != (8, "float"):

@@ -1,9 +1,10 @@
-"""Layers with weights stored in e4m3 and inputs rounded to e4m3: compressed-tensors' "float-quantized", and the method
-"fp8".
+"""Reads layers whose weights are stored in e4m3 and whose inputs are rounded to e4m3. These layers have the format
+"float-quantized" of compressed-tensors, or the method "fp8".
 
-A layer's weights have one scale, a scale for each output, or a scale for each block of outputs and inputs. Inputs are
-rounded with the file's `input_scale`. If the file has no `input_scale`, each row of inputs has its own scale. If the
-weights also have blocks, each block of inputs in a row has its own scale.
+A layer's weights have one scale, a scale for each output, or a scale for each block of outputs and inputs. If the
+checkpoint contains an `input_scale` for the layer, inputs are rounded with this scale. If there is no `input_scale`, a
+scale is computed for each row of inputs. If the weights have a scale for each block, a scale is computed for each block
+of inputs in a row.
 """
 
 import torch
@@ -17,10 +18,11 @@ from worker_service.wording import shown
 def float8_weight(
     numbers: Tensor, scales: Tensor, input_scale: Tensor | None, block: Block | None = None
 ) -> Float8Weight:
-    """Check and convert a layer. Raises ValueError if shapes do not fit or a value is not finite.
+    """Check and convert the tensors of a layer. Raises ValueError if their shapes do not match, or if a value is not
+    finite.
 
-    numbers: [outputs, inputs] e4m3. scales: with `block`, [blocks of outputs, blocks of inputs]; otherwise [outputs],
-    [outputs, 1] or a single scale.
+    numbers is [outputs, inputs] e4m3. scales is [blocks of outputs, blocks of inputs] if `block` is given; without
+    `block`, [outputs], [outputs, 1] or a single scale.
     """
     outputs, inputs = numbers.shape
     if block is not None:
@@ -39,7 +41,7 @@ def float8_weight(
         )
     else:
         scales = scales.float().reshape(-1, 1).expand(outputs, 1).contiguous()
-    # In e4m3, all bits of NaN after the sign bit are ones. e4m3 has no infinity.
+    # Only NaN must be searched for, because e4m3 has no infinity. In e4m3, NaN has ones in all bits after the sign bit.
     if not scales.isfinite().all() or (numbers.view(torch.uint8) & 0x7F == 0x7F).any():
         raise ValueError("a weight or a scale is not finite")
     if input_scale is not None:

@@ -1,12 +1,12 @@
-"""Registers this project's attention in transformers, under the name `NAME`.
+"""Registers this project's paged attention in transformers, under the name `NAME`.
 
-In each step, transformers calls `_describe_mask` once for each kind of layer. The result describes the layer's mask
-instead of filling a tensor. Every layer passes the mask, queries, keys and values to `_attend`. The network's own code
-thus decides which layers have a window. The network runs inside a `within` block, whose argument computes the
-attention.
+In each forward pass, transformers calls `_describe_mask` once for each kind of layer. `_describe_mask` returns a short
+description of the mask instead of a tensor. Every layer passes this description and its queries, keys and values to
+`_attend`. The network's own code thus decides which layers have a window. A forward pass runs inside a `within` block,
+and the block's argument computes the attention.
 
-If a network requires any other attention than a scaled softmax over a causal window, a ValueError is raised. The
-network's results would be wrong.
+If a network requires any other attention than a scaled softmax over a causal window, a ValueError is raised, because
+the network's results would be wrong.
 """
 
 from collections.abc import Iterator
@@ -19,25 +19,28 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "pagewire"
-"""Name of this attention in transformers, the value of a network's `attn_implementation`."""
+"""Name under which transformers knows this project's paged attention. The name is passed as a network's
+`attn_implementation`."""
 
 _WITHOUT_EFFECT = frozenset(
     {"cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
      "position_ids", "return_dict", "sliding_window", "use_cache"}
 )  # fmt: skip
-"""Further arguments that layers pass to attention. The arguments are ignored, because the mask already contains their
-meaning, or because inference does not use them."""
+"""Arguments that layers pass to attention and that are ignored. The mask already expresses their meaning, or they have
+no effect on inference."""
 
 
 class Attention(Protocol):
-    """Computes the attention of each layer. Layers call `attend` in order."""
+    """Computes the attention of all layers in one forward pass. The layers call `attend` in the order of the
+    network."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, soft_cap: float | None
     ) -> Tensor:
-        """query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; all contiguous.
+        """Compute one layer's attention. query is [num_tokens, num_heads, head_dim]; key and value are [num_tokens,
+        num_kv_heads, head_dim]. All three tensors are contiguous.
 
-        scale, window, soft_cap: as in `paged_attention`. Returns the shape of query.
+        scale, window and soft_cap have the same meaning as in `paged_attention`. The result has the shape of query.
         """
 
 
@@ -46,7 +49,7 @@ _attention: ContextVar[Attention] = ContextVar("attention")
 
 @contextmanager
 def within(attention: Attention) -> Iterator[None]:
-    """While this block runs, networks use `attention`."""
+    """Makes networks of transformers compute their attention with `attention` while the with block runs."""
     token = _attention.set(attention)
     try:
         yield
@@ -56,16 +59,17 @@ def within(attention: Attention) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _CausalMask:
-    """A causal mask: each token attends to itself and to all earlier tokens. With a window, a token attends only to the
-    last `window` tokens."""
+    """Describes a causal mask: each token attends to itself and to all earlier tokens. If `window` is given, a token
+    attends only to the last `window` tokens, including itself."""
 
     window: int | None
 
 
 def _describe_mask(*, config: Any, use_vmap: bool, local_size: int | None = None, **kwargs: Any) -> _CausalMask:
-    """Replaces the transformers function that fills a mask. Raises ValueError for an unsupported mask.
+    """Replaces transformers' function that creates a mask tensor. Raises ValueError if the mask is not supported.
 
-    `local_size` is a window or a chunk. `use_vmap` is true if the network adds a condition to the causal mask.
+    `local_size` is the size of a sliding window or of a chunk. `use_vmap` is true if the network adds a condition to
+    the causal mask.
     """
     if "allow_is_causal_skip" not in kwargs:
         raise ValueError("its tokens attend to later ones")
@@ -84,9 +88,10 @@ def _attend(
     softcap: float | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads, num_tokens, head_dim].
+    """Called by a layer of transformers. query is [1, num_heads, num_tokens, head_dim]; key and value are [1,
+    num_kv_heads, num_tokens, head_dim].
 
-    Returns [1, num_tokens, num_heads, head_dim], and None in place of attention weights.
+    Returns the attention's output, [1, num_tokens, num_heads, head_dim], and None in place of attention weights.
     """
     if not getattr(module, "is_causal", True):
         raise ValueError("its tokens attend to later ones")

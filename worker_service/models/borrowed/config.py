@@ -1,5 +1,5 @@
-"""Reads the config.json of a network that runs in transformers' own code, and refuses unsupported networks with a
-reason."""
+"""Reads the config.json of a network that runs in transformers' own code. If the network is not supported, the error
+gives the reason."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,10 +17,10 @@ from worker_service.models.config.transformers_keys import check_known, rope_par
 
 @dataclass(frozen=True)
 class TransformersConfig:
-    """A network, the class that computes the network, and the sizes of the cache."""
+    """The configuration of a network in transformers' code: its class, and the sizes of its KV cache."""
 
     network: Any
-    """The configuration object of transformers."""
+    """transformers' configuration object for this network."""
     network_class: Any
     needs: Survey
     vocabulary_size: int
@@ -71,17 +71,17 @@ class TransformersConfig:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers with keys and values in the cache."""
+        """Number of layers whose keys and values are in the KV cache."""
         return self.needs.num_layers
 
     @property
     def num_kv_heads(self) -> int:
-        """Key-value heads of each layer."""
+        """Number of key-value heads of each layer."""
         return self.needs.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Size of a head's key and of its value."""
+        """Number of elements of a head's key. A head's value has the same size."""
         return self.needs.head_dim
 
     @property
@@ -91,7 +91,7 @@ class TransformersConfig:
 
 
 def _why_not(network: Any, network_class: Any) -> str | None:
-    """The reason in the configuration why a network cannot run; None if the configuration shows no reason."""
+    """The reason why a network with this configuration cannot run; None if the configuration shows no reason."""
     if network.is_encoder_decoder:
         return "of networks with an encoder and a decoder, bart, t5 and whisper are supported"
     if network_class is None:
@@ -113,7 +113,8 @@ def _why_not(network: Any, network_class: Any) -> str | None:
 
 
 def _check_rotary_dims(network: Any, needs: Survey) -> None:
-    """Raise ValueError if the network's code does not rotate the part of each head that config.json states."""
+    """Raise ValueError if the network's code does not apply rotary embeddings to the part of each head that config.json
+    states."""
     for parameters in rope_parameters_of(network):
         kind = parameters.get("rope_type", "default")
         if kind != "default" and not needs.rotary_dims:
@@ -126,7 +127,7 @@ def _check_rotary_dims(network: Any, needs: Survey) -> None:
 
 
 def _lengths(network: Any) -> Iterator[int]:
-    """The maximum sequence length of each kind of positions."""
+    """Yield the maximum sequence length for each of the network's rotary embeddings."""
     length = int(network.max_position_embeddings)
     for parameters in rope_parameters_of(network) or [{}]:
         yield scaled_length(parameters.get("rope_type", "default"), parameters, length)

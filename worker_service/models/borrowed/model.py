@@ -1,9 +1,10 @@
-"""Runs a causal network without a native version: transformers' code, with this project's paged attention in the
-layers.
+"""Runs a generative network that the native decoder does not support. transformers' code computes the network, with
+this project's paged attention in its layers.
 
-The network computes all tokens of a step as one row. Only attention combines tokens, and the attention metadata
-separates the sequences. Networks in transformers' code are slower than the native decoder, because few operations are
-fused. Examples of families whose layers differ from the native decoder's layers:
+In a step, transformers' code receives the tokens of all sequences as one long sequence. Only attention combines tokens,
+and the attention metadata separates the sequences of the step. Networks in transformers' code are slower than the
+native decoder, because few operations are fused. The layers of these families, for example, differ from the native
+decoder's layers:
 
     OLMo 2    Norms come only after each half of a layer; query and key norms cover all heads.
     Cohere    Attention and feed-forward network are computed in parallel.
@@ -26,16 +27,16 @@ from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantiza
 
 
 class TransformersModel:
-    """A network that computes logits from token ids with transformers' code."""
+    """A generative network that runs in transformers' code."""
 
     def __init__(self, config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights without values. Tensors that the configuration determines, such as frequencies, are
-        filled."""
+        """Allocate the weights without values. Tensors whose values follow from the configuration, such as rotary
+        frequencies, are filled."""
         self.config = config
         self._network = build_network(config, dtype, device, NAME)
         self._body = self._network.get_decoder()
         self._head = Head(self._network, self._body)
-        self._adapter_slots: Tensor | None = None  # set during a forward pass
+        self._adapter_slots: Tensor | None = None  # None outside a forward pass
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Implements `CausalModel.checkpoint_tensors`."""
@@ -48,8 +49,8 @@ class TransformersModel:
         self._head.pack()
 
     def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
-        """Implements `CausalModel.allocate_adapters`. Adapters are for the body's plain linear layers whose inputs are
-        all tokens, so experts have no adapters."""
+        """Implements `CausalModel.allocate_adapters`. Only plain linear layers of the network's body that multiply all
+        tokens can have adapters, so experts have none."""
         places = {}
         names = {id(module): name for name, module in self._network.named_modules()}
         for module in self._body.modules():
@@ -84,7 +85,8 @@ class TransformersModel:
             output = self._body(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
-                # If no mask were passed, transformers would search the positions for the ends of texts.
+                # A mask is passed, because without a mask, transformers would look for sequence boundaries in the
+                # positions.
                 attention_mask=token_ids.new_ones((1, len(token_ids))),
                 use_cache=False,
             )
@@ -97,7 +99,8 @@ class TransformersModel:
 
 
 class _CachedAttention:
-    """Attention over the paged cache. In a forward pass, call number n is for layer n."""
+    """Computes attention over the paged KV cache during one forward pass. Call number n of `attend` computes the
+    attention of layer n."""
 
     def __init__(self, slots: Tensor, metadata: AttentionMetadata, cache: Tensor) -> None:
         self._slots = slots

@@ -1,6 +1,7 @@
-"""Parts for networks of transformers: allocation, packed linear layers, and a head that runs without the body.
+"""Parts for networks in transformers' code: allocation of the weights, packed linear layers, and an output head that
+runs without the network's body.
 
-Logits are a product in float32. The network's own code then caps and scales the logits.
+The output head's product has a float32 result. The network's own code then caps and scales these logits.
 """
 
 import copy
@@ -15,10 +16,10 @@ from worker_service.models.layers.linear import Linear
 
 
 def build_network(config: Any, dtype: torch.dtype, device: torch.device, attention: str, **options: Any) -> Any:
-    """Allocate a network of a configuration's `network_class`, with weights that have no values yet.
+    """Build a network of the class `config.network_class`. The weights are allocated but not filled.
 
-    Tensors that the configuration determines, such as frequencies, are filled. Tied tensors share memory, except the
-    config's `own_tensors`. attention: the network's `attn_implementation`.
+    Tensors whose values follow from the configuration, such as rotary frequencies, are filled. Tied tensors share
+    memory, except the tensors in `config.own_tensors`. attention: the name that is passed as `attn_implementation`.
     """
     with device, no_init_weights():
         network = config.network_class._from_config(
@@ -34,7 +35,7 @@ def build_network(config: Any, dtype: torch.dtype, device: torch.device, attenti
 
 
 class Head:
-    """The network's head, which computes logits from the body's states."""
+    """The output head of a network, which computes logits from the hidden states of the network's body."""
 
     def __init__(self, network: Any, body: nn.Module) -> None:
         self._network = _with_part(network, _path(network, body), _GivenBody())
@@ -44,23 +45,23 @@ class Head:
             self._network = _with_part(self._network, _path(network, product), self._product)
 
     def pack(self) -> None:
-        """Pack the current weights of the product."""
+        """Pack the current weight of the head's linear layer."""
         if self._product is not None:
             self._product.pack()
 
     def __call__(self, **inputs: Any) -> Tensor:
-        """Compute logits. inputs: the network's inputs, but the body's states, [1, rows, hidden_size], replace
-        embeddings. Returns [rows, vocabulary_size] float32."""
+        """Compute logits. inputs: the network's usual inputs, in which the body's hidden states, [1, rows,
+        hidden_size], are passed as embeddings. Returns [rows, vocabulary_size] float32."""
         logits: Tensor = self._network(**inputs, use_cache=False).logits[0]
         return logits.float()
 
 
 class PackedLinear(nn.Module):
-    """Replaces a linear layer of a network. `pack` packs the current weights."""
+    """Replaces a linear layer of a network in transformers' code. `pack` packs the layer's current weight."""
 
     def __init__(self, linear: nn.Linear, *, wide: bool = False) -> None:
         super().__init__()
-        self.weight = linear.weight  # some networks read the weight's dtype
+        self.weight = linear.weight  # the code of some networks reads the weight's dtype
         self._linear = Linear(linear.weight, linear.bias, wide=wide)
 
     def pack(self) -> None:
@@ -72,14 +73,16 @@ class PackedLinear(nn.Module):
 
 
 class _GivenBody(nn.Module):
-    """Replaces the body of a network. The input contains hidden states, which are returned unchanged."""
+    """Replaces the body of a network. The input `inputs_embeds` contains the body's hidden states, which are returned
+    unchanged."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
         return _Output(inputs_embeds)
 
 
 class _Output:
-    """The output of a body. The output contains hidden states. All other fields that heads read are None."""
+    """The output of a network's body, as output heads expect it. Only hidden states have a value; every other field is
+    None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -98,7 +101,8 @@ def _path(module: nn.Module, part: nn.Module) -> list[str]:
 
 
 def _with_part(module: nn.Module, path: list[str], part: nn.Module) -> Any:
-    """A shallow copy of the module that shares its weights. In the copy, `part` replaces the submodule at `path`."""
+    """A shallow copy of `module`, which shares the weights of `module`. In the copy, `part` replaces the submodule at
+    `path`."""
     name, *rest = path
     other = copy.copy(module)
     other._modules = {**module._modules, name: _with_part(getattr(module, name), rest, part) if rest else part}

@@ -1,8 +1,9 @@
-"""Determines the cache sizes of a network of transformers, and whether the network can run, before weights are read.
+"""Determines the KV cache's sizes for a network in transformers' code, and whether the network can run. No weights are
+read.
 
-The network's code runs once over two tokens on torch's meta device, where tensors have shapes but no data.
-Configurations of different families have different names for heads and layers. The shapes of computed tensors are
-unambiguous.
+The network's code runs once over two tokens on torch's meta device, where tensors have shapes but no data. The sizes
+are taken from the shapes of computed tensors, because different families have different names in config.json for heads
+and layers.
 """
 
 import copy
@@ -22,7 +23,7 @@ from worker_service.models.config.config_limits import check_padding
 
 @dataclass(frozen=True)
 class Survey:
-    """The result of running a network on the meta device."""
+    """Sizes and other properties of a network, which `survey` determined on the meta device."""
 
     num_layers: int
     num_kv_heads: int
@@ -35,11 +36,12 @@ class Survey:
     ignored_tensors: Collection[str]
     """Same as `ModelConfig.ignored_tensors`."""
     rotary_dims: frozenset[int]
-    """How many numbers of each head are rotated. Kinds of positions may differ, so this is a set."""
+    """Numbers of elements of a head to which rotary embeddings apply. The set has several entries if layers have
+    different rotary embeddings."""
 
 
 class _Observer:
-    """An attention that records its arguments and computes nothing."""
+    """Implements `Attention`: records the shapes and windows of all layers, and computes nothing."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -62,11 +64,12 @@ class _Observer:
 
 
 def survey(network_class: Any, config: Any) -> Survey:
-    """Run a network on the meta device. Raises a ValueError with the reason if the network cannot run."""
+    """Run a network on the meta device, and return its sizes. If the network cannot run, raises a ValueError that gives
+    the reason."""
     observer = _Observer()
     try:
         with torch.device("meta"), torch.inference_mode():
-            # "batched_mm" is transformers' only implementation of experts that reads no data.
+            # "batched_mm" is transformers' only implementation of experts that does not read the values of tensors.
             network = network_class._from_config(
                 _without_data(config), attn_implementation=NAME, experts_implementation="batched_mm"
             )
@@ -86,7 +89,7 @@ def survey(network_class: Any, config: Any) -> Survey:
     except Exception as error:
         if "Padding_idx" in str(error):
             check_padding(config)
-        # On the meta device, a network's code may raise any error.
+        # Any error is caught, because a network's code may raise any error on the meta device.
         raise ValueError(f"its code does not run with our attention: {error or type(error).__name__}") from error
     if not observer.shapes:
         raise ValueError("it has no layer with attention")
@@ -110,7 +113,8 @@ def survey(network_class: Any, config: Any) -> Survey:
 
 
 def _without_data(config: Any) -> Any:
-    """A copy of the configuration with rotary frequencies that do not depend on positions. Shapes are unchanged."""
+    """A copy of the configuration with rotary frequencies that do not depend on the positions' values. The shapes of
+    tensors are the same."""
     other = copy.deepcopy(config)
     parameters = getattr(other, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):

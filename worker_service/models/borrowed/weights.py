@@ -1,9 +1,10 @@
-"""Views of a transformers network's weights, with the names and shapes of the network's checkpoints.
+"""Provides views of the weights of a network in transformers' code. The views have the names and shapes of the tensors
+in a checkpoint.
 
 In some families, a parameter has another name than in the checkpoint, or contains several checkpoint tensors, such as
-experts. When transformers saves a model, it splits, renames and reshapes such parameters to checkpoint tensors. This
-module applies transformers' steps to views of the parameters, without a copy. Checkpoint tensors are thus read directly
-into their places in the parameters.
+those of all experts. When transformers saves a model, it renames, splits and reshapes such parameters to checkpoint
+tensors. This module applies the same operations of transformers to views of the parameters, without a copy. Checkpoint
+tensors are thus read directly into their places in the parameters.
 """
 
 from typing import Any
@@ -13,16 +14,17 @@ from transformers.core_model_loading import revert_weight_conversion
 
 
 class _View(Tensor):
-    """A tensor whose method `contiguous` returns the tensor itself, not a copy."""
+    """A tensor whose method `contiguous` always returns the tensor itself, never a copy."""
 
     def contiguous(self, *_: Any, **__: Any) -> "_View":
         return self
 
 
 def tied_tensors(network: Any) -> dict[str, tuple[str, str]]:
-    """The tied tensors of a network, by name in a checkpoint.
+    """The tied tensors of a network, by the tensor's name in a checkpoint.
 
-    Value: the tied tensor's name in the network, and the checkpoint name of the tensor to which it is tied.
+    Each value consists of the tied tensor's name in the network, and the checkpoint name of the tensor to which it is
+    tied.
     """
     return {
         _name_in_checkpoint(network, name): (name, _name_in_checkpoint(network, other))
@@ -37,9 +39,9 @@ def _name_in_checkpoint(network: Any, name: str) -> str:
 
 
 def checkpoint_places(network: Any) -> dict[str, Tensor]:
-    """Places of a checkpoint's tensors, by name. Raises ValueError if a tensor is not a view of the network's
-    memory."""
-    # A tied weight has several names. A checkpoint contains the first name.
+    """The places in the network's memory into which the tensors of a checkpoint are read, by name. Raises ValueError if
+    a tensor has no such place, because it is not a view of a parameter."""
+    # A tied weight has several names in the network. Checkpoints contain the weight under the first of these names.
     weights: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():

@@ -1,1 +1,2 @@
-"""Readers of config.json. A key is used, is known to have no effect, or is refused by name."""
+"""Helpers that read and check a model's config.json. Every key must be used, or be known to have no effect; any other
+key is refused, and the error names the key."""

@@ -1,8 +1,8 @@
 """Keys of a config.json that have no effect on the network, grouped by reason. Unknown keys are refused.
 
-If a key of a config.json is neither read by the family's reader nor listed here, the model is refused. A key that
-changes the network of any family must not be listed here. If a key with an effect were listed, a reader that forgets
-the key would not be noticed.
+A model is refused if its config.json has a key that the family's reader does not read and that is not listed here. A
+key that changes the network of any family must not be listed here. If a key with an effect were listed, a family's
+reader could ignore the key without an error.
 """
 
 import re
@@ -20,8 +20,8 @@ BOOKKEEPING = frozenset({
     "tokenizer_model_max_length", "tokenizer_padding_side", "transformers.js_config", "transformers_version",
     "unsloth_fixed", "unsloth_training", "unsloth_version",
 })  # fmt: skip
-"""Keys about the file's origin and the program that wrote it. `_sliding_window_pattern` has no effect, because files
-with this key also have `layer_types`."""
+"""Keys about the origin of a config.json and the program that wrote it. The key `_sliding_window_pattern` has no
+effect, because every file with this key also has `layer_types`."""
 
 EXECUTION = frozenset({
     "attn_implementation", "cache_implementation", "chunk_size_feed_forward", "dtype", "experts_implementation",
@@ -29,10 +29,11 @@ EXECUTION = frozenset({
     "reference_compile", "repad_logits_with_grad", "return_dict", "tf_legacy_loss", "torch_dtype", "torchscript",
     "transformers_weights", "use_bfloat16", "use_cache", "use_parallel_embedding", "validate_runner_input",
 })  # fmt: skip
-"""Settings of other programs that compute or store the network. `--dtype auto` reads `dtype` elsewhere."""
+"""Settings of other programs that compute or store the network. The key `dtype` has no effect on the network; the flag
+`--dtype auto` reads it in another place."""
 
 CODE = frozenset({"auto_map", "custom_generate", "custom_pipelines", "trust_remote_code"})
-"""References to code files in the model's folder. The service never runs these files, because `model_type` names the
+"""Keys that refer to code in the model's folder. The service never runs this code; the key `model_type` determines the
 network."""
 
 TRAINING = frozenset({
@@ -41,7 +42,7 @@ TRAINING = frozenset({
     "initializer_factor", "initializer_range", "layerdrop", "output_router_logits", "replacing_rate", "resid_pdrop",
     "router_aux_loss_coef", "router_jitter_noise", "save_step",
 })  # fmt: skip
-"""Settings that only training uses."""
+"""Settings that have an effect only in training."""
 
 GENERATION = frozenset({
     "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
@@ -54,14 +55,14 @@ GENERATION = frozenset({
     "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
     "target_lookbehind", "task_specific_params", "temperature", "top_k", "top_p", "typical_p", "unk_token_id",
 })  # fmt: skip
-"""Settings of text generation. The scheduler generates text; the network does not read these keys."""
+"""Settings of text generation, which have no effect on the network's outputs. The scheduler controls generation."""
 
 LABELS = frozenset({
     "_num_labels", "id2label", "label2id", "num_labels", "problem_type", "summary_activation", "summary_first_dropout",
     "summary_proj_to_labels", "summary_type", "summary_use_proj",
 })  # fmt: skip
-"""Settings of a classifier's head. `architectures` shows whether a network has a head. If a head is not supported, its
-unused tensors cause a refusal."""
+"""Settings of a classification head. The key `architectures` shows whether a network has such a head. If the head is
+not supported, the model is refused because of the head's unused tensors."""
 
 HARMLESS = BOOKKEEPING | EXECUTION | CODE | TRAINING | GENERATION | LABELS
 
@@ -72,23 +73,23 @@ _NEUTRAL: Mapping[str, object] = {
     "shared_expert_intermediate_size": 0, "tie_encoder_decoder": False, "use_bidirectional_attention": False,
     "use_mrope": False,
 }  # fmt: skip
-"""Keys with the required value if the family's reader does not read the key. Any other value describes another
-network."""
+"""Keys that may have only the given value, unless the family's reader reads the key. With any other value, config.json
+would describe another network."""
 
 _MAX_SHOWN = 8
 _GENERATES = re.compile("(forcausallm|lmheadmodel|model)$")
-"""Endings, in lower case, of the class names of networks that generate text. "model" is the ending of a body without a
-head."""
+"""Ends of the class names of networks that generate text, in lower case. The class name of a network without an output
+head ends with "model"."""
 
 
 def check_all_read(keys: ReadKeys, family: object) -> None:
-    """Raise ValueError if a key was not read and is not listed as harmless."""
+    """Raise ValueError if a key of config.json has not been read and is not in HARMLESS."""
     keys.neutral(**_NEUTRAL)
     refuse({name: value for name, value in keys.unread().items() if name not in HARMLESS}, family)
 
 
 def refuse(keys: Mapping[str, Any], family: object) -> None:
-    """Raise a ValueError that names these keys. Does nothing without keys."""
+    """Raise a ValueError that names the given keys. If `keys` is empty, this function does nothing."""
     if keys:
         said = ", ".join(f"{named(name)} = {shown(value)}" for name, value in [*keys.items()][:_MAX_SHOWN])
         more = f" and {len(keys) - _MAX_SHOWN} more" if len(keys) > _MAX_SHOWN else ""
@@ -99,10 +100,10 @@ def refuse(keys: Mapping[str, Any], family: object) -> None:
 
 
 def check_generates(json: Mapping[str, Any], *own: str) -> None:
-    """Raise ValueError if `architectures` names a network of another family, or a head that does not compute next-token
-    logits.
+    """Raise ValueError if the key `architectures` names a network of another family, or an output head that does not
+    compute next-token logits.
 
-    own: class names of the family that cannot be derived from `model_type`.
+    own: class names of this family that cannot be derived from the family's name.
     """
     family = str(json.get("model_type"))
     families = {name.replace("_", "").lower() for name in (family, family.removesuffix("_text"))}
@@ -115,7 +116,8 @@ def check_generates(json: Mapping[str, Any], *own: str) -> None:
 
 
 def architectures(json: Mapping[str, Any]) -> list[str]:
-    """The class names of a file's networks. Raises ValueError if `architectures` is not a list of names."""
+    """The names of the network's classes in a config.json. Raises ValueError if the key `architectures` is not a list
+    of names."""
     names = json.get("architectures") or []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError("architectures is not a list of names")

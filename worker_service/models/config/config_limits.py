@@ -1,4 +1,4 @@
-"""Limits for the sizes of a native network."""
+"""Limits for the sizes of a network in config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 from worker_service.read_keys import LARGEST
 
 MAX_LAYERS = 512
-"""Maximum number of layers. transformers' code needs 15 ms for each layer to run a network once without data."""
+"""Maximum number of layers. Before weights are read, transformers' code runs a network once without data, which takes
+15 ms per layer."""
 MAX_EXPERTS = 2**12
 SIZES: Mapping[str, tuple[int, int]] = {
     "vocab_size": (1, LARGEST),
@@ -22,12 +23,13 @@ SIZES: Mapping[str, tuple[int, int]] = {
     "head_dim": (1, 2**16),
     "max_position_embeddings": (1, LARGEST),
 }
-"""Minimum and maximum of each size. The maximum exceeds all existing networks. A network of maximum size can still be
-described without allocating its memory."""
+"""Minimum and maximum of each size of a native network. The maximum exceeds the size of all existing networks. A
+network of maximum size can still be built on the meta device, without memory for its weights."""
 
 
 def check_padding(network: Any) -> None:
-    """Raise ValueError if the padding token has no embedding. network: a configuration of transformers."""
+    """Raise ValueError if the padding token's id is outside the vocabulary. network: a configuration object of
+    transformers."""
     token, number = network.pad_token_id, network.vocab_size
     if token is not None and not -number <= token < number:
         raise ValueError(f"pad_token_id is {token}, and vocab_size is {number}; it must be below that")

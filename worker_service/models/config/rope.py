@@ -1,4 +1,4 @@
-"""Rotary position embeddings, read from a checkpoint's config.json. (Su et al., 2021.)"""
+"""Reads the rotary position embeddings (RoPE; Su et al., 2021) of a checkpoint from its config.json."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
              "mscale_all_dim", "truncate"),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }  # fmt: skip
-"""Keys of each type of positions. In addition, all types have `rope_theta`, and some families have
-`partial_rotary_factor`."""
+"""Keys for each type of rotary embedding (`rope_type`). In addition, all types have the key `rope_theta`, and some
+families have `partial_rotary_factor`."""
 _YARN_FACTOR = "attn_factor"
-"""A factor on cosines and sines from YaRN's first code. vLLM applies this factor in the same way; transformers does not
-support it."""
+"""A key from YaRN's first code: a factor on cosines and sines. vLLM applies this factor in the same way as this module;
+transformers does not support the factor."""
 NOTES = ("finetuned",)
-"""Keys that record how a scaled model was trained. These keys have no effect."""
+"""Keys that record how a model with scaled rotary embeddings was trained, and that have no effect on inference."""
 _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = LARGEST
 N = TypeVar("N", int, float)
@@ -34,15 +34,16 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """The rotation of a head: the angle of each pair of numbers, per position."""
+    """A rotary embedding: the angle by which each pair of elements of a head is rotated per position."""
 
     inverse_frequencies: Tensor
-    """[rotary_dim / 2] float32: radians per position. Only the first rotary_dim numbers of a head are rotated."""
+    """[rotary_dim / 2] float32: the angle per position of each pair, in radians. Only the first rotary_dim elements of
+    a head are rotated."""
     scale: float = 1.0
-    """Factor on cosines and sines."""
+    """Factor by which cosines and sines are multiplied."""
     max_positions: int | None = None
-    """Maximum sequence length for the frequencies, in tokens. None means that positions are not scaled, and that
-    config.json's length is the maximum."""
+    """Maximum sequence length that these frequencies support, in tokens. None means that the rotary embedding is not
+    scaled, and that the maximum is config.json's max_position_embeddings."""
 
 
 def read_rope(
@@ -53,16 +54,17 @@ def read_rope(
     parts_of_heads: bool = False,
     original: int | None = None,
 ) -> Rope:
-    """Read `rope_parameters`, or the older pair `rope_theta` and `rope_scaling`.
+    """Read the rotary embedding from the key `rope_parameters`, or from the older keys `rope_theta` and `rope_scaling`.
 
-    default_theta: the family's default. parts_of_heads: whether the family's code reads `partial_rotary_factor`.
-    original: the family's default for the original length. If a family has a default original length, its code reads
-    another original length only from the top of the file. Raises ValueError for an unsupported type.
+    default_theta: the family's default of `rope_theta`. parts_of_heads: whether the family's code reads
+    `partial_rotary_factor`. original: the family's default of `original_max_position_embeddings`. If a family has a
+    default for this key, its code reads the key only at the top of config.json. Raises ValueError if the type of rotary
+    embedding is not supported.
     """
     newer, older = json.group("rope_parameters"), json.group("rope_scaling")
     if newer.plain and older.plain and newer.plain != older.plain:
         raise ValueError("rope_parameters and rope_scaling say different things")
-    json.without_effect(*(["rope_parameters"] if older.plain else []))  # empty, or equal to rope_scaling
+    json.without_effect(*(["rope_parameters"] if older.plain else []))  # it is empty, or equals rope_scaling
     parameters = older if older.plain else newer
     theta = read_theta(parameters, json, "rope_theta", default_theta)
     share = 1.0
@@ -82,16 +84,17 @@ def rope_of(
     original: int | None = None,
     is_scaled_length: bool = False,
 ) -> Rope:
-    """The `Rope` for the values in `parameters`, except theta and share, which are arguments.
+    """Build the `Rope` from the values in `parameters`. `rope_theta` and `partial_rotary_factor` are given by the
+    arguments theta and share.
 
-    share: the part of a head that is rotated, 1 for all. original: see `read_rope`. is_scaled_length: whether the
-    family's max_position_embeddings is the length after scaling.
+    share: the fraction of a head's elements that is rotated. original: see `read_rope`. is_scaled_length: whether
+    max_position_embeddings is the length after scaling in this family.
     """
     if kinds := [name for name in parameters if name.endswith("_attention")]:
         raise ValueError(f"rope_parameters that differ between kinds of layers are not supported ({named(kinds[0])})")
-    # In Phi-3's first files, "su" and "yarn" mean longrope.
+    # In the first config.json files of Phi-3, the types "su" and "yarn" mean longrope.
     others = ("su", "yarn") if json.plain.get("model_type") == "phi3" else ()
-    name = "rope_type" if "rope_type" in parameters else "type"  # the key's older name
+    name = "rope_type" if "rope_type" in parameters else "type"  # "type" is the older name of this key
     kind = parameters.choice(name, {*ROPE_KEYS, *others}, "default")
     parameters.neutral(type=kind)
     kind = "longrope" if kind in others else kind
@@ -123,13 +126,14 @@ def rope_of(
 
 
 def read_theta(parameters: ReadKeys, json: ReadKeys, outer: str, default: float) -> float:
-    """The base of the positions: from `parameters`, or from the top of the file under the name `outer`."""
+    """Read the base of the rotary frequencies: from `parameters`, or from the key `outer` at the top of config.json."""
     found = _agreed(parameters, "rope_theta", json, outer, lambda keys, name: keys.number(name, None, most=2**63))
     return default if found is None else found
 
 
 def _said(kind: str, parameters: ReadKeys, pairs: int) -> dict[str, Any]:
-    """The values of all keys in `ROPE_KEYS` that are present, except the original length."""
+    """The values of this type's keys in `ROPE_KEYS` that config.json contains, except
+    `original_max_position_embeddings`."""
 
     def number_or_none(name: str) -> float | None:
         return parameters.number(name, None, null=None)
@@ -138,7 +142,7 @@ def _said(kind: str, parameters: ReadKeys, pairs: int) -> dict[str, Any]:
         return parameters.number(name, None, null=None, least=0)
 
     reads: dict[str, Callable[[str], Any]] = {
-        # A missing factor is computed from the lengths.
+        # If the factor is missing, transformers computes it from the original and the scaled length.
         "factor": number_or_none if kind in ("yarn", "longrope") else parameters.number,
         "low_freq_factor": parameters.number,
         "high_freq_factor": parameters.number,
@@ -156,9 +160,9 @@ def _said(kind: str, parameters: ReadKeys, pairs: int) -> dict[str, Any]:
 
 
 def _original(kind: str, parameters: ReadKeys, json: ReadKeys, default: int | None) -> int | None:
-    """The model's maximum text length before positions were scaled."""
+    """The model's maximum sequence length before its rotary embedding was scaled."""
     if kind == "default":
-        # The original length has no effect without scaling.
+        # The keys are read but have no effect, because rotary embeddings of the type "default" are not scaled.
         for keys in (parameters, json):
             keys.integer(_ORIGINAL, None, null=None)
         return None
@@ -172,14 +176,15 @@ def _original(kind: str, parameters: ReadKeys, json: ReadKeys, default: int | No
 
 
 def scaled_length(kind: str, parameters: Mapping[str, Any], length: int, *, is_scaled: bool = False) -> int:
-    """The maximum sequence length for positions of this type. length: the file's max_position_embeddings.
+    """The maximum sequence length with a rotary embedding of this type. length: max_position_embeddings in config.json.
 
-        `yarn, linear`   original length * factor; the frequencies are equal for all texts.
-        `dynamic`        `length`; longer texts would need other frequencies, but cached keys cannot be rotated again.
-        `longrope`       the original length; longer texts would need other frequencies.
-        `llama3`         `length`, which is the scaled length.
+        `yarn, linear`   The original length * factor, because the frequencies do not depend on the sequence's length.
+        `dynamic`        `length`. Longer sequences would need other frequencies, but cached keys cannot be rotated
+        again.
+        `longrope`       The original length, because longer sequences would need other frequencies.
+        `llama3`         `length`, which is the length after scaling.
 
-    If `is_scaled`, `length` is already the scaled length for yarn and linear.
+    If `is_scaled` is true, `length` is already the length after scaling for the types yarn and linear.
     """
     factor, original = parameters.get("factor"), parameters.get(_ORIGINAL)
     if kind == "longrope":
@@ -190,22 +195,22 @@ def scaled_length(kind: str, parameters: Mapping[str, Any], length: int, *, is_s
 
 
 def _scaled(kind: str, said: Mapping[str, Any], json: ReadKeys, head_dim: int) -> tuple[Tensor, float]:
-    """Frequencies, and the factor on cosines and sines, as transformers computes them."""
+    """Returns the rotary frequencies, and the factor on cosines and sines, as transformers computes them."""
     if kind == "default":
         rotary_dim = int(head_dim * said["partial_rotary_factor"])
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         return 1.0 / said["rope_theta"] ** exponents, 1.0
-    # Imported only for scaled types, because the import takes two seconds.
+    # transformers is imported only for scaled types, because its import takes two seconds.
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     from worker_service.models.config.transformers_json import parse
 
-    # The frequencies depend on the head size, not on the family. transformers receives only values that were checked
-    # here.
+    # The model type "llama" is used for all families, because the frequencies depend on the head size, not on the
+    # family. transformers receives only values that this module has checked.
     sizes = {name: json.integer(name) for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")}
     rope = {**said, "rope_type": kind}
     if kind == "yarn":
-        rope.setdefault("factor", None)  # transformers computes the factor from the lengths
+        rope.setdefault("factor", None)  # transformers computes a missing factor from the lengths
     network = parse({"model_type": "llama", **sizes, "head_dim": head_dim, "rope_parameters": rope})
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](network)
     return frequencies, float(scale)
@@ -214,8 +219,8 @@ def _scaled(kind: str, said: Mapping[str, Any], json: ReadKeys, head_dim: int) -
 def _agreed(
     parameters: ReadKeys, inner: str, json: ReadKeys, outer: str, read: Callable[[ReadKeys, str], N | None]
 ) -> N | None:
-    """The value of `inner` in the parameters, or of `outer` at the top of the file. Raises ValueError if both are
-    present and differ."""
+    """The value of the key `inner` in `parameters`, or of the key `outer` at the top of config.json. Raises ValueError
+    if the file has both keys and their values differ."""
     found, other = read(parameters, inner), read(json, outer)
     if found is not None and other is not None and found != other:
         raise ValueError(f"{outer} is {shown(other)}, and {inner} {shown(found)} among the parameters of positions")

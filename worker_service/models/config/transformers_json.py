@@ -1,4 +1,4 @@
-"""Parses a config.json with transformers. No other module passes a config.json to transformers."""
+"""Parses a config.json with transformers. Only this module passes a config.json to transformers."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,11 +17,11 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 _PROPERTIES = frozenset({"model_type", "num_labels", "rope_scaling"})
-"""Keys that every configuration class accepts, although the class has no field for the key."""
+"""Keys that every configuration class of transformers accepts, although the classes have no fields for these keys."""
 
 
 def parse(json: Mapping[str, Any]) -> Any:
-    """Parse the config.json of a family that transformers supports. Raises ValueError."""
+    """Parse the config.json of a family that transformers supports. Raises ValueError if config.json is invalid."""
     family = json.get("model_type", "of no stated type")
     if family not in CONFIG_MAPPING:
         raise ValueError(f"a model {family} is not supported: transformers does not know it")
@@ -31,18 +31,18 @@ def parse(json: Mapping[str, Any]) -> Any:
     wanted = {
         name: value
         for name, value in json.items()
-        # Keys that could load code or read other files are left out.
+        # Keys that could make transformers load code or read other files are not passed.
         if name not in BOOKKEEPING | CODE | EXECUTION
-        # Keys that would overwrite a method or private state of transformers are left out.
+        # Keys that would overwrite a method or a private attribute of the configuration object are not passed.
         and (name in own or not (name.startswith("_") or hasattr(config_class, name)))
-        # A null rope_scaling is left out, because transformers would print a warning. A null alias is left out, because
-        # it would overwrite the aliased key with null.
+        # rope_scaling is not passed if it is null, because transformers would print a warning. An alias with the value
+        # null is not passed, because it would overwrite the aliased key with null.
         and not (value is None and (name == "rope_scaling" or name in config_class.attribute_map))
     }
     try:
         network = AutoConfig.for_model(**wanted)
     except Exception as error:
-        # A value that a family's class does not check may raise any error.
+        # Any error is caught, because a value that the family's configuration class does not check may cause any error.
         why = " ".join(str(error).split())
         if isinstance(error, ZeroDivisionError):
             zeros = [named(name) for name, value in wanted.items() if value == 0 and name not in HARMLESS]

@@ -1,1 +1,1 @@
-"""Native decoders: families, layers, and drafting heads."""
+"""Native decoders: their families, their layers, and heads that draft tokens."""

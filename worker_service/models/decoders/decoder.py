@@ -1,14 +1,16 @@
-"""The native decoder: Llama's network, with the variants of `DecoderConfig`.
+"""The native decoder: computes Llama's network, with the variants that `DecoderConfig` describes.
 
-A layer has two halves. The first half is attention. The second half is a gated feed-forward network or a mixture of
-experts. The input of each half is the normalised residual stream. The output is added to the residual stream.
+A decoder layer has two halves. The first half is attention, and the second half is a gated feed-forward network or a
+mixture of experts. The input of each half is the normalised residual stream. The output of each half is added to the
+residual stream.
 
-Query, key and value projections are fused into one product. Gate and up projections are fused into a second product.
-Weights are allocated once, in their final places. `checkpoint_tensors` maps each tensor of a checkpoint to its part of
-the allocated weights.
+The query, key and value projections are fused into one product. The gate and up projections are fused into one product,
+too. Weights are allocated once, in their final places. `checkpoint_tensors` maps each tensor of a checkpoint to its
+part of the allocated weights.
 
-With several ranks, each rank holds a `Shard` of the network: some of the heads, inner units and tokens. The output of a
-half and the embeddings are sums over the ranks. Each rank computes some of the logits.
+With tensor parallelism, each rank holds a `Shard` of the network: some of the attention heads, inner units and
+vocabulary tokens. The output of each half of a layer, and the embeddings, are summed over the ranks. Each rank computes
+the logits of its own vocabulary tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +34,7 @@ from worker_service.parallel.ranks import ALONE, Ranks
 
 
 class DecoderLayer:
-    """A layer of the decoder."""
+    """A layer of the native decoder, with this rank's part of the weights."""
 
     def __init__(
         self,
@@ -75,12 +77,12 @@ class DecoderLayer:
 
     @property
     def projections(self) -> list[Projection]:
-        """All linear layers of the layer, with the names of their projections."""
+        """All linear layers of this decoder layer, with the names of their projections."""
         return self._attention_projections + self._mlp.projections
 
     @property
     def adapted(self) -> list[Projection]:
-        """The linear layers that can have adapters."""
+        """The linear layers of this decoder layer that can have adapters."""
         return self._attention_projections + self._mlp.adapted
 
     @property
@@ -94,7 +96,8 @@ class DecoderLayer:
         return [(self._qkv, qkv), (self._out, {"self_attn.o_proj": config.hidden_size})]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """The tensors that must be filled from a checkpoint, by their names after the layer's prefix."""
+        """This layer's tensors that must be filled from a checkpoint. The keys are the tensors' names without the
+        layer's prefix."""
         tensors = {"input_layernorm.weight": self._attention_norm}
         for linear, names in self.projections:
             tensors |= linear.parts(names)
@@ -120,12 +123,12 @@ class DecoderLayer:
         attention: AttentionMetadata,
         adapter_slots: Tensor | None,
     ) -> Tensor:
-        """Add `delta` and this layer's attention to `residual` in place, and return the output of the feed-forward
-        half.
+        """Compute the layer: add `delta` and the attention's output to `residual` in place, and return the output of
+        the layer's second half.
 
-        delta: [num_tokens, hidden_size], the result of the previous layer, or None in the first layer. residual:
-        [num_tokens, hidden_size] float32. rotation: cosines and sines from `rotary_tables`, or None in a layer without
-        positions. layer_cache, slots: see `store_kv`. adapter_slots: see `Linear`.
+        delta is [num_tokens, hidden_size], the return value of the previous layer, or None in the first layer. residual
+        is [num_tokens, hidden_size] float32, the residual stream. rotation: cosines and sines from `rotary_tables`, or
+        None in a layer without rotary embeddings. layer_cache, slots: see `store_kv`. adapter_slots: see `Linear`.
         """
         config, ops = self._config, self._ops
         eps, offset = config.rms_norm_eps, config.norm_offset
@@ -157,7 +160,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A native decoder, which computes logits from token ids."""
+    """A native decoder, which computes logits from token ids. See the module's docstring."""
 
     def __init__(
         self,
@@ -169,17 +172,17 @@ class Decoder:
         batch_invariant: bool = False,
         fill: Fill | None = None,
     ) -> None:
-        """Allocate this rank's weights without values. batch_invariant: see `ops_for`.
+        """Allocate this rank's weights without filling them. batch_invariant: see `ops_for`.
 
-        fill: function that copies checkpoint tensors to places. If `fill` is given, `pack` allocates the matrices of
-        one layer at a time, and calls `fill` for matrices that are needed in floating point. `pack` raises all errors
-        of `fill`.
+        fill: function that copies checkpoint tensors to their places in memory. If `fill` is given, `pack` allocates
+        the weight matrices of one layer at a time, and calls `fill` for the matrices that are needed in floating point.
+        `pack` then also raises the errors that `fill` raises.
         """
         self.config = config
         self._ranks = ranks
         self._ops: Ops = ops_for(device, batch_invariant)
         shard = Shard.of(config, ranks.rank, ranks.size)
-        num_rows = -(-config.vocabulary_size // ranks.size)  # the last rank may have more rows than tokens
+        num_rows = -(-config.vocabulary_size // ranks.size)  # the last rank may have rows without a token
         table = partial(torch.empty, num_rows, config.hidden_size, dtype=dtype, device=device)
         self._embedding = Embedding(table(), shard.vocabulary, ranks)
         self._layers = [
@@ -188,10 +191,10 @@ class Decoder:
         ]
         self._fill = fill
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        # In training, the embedding scale had the dtype of the weights.
+        # The embedding scale is rounded to the dtype of the weights, because it had this dtype in training.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        # `empty_like` is avoided. On the meta device, `empty_like` makes torch import sympy, which takes a fifth of a
-        # worker's start.
+        # The table is not allocated with `empty_like`. On the meta device, `empty_like` makes torch import sympy, which
+        # would take a fifth of the time that a worker needs to start.
         head = self._embedding.weight if config.tied_embeddings else table()
         self._lm_head = Linear(head, wide=True, ops=self._ops)
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
@@ -201,15 +204,17 @@ class Decoder:
 
     @property
     def embedding(self) -> Callable[[Tensor], Tensor]:
-        """The function from token ids, [num_tokens] int64, to embeddings, [num_tokens, hidden_size] float32."""
+        """The network's embedding, a function from token ids, [num_tokens] int64, to embeddings, [num_tokens,
+        hidden_size] float32."""
         return self._embedding
 
     def show_states(self, before: Sequence[int], show: Callable[[Sequence[Tensor], Tensor], None]) -> None:
-        """Register the function `show`. Each forward pass calls `show` with the states before the layers in `before`,
-        and with the tokens' slots.
+        """Register the function `show` for a drafting head. Each forward pass calls `show` with the hidden states
+        before the layers in `before`, and with the tokens' slots.
 
-        The states before a layer are [num_tokens, hidden_size], in the dtype of the weights. In `before`, num_layers
-        means the states after the last layer. num_layers + 1 means the states after the last norm.
+        The hidden states before a layer are [num_tokens, hidden_size], in the dtype of the weights. In `before`, the
+        number num_layers stands for the hidden states after the last layer, and num_layers + 1 for the hidden states
+        after the network's last norm.
         """
         self._shown, self._show = tuple(before), show
 
@@ -261,7 +266,7 @@ class Decoder:
         cache: Tensor,
         adapter_slots: Tensor | None = None,
     ) -> Tensor:
-        """Implements `CausalModel.forward`. The returned hidden states are normalised."""
+        """Implements `CausalModel.forward`. The returned hidden states are normalised by the network's last norm."""
         rotations = {
             rope: rotary_tables(positions, frequencies, rope.scale) for rope, frequencies in self._frequencies.items()
         }
@@ -274,7 +279,7 @@ class Decoder:
                 states[number] = (residual.clone() if delta is None else residual + delta).to(self._norm.dtype)
             rotation = rotations[layer_config.rope] if layer_config.rope is not None else None
             delta = layer.forward(delta, residual, rotation, cache[:, number], slots, attention, adapter_slots)
-        assert delta is not None  # a network has at least one layer
+        assert delta is not None  # every network has at least one layer
         normed = self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps, self.config.norm_offset)
         if self._show is not None:
             behind = {len(self._layers): residual, len(self._layers) + 1: normed}
@@ -287,19 +292,21 @@ class Decoder:
         logits, cap = self._lm_head(hidden), self.config.logit_soft_cap
         if cap is not None:
             logits = cap * torch.tanh(logits / cap)
-        # Every rank receives all logits, so all ranks sample the same tokens without further communication.
+        # Every rank receives the logits of all ranks, so that all ranks sample the same tokens without further
+        # communication.
         return self._ranks.all_gather(logits)[:, : self.config.vocabulary_size].contiguous()
 
 
 def _pack_layer(
     layer: DecoderLayer, name: str, quantization: Quantization, quantized: Quantized, fill: Fill | None
 ) -> None:
-    """Pack a layer. Weights that were on the meta device occupy memory in floating point only during this call."""
+    """Pack the weights of a decoder layer. If a weight was on the meta device, its floating-point values occupy memory
+    only during this call."""
     projections = [
         (linear, {f"{name}.{part}": size for part, size in parts.items()}) for linear, parts in layer.projections
     ]
     if fill is not None:
-        fill(_materialised(projections, quantization, quantized))  # afterwards, only the layer references the weights
+        fill(_materialised(projections, quantization, quantized))  # no reference to the weights is kept here
     for linear, parts in projections:
         weights = [quantized.get(f"{part}.weight") for part in parts]
         if any(weight is not None for weight in weights):
@@ -311,8 +318,8 @@ def _pack_layer(
 def _materialised(
     projections: Sequence[Projection], quantization: Quantization, quantized: Quantized
 ) -> dict[str, Tensor]:
-    """Allocate the weights that are still on the meta device and are needed in floating point. Returns the allocated
-    places by name."""
+    """Allocate those weights that are still on the meta device and are needed in floating point. Returns the allocated
+    tensors by name."""
     places: dict[str, Tensor] = {}
     for linear, parts in projections:
         needed = [f"{part}.weight" for part in parts if f"{part}.weight" not in quantized]

@@ -1,4 +1,5 @@
-"""Sizes and switches of a native decoder. All differences between native families are described here."""
+"""The configuration of a native decoder: its sizes, and the switches for all differences between native model
+families."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,12 +10,12 @@ from worker_service.models.config.rope import Rope
 
 @dataclass(frozen=True)
 class MixtureNames:
-    """Names of a mixture's parts in a checkpoint. Names of router and experts follow the layer's prefix. Names of gate,
-    up and down follow the expert's prefix."""
+    """Names of the parts of a mixture of experts in a checkpoint. The names of router and experts follow the layer's
+    prefix. The names of gate, up and down projection follow the expert's prefix."""
 
     router: str
     experts: str
-    """The name before an expert's number."""
+    """The part of a tensor's name before the expert's number."""
     gate: str
     up: str
     down: str
@@ -22,7 +23,7 @@ class MixtureNames:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture of feed-forward networks, the experts. Each token uses some of the experts.
+    """A mixture of experts. The experts are feed-forward networks, and each token uses some of the experts.
 
     Raises ValueError if `num_chosen` exceeds `num_experts`.
     """
@@ -33,7 +34,7 @@ class Mixture:
     intermediate_size: int
     """Number of inner units of one expert."""
     renormalise: bool
-    """Whether the weights of a token's experts are divided by their sum."""
+    """Whether the router's weights for a token's experts are divided by their sum."""
     names: MixtureNames
 
     def __post_init__(self) -> None:
@@ -43,19 +44,20 @@ class Mixture:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The settings of one layer. Layers of a network may have different settings."""
+    """The settings of one decoder layer. The layers of a network may have different settings."""
 
     rope: Rope | None
-    """Rotation of queries and keys; None for a layer without positions."""
+    """The rotary embedding of queries and keys; None for a layer without rotary embeddings."""
     window: int | None
-    """Sliding window in tokens, including the token itself; None if a token attends to all earlier tokens."""
+    """The size of the sliding window in tokens, including the query token itself; None if a token attends to all
+    earlier tokens."""
     mixture: Mixture | None = None
-    """The layer's mixture; None for a dense layer. All mixtures of a network are equal."""
+    """The layer's mixture of experts; None for a dense layer. All layers with a mixture have equal mixtures."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A native decoder. Raises ValueError if sizes contradict each other."""
+    """The configuration of a native decoder. Raises ValueError if its sizes contradict each other."""
 
     vocabulary_size: int
     hidden_size: int
@@ -66,25 +68,26 @@ class DecoderConfig:
     max_model_len: int
     rms_norm_eps: float
     activation: str
-    """Name of an activation of `gated_activation`."""
+    """Name of an activation function that the operation `gated_activation` supports."""
     layers: tuple[LayerConfig, ...]
     tied_embeddings: bool
     attention_scale: float
-    """Factor on the products of queries and keys."""
+    """Factor by which the products of queries and keys are multiplied before the softmax."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether each head's queries and keys are normalised before the rotation."""
+    """Whether each head's queries and keys are normalised before rotary embeddings are applied."""
     post_norms: bool = False
-    """Whether the output of each half of a layer is normalised, in addition to its input."""
+    """Whether the output of each half of a layer is normalised, in addition to the half's input."""
     norm_offset: float = 0.0
-    """Number that is added to the weights of all norms."""
+    """Number that is added to the weights of all norms when they are applied."""
     embedding_scale: float = 1.0
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     fused_checkpoint: bool = False
-    """Whether a checkpoint stores query, key and value as one tensor, and gate and up as one tensor."""
+    """Whether the checkpoint stores the query, key and value projections as one tensor, and the gate and up projections
+    as one tensor."""
 
     def __post_init__(self) -> None:
         turning = [2 * len(layer.rope.inverse_frequencies) for layer in self.layers if layer.rope is not None]
@@ -103,7 +106,7 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers with keys and values in the cache."""
+        """Number of layers whose keys and values are in the KV cache."""
         return len(self.layers)
 
     @property

@@ -1,7 +1,8 @@
-"""EAGLE-3's head: one layer that drafts the next token from the states of the target network. (Li et al., 2025.)
+"""EAGLE-3's drafting head: one decoder layer that drafts the next token from hidden states of the target network. (Li
+et al., 2025.)
 
-The layer's inputs are the embedding of a token, and a state of the previous token. A product computes this state from
-the target's states at three depths.
+The inputs of the head's layer are the embedding of a token, and a state of the previous token. If the previous token is
+not a draft, a linear layer computes its state from the target's hidden states at three depths.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +20,11 @@ from worker_service.models.layers.linear import Linear
 
 
 class EagleHead:
-    """EAGLE-3's implementation of `Head`."""
+    """Implements `Head` for EAGLE-3."""
 
     def __init__(self, config: EagleConfig, dtype: torch.dtype, device: torch.device, *, has_embedding: bool) -> None:
-        """Allocate the weights without values. has_embedding: whether the head has its own embedding; a head without an
-        embedding uses the target's embedding."""
+        """Allocate the weights without filling them. has_embedding: whether the head has an embedding of its own; if
+        not, the head uses the target's embedding."""
         self.states_before = config.states_before
         self._config = config
         self._ops: Ops = ops_for(device)
@@ -43,7 +44,7 @@ class EagleHead:
         self._token_ids: Tensor | None = None
 
     def checkpoint_tensors(self, layer: str) -> dict[str, Tensor]:
-        """Implements `Loadable.checkpoint_tensors`. layer: the layer's name in the checkpoint."""
+        """Implements `Loadable.checkpoint_tensors`. layer: the name of the head's layer in the checkpoint."""
         tensors = self._layer.checkpoint_tensors() | {
             "hidden_norm.weight": self._state_norm,
             "input_layernorm.weight": self._embedding_norm,
@@ -55,10 +56,12 @@ class EagleHead:
         return whole
 
     def pack(self, token_ids: Tensor | None, embedding: Callable[[Tensor], Tensor]) -> None:
-        """Prepare the weights for use. Called once, after the `checkpoint_tensors` have been filled.
+        """Prepare the weights for forward passes. `pack` is called once, after the tensors of `checkpoint_tensors` have
+        been filled.
 
-        token_ids: [draft_vocabulary_size] int64, the token id of each logit; None if logit i is for token i. embedding:
-        the target's function from token ids, [num_tokens] int64, to embeddings, [num_tokens, hidden_size] float32.
+        token_ids is [draft_vocabulary_size] int64, the token id to which each of the head's logits belongs. token_ids
+        is None if logit i belongs to token id i. embedding: the target's function from token ids, [num_tokens] int64,
+        to embeddings, [num_tokens, hidden_size] float32.
         """
         if self._table is None:
             self._embedding = embedding
@@ -82,7 +85,7 @@ class EagleHead:
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
     ) -> Tensor:
-        """Implements `Head.forward`. Returns the states before the last norm."""
+        """Implements `Head.forward`. The returned states are not normalised by the head's last norm."""
         ops, eps = self._ops, self._config.layer.rms_norm_eps
         residual = self._layer.kept(slots, cache)
         normed = ops.rms_norm(residual, self._state_norm, eps)

@@ -1,7 +1,8 @@
-"""Reads the config.json of an EAGLE-3 head in its two published forms. (Li et al., 2025.)
+"""Reads the config.json of an EAGLE-3 head (Li et al., 2025), which has two published formats.
 
-The older form, by EAGLE's authors, has the sizes of the head's layer at the top of the file. The newer form, by vLLM's
-speculators, has the sizes under `transformer_layer_config`, and has more keys.
+The older format, by EAGLE's authors, has the sizes of the head's layer at the top of config.json. The newer format, by
+vLLM's project speculators, has the sizes of the head's layer under the key `transformer_layer_config`, and has more
+keys.
 """
 
 from collections.abc import Mapping
@@ -15,37 +16,40 @@ from worker_service.models.decoders.head_layer import num_state_layers
 from worker_service.read_keys import ReadKeys
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
-"""Families with which the head's layer can be built."""
+"""Model families to which the layer of a head may belong."""
 _FEWEST_LAYERS = 3
 _MAX_STATE_LAYERS = 16
-"""Maximum number of cache layers for one state of a head. Published heads need one to four cache layers."""
+"""Maximum number of cache layers in which the state of one token is stored. Published heads need one to four cache
+layers for a state."""
 _NEUTRAL: Mapping[str, object] = {
     "eagle_decoder_type": "llama", "has_lm_head": True, "next_layer_regularization": "none", "parallel_draft_step": 1,
     "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
 }  # fmt: skip
-"""Keys that some files contain, each with the only supported value."""
+"""Keys that some config.json files of heads contain, each with the only supported value."""
 _NOTES = ("embed_requires_grad", "has_no_defaults_at_init", "speculators_config", "speculators_version")
-"""Keys about a head's training and purpose, which are ignored."""
+"""Keys about the training and the purpose of a head. These keys are ignored."""
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """An EAGLE-3 head for a target network."""
+    """The configuration of an EAGLE-3 head for a target network."""
 
     layer: DecoderConfig
-    """The head's layer, as a network of one layer with the target's vocabulary."""
+    """The head's layer, described as a network that has one layer and the target's vocabulary."""
     draft_vocabulary_size: int
-    """Number of tokens with a logit. Often, only the most frequent tokens have a logit."""
+    """Number of tokens for which the head computes logits. Many heads compute logits only for the most frequent
+    tokens."""
     target_hidden_size: int
     states_before: tuple[int, ...]
-    """Numbers of the target's layers whose inputs the head reads. num_layers means the output of the last layer."""
+    """Numbers of the target's layers whose inputs the head uses. The number num_layers stands for the output of the
+    last layer."""
     norm_before_residual: bool
-    """Whether the residual stream of the head's layer starts from the normalised state."""
+    """Whether the residual stream of the head's layer begins with the normalised state of the previous token."""
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any], target: DecoderConfig) -> "EagleConfig":
-        """Read the config.json of a head. Raises ValueError if the head is not supported, or if the head does not fit
-        the target."""
+        """Read the config.json of a head. Raises ValueError if the head is not supported, or was made for a target of
+        other sizes."""
         keys = ReadKeys(json)
         keys.choice("speculators_model_type", ("eagle3",), "eagle3")
         if keys.boolean("norm_before_fc", False, null=False):
@@ -85,10 +89,10 @@ def _layer(sizes: ReadKeys) -> DecoderConfig:
 
 
 def _states_before(keys: ReadKeys, num_layers: int) -> tuple[int, ...]:
-    """Numbers of the target's layers whose inputs the head reads.
+    """Numbers of the target's layers whose inputs the head uses.
 
-    SGLang's SpecForge writes layer numbers under `eagle_config`. In this form, the head reads the outputs of the
-    numbered layers.
+    SGLang's SpecForge writes these numbers under the key `eagle_config`. Numbers under `eagle_config` belong to layers
+    whose outputs the head uses, so that 1 must be added.
     """
     own, name = keys.group("eagle_config"), "eagle_aux_hidden_state_layer_ids"
     if not all(part.boolean("use_aux_hidden_state", True, null=True) for part in (own, keys)):

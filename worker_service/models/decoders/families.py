@@ -1,8 +1,8 @@
-"""Reads the config.json of each native family as a `DecoderConfig`. Each family has one function, with transformers'
-defaults.
+"""Reads the config.json of the native model families as a `DecoderConfig`. One function reads each family, with the
+same default values as transformers.
 
-A function raises ValueError for a setting that the native decoder does not support. Keys that no function reads are
-refused (see `config_keys`).
+A family's function raises ValueError if config.json has a setting that the native decoder does not support. If
+config.json has a key that the function does not read, the model is refused (see `config_keys`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +20,20 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def _llama(json: ReadKeys) -> DecoderConfig:
-    """Llama and SmolLM2. (Touvron et al., 2023.)"""
+    """Reads the config.json of Llama and SmolLM2. (Touvron et al., 2023.)"""
     if json.plain.get("hidden_act", "silu") == "silu":
-        json.neutral(activation="swiglu")  # Falcon 3's files have both activation and hidden_act
+        json.neutral(activation="swiglu")  # Falcon 3's config.json has both keys
     attention_bias = json.boolean("attention_bias", False)
     return _read(json, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=json.boolean("mlp_bias", False))
 
 
 def _mistral(json: ReadKeys) -> DecoderConfig:
-    """Mistral: Llama with a sliding window in every layer. (Jiang et al., 2023.)"""
+    """Mistral is Llama with a sliding window in every layer. (Jiang et al., 2023.)"""
     return _read(json, num_kv_heads=8, windows=[json.integer("sliding_window", 4096, null=None)] * _num_layers(json))
 
 
 def _mixtral(json: ReadKeys) -> DecoderConfig:
-    """Mixtral: Mistral with experts in every layer. (Jiang et al., 2024.)"""
+    """Mixtral is Mistral with a mixture of experts in every layer. (Jiang et al., 2024.)"""
     num_layers = _num_layers(json)
     mixture = Mixture(
         num_experts=_num_experts(json, 8),
@@ -53,21 +53,21 @@ def _mixtral(json: ReadKeys) -> DecoderConfig:
 
 
 def _qwen2(json: ReadKeys) -> DecoderConfig:
-    """Qwen2: Llama with biases on query, key and value. Layers from a certain number on may have a sliding window.
-    (Yang et al., 2024.)"""
+    """Qwen2 is Llama with biases on the query, key and value projections. The layers from number `max_window_layers` on
+    may have a sliding window. (Yang et al., 2024.)"""
     json.neutral(attention_bias=True)
     return _read(json, qkv_bias=True, num_kv_heads=32, windows=_qwen_windows(json))
 
 
 def _mimo(json: ReadKeys) -> DecoderConfig:
-    """MiMo: Qwen2 with an additional layer for multi-token prediction. The draft method "mtp" uses the additional
-    layer. (Xiaomi LLM-Core Team, 2025.)"""
+    """MiMo is Qwen2 with an additional layer for multi-token prediction, which the draft method "mtp" uses. (Xiaomi
+    LLM-Core Team, 2025.)"""
     json.without_effect("num_nextn_predict_layers")
     return _qwen2(json)
 
 
 def _qwen3(json: ReadKeys) -> DecoderConfig:
-    """Qwen3: Qwen2 with normalised queries and keys, without biases. (Yang et al., 2025.)"""
+    """Qwen3 is Qwen2 with normalised queries and keys, and without biases. (Yang et al., 2025.)"""
     attention_bias = json.boolean("attention_bias", False)
     return _read(
         json,
@@ -81,8 +81,8 @@ def _qwen3(json: ReadKeys) -> DecoderConfig:
 
 
 def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
-    """Qwen3-MoE: Qwen3 with experts in all or most layers. If the file has a window, all layers have this window. (Yang
-    et al., 2025.)"""
+    """Qwen3-MoE is Qwen3 with mixtures of experts in all or most layers. If config.json states a sliding window, all
+    layers have this window. (Yang et al., 2025.)"""
     json.neutral(use_qk_norm=True)
     num_layers, interval = _num_layers(json), json.integer("decoder_sparse_step", 1)
     mixture = Mixture(
@@ -110,7 +110,7 @@ def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
 
 
 def _smollm3(json: ReadKeys) -> DecoderConfig:
-    """SmolLM3: Llama, but every fourth layer has no positions. (Bakouch et al., 2025.)"""
+    """SmolLM3 is Llama, except that every fourth layer has no rotary embeddings. (Bakouch et al., 2025.)"""
     num_layers = _num_layers(json)
     interval = json.integer("no_rope_layer_interval", 4)
     rotated = json.integers("no_rope_layers", num_layers, least=0, most=1)
@@ -132,8 +132,8 @@ def _smollm3(json: ReadKeys) -> DecoderConfig:
 
 
 def _phi3(json: ReadKeys) -> DecoderConfig:
-    """Phi-3: Llama with fused projections in the checkpoint. In some models only a part of each head is rotated. (Abdin
-    et al., 2024.)"""
+    """Phi-3 is Llama with fused projections in the checkpoint. In some Phi-3 models, rotary embeddings apply only to a
+    part of each head. (Abdin et al., 2024.)"""
     num_layers = _num_layers(json)
     rope = read_rope(json, _head_dim(json), parts_of_heads=True, original=4096)
     return _read(
@@ -146,16 +146,17 @@ def _phi3(json: ReadKeys) -> DecoderConfig:
 
 
 def _gemma(json: ReadKeys) -> DecoderConfig:
-    """Gemma: Llama with scaled embeddings, wide heads, and norm weights that are stored minus 1. (Gemma Team, 2024.)"""
+    """Gemma is Llama with scaled embeddings, larger attention heads, and norm weights from which 1 has been subtracted.
+    (Gemma Team, 2024.)"""
     return _read_gemma(json, "hidden_act", num_kv_heads=16)
 
 
 def _gemma2(json: ReadKeys) -> DecoderConfig:
-    """Gemma 2: Gemma with norms after both halves of a layer, soft caps, and a window in every second layer. (Gemma
-    Team, 2024.)"""
+    """Gemma 2 is Gemma with norms after both halves of a layer, soft caps, and a sliding window in every second layer.
+    (Gemma Team, 2024.)"""
     slides = [number % 2 == 0 for number in range(_num_layers(json))]
     window = json.integer("sliding_window", 4096, null=None)
-    json.neutral(sliding_window_size=window)  # Gemma 2's first files have both keys
+    json.neutral(sliding_window_size=window)  # the first config.json files of Gemma 2 have both keys
     return _read_gemma(
         json,
         num_kv_heads=4,
@@ -168,8 +169,8 @@ def _gemma2(json: ReadKeys) -> DecoderConfig:
 
 
 def _gemma3(json: ReadKeys) -> DecoderConfig:
-    """Gemma 3: Gemma 2 with normalised queries and keys instead of soft caps. Layers with a window have a smaller
-    theta. (Gemma Team, 2025.)"""
+    """Gemma 3 is Gemma 2 with normalised queries and keys instead of soft caps. Layers with a sliding window have a
+    smaller `rope_theta`. (Gemma Team, 2025.)"""
     num_layers, pattern = _num_layers(json), json.integer("sliding_window_pattern", 6)
     window = json.integer("sliding_window", 4096, null=None)
     windows = _windows(json, window, [(number + 1) % pattern != 0 for number in range(num_layers)])
@@ -201,12 +202,12 @@ FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = {
     "qwen3_moe": _qwen3_moe,
     "smollm3": _smollm3,
 }
-"""Functions that read a family's config.json, by `model_type`."""
+"""The function that reads a family's config.json, by the value of the key `model_type`."""
 
 
 def read_decoder(json: Mapping[str, Any]) -> DecoderConfig:
-    """Read the config.json of a native family. Raises a ValueError that names the key if a key or its value is not
-    supported."""
+    """Read the config.json of a native family. Raises a ValueError that names the key if config.json has an unsupported
+    key or value."""
     keys = ReadKeys(json)
     family = keys.choice("model_type", FAMILIES)
     check_generates(json)
@@ -217,7 +218,7 @@ def read_decoder(json: Mapping[str, Any]) -> DecoderConfig:
 
 
 WITH_MTP = ("mimo",)
-"""Families whose checkpoints have a layer for multi-token prediction (see `worker_service.models.decoders.mtp`)."""
+"""Families whose checkpoints contain a layer for multi-token prediction (see `worker_service.models.decoders.mtp`)."""
 
 
 def _read(
@@ -234,8 +235,8 @@ def _read(
     attention_scale: float | None = None,
     **options: Any,
 ) -> DecoderConfig:
-    """Read the keys that all families share. num_kv_heads, head_dim, eps, tied_embeddings: the family's default
-    values."""
+    """Read the keys that all families have in common. num_kv_heads, head_dim, eps and tied_embeddings are the family's
+    default values."""
     if activation is None:
         activation = json.choice("hidden_act", _ACTIVATIONS, "silu")
     num_heads, num_layers = _size(json, "num_attention_heads"), _num_layers(json)
@@ -269,13 +270,13 @@ def _read(
 
 
 def _read_gemma(json: ReadKeys, act_name: str = "hidden_activation", **options: Any) -> DecoderConfig:
-    """Read the keys that all versions of Gemma share. act_name: the key of the activation. If the file also has the
-    second key for activations, its value must be equal."""
+    """Read the keys that all versions of Gemma have in common. act_name: the key that names the activation function,
+    "hidden_act" or "hidden_activation". If config.json has both of these keys, their values must be equal."""
     if json.boolean("use_bidirectional_attention", False, null=False):
         raise ValueError("use_bidirectional_attention is True, and attention to later tokens is not supported")
     activation = json.choice(act_name, _ACTIVATIONS, "gelu_pytorch_tanh", null="gelu_pytorch_tanh")
     if act_name == "hidden_act" and activation == "gelu":
-        activation = "gelu_pytorch_tanh"  # the first published files mean this variant
+        activation = "gelu_pytorch_tanh"  # Gemma's first config.json files mean the tanh variant
     json.neutral(hidden_act=activation, hidden_activation=activation)
     attention_bias = json.boolean("attention_bias", False)
     return _read(
@@ -292,8 +293,8 @@ def _read_gemma(json: ReadKeys, act_name: str = "hidden_activation", **options: 
 
 
 def _gemma3_rope(json: ReadKeys, kind: str, theta_name: str, theta: float) -> Rope:
-    """The rotary positions of one kind of layers. Newer files have parameters for each kind. In older files, only
-    layers with full attention have scaled positions."""
+    """Read the rotary embedding of one kind of layer. Newer config.json files have parameters for each kind of layer.
+    In older files, only layers with full attention have scaled rotary embeddings."""
     older = json.group("rope_scaling") if kind == "full_attention" else ReadKeys({})
     newer = json.group("rope_parameters").group(kind)
     if older.plain and newer.plain:
@@ -304,7 +305,8 @@ def _gemma3_rope(json: ReadKeys, kind: str, theta_name: str, theta: float) -> Ro
 
 
 def _max_model_len(json: ReadKeys, ropes: Sequence[Rope | None]) -> int:
-    """The maximum sequence length: the minimum of all lengths in the file and of all layers' positions."""
+    """The model's maximum sequence length, which is the minimum of all lengths that config.json states and that the
+    layers' rotary embeddings allow."""
     length = _size(json, "max_position_embeddings")
     lengths = [length if rope is None else rope.max_positions or length for rope in ropes]
     others = [other for name in _OTHER_LENGTHS if (other := json.integer(name, None, null=None)) is not None]
@@ -312,7 +314,7 @@ def _max_model_len(json: ReadKeys, ropes: Sequence[Rope | None]) -> int:
 
 
 def _size(json: ReadKeys, name: str, default: int = REFUSED, *, null: int = REFUSED) -> int:
-    """The value of a key of `SIZES`. The value must be at least 1 and at most the limit in `SIZES`."""
+    """Read a size whose key is in `SIZES`. The value must be at least 1, and at most the maximum in `SIZES`."""
     return json.integer(name, default, null=null, most=SIZES[name][1])
 
 
@@ -321,7 +323,7 @@ def _num_layers(json: ReadKeys) -> int:
 
 
 def _num_experts(json: ReadKeys, default: int) -> int:
-    """The number of experts. The key for this number has one of two names."""
+    """Read the number of experts, which is stated by the key num_experts or by the key num_local_experts."""
     names = ("num_experts", "num_local_experts")
     numbers = {_size(json, name) for name in names if name in json}
     if len(numbers) > 1:
@@ -339,7 +341,7 @@ def _head_dim(json: ReadKeys, default: int | None = None) -> int:
 
 
 def _window(json: ReadKeys, default: int | None) -> int | None:
-    """The sliding window, in families where a window applies only if `use_sliding_window` is true."""
+    """Read the sliding window of a family whose layers have a window only if `use_sliding_window` is true."""
     window, uses = json.integer("sliding_window", default, null=None), json.boolean("use_sliding_window", False)
     return window if uses else None
 
@@ -350,8 +352,8 @@ def _qwen_windows(json: ReadKeys) -> list[int | None]:
 
 
 def _windows(json: ReadKeys, window: int | None, slides: Sequence[bool]) -> list[int | None]:
-    """The window of each layer. `layer_types` determines which layers have a window. slides: for each layer, whether
-    the layer has a window if the file has no `layer_types`."""
+    """Determine each layer's window. The key `layer_types` states which layers have a window. slides: for each layer,
+    whether the layer has a window if config.json has no `layer_types`."""
     types = json.choices("layer_types", _KINDS, len(slides))
     if types is not None:
         slides = [kind == "sliding_attention" for kind in types]

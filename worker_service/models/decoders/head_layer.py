@@ -1,8 +1,9 @@
-"""The layer of a drafting head, and the states that the head stores beside its keys and values.
+"""The decoder layer of a drafting head, and the hidden states that a drafting head stores beside its keys and values.
 
-A head computes a token from the state of the previous token. If the previous token is a draft, the state was computed
-by the head; otherwise by the target network. The head's cache stores states like keys and values of additional layers.
-A block that is moved, copied or shared thus includes its states.
+A drafting head drafts a token from the hidden state of the previous token. The state of the previous token was computed
+by the head if this token is a draft, and by the target network if it is not. The head's cache stores these states as if
+they were the keys and values of additional layers. A cache block that is moved, copied or shared thus includes the
+states of its tokens.
 """
 
 from collections.abc import Sequence
@@ -22,47 +23,51 @@ from worker_service.models.layers.linear import Linear
 
 
 def num_state_layers(config: DecoderConfig) -> int:
-    """Number of cache layers, each with keys and values, that one state occupies."""
+    """Number of cache layers, each with keys and values, that the hidden states of a drafting head occupy."""
     return -(-config.hidden_size // (2 * config.num_kv_heads * config.head_dim))
 
 
 class Head(Protocol):
-    """A network that drafts tokens from the states of a target network.
+    """A drafting head: a network that drafts tokens from the hidden states of a target network.
 
-    cache: the head's cache, [num_blocks, 1 + num_state_layers, 2, block_size, num_kv_heads, head_dim]. slots:
-    [num_tokens] int64, the tokens' slots, which are equal in the target's cache and the head's cache.
+    cache: the drafting head's cache, [num_blocks, 1 + num_state_layers, 2, block_size, num_kv_heads, head_dim]. slots
+    is [num_tokens] int64. A token has the same slot in the target's cache and in the drafting head's cache.
     """
 
     @property
     def states_before(self) -> Sequence[int]:
-        """Which states of the target the head reads. The numbers are the argument `before` of `Decoder.show_states`."""
+        """Numbers of the target's layers whose inputs the drafting head uses, as in the argument `before` of
+        `Decoder.show_states`."""
 
     def read(self, states: Sequence[Tensor], slots: Tensor, cache: Tensor) -> None:
-        """Compute the head's input states from the target's states, and store the input states. states: [num_tokens,
-        target's hidden_size] for each entry of `states_before`."""
+        """Compute this head's input states from the target's hidden states, and store the input states in the cache.
+        states is [num_tokens, target's hidden_size] for each entry of `states_before`."""
 
     def keep(self, states: Tensor, slots: Tensor, cache: Tensor) -> None:
-        """Store states that the head computed, [num_tokens, hidden_size]."""
+        """Store hidden states that `forward` has computed, [num_tokens, hidden_size], in the cache."""
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
     ) -> Tensor:
-        """Compute tokens, each from the stored state of the previous token. Returns states, [num_tokens, hidden_size].
+        """Run the drafting head over tokens, each with the stored state of the token before it. Returns hidden states,
+        [num_tokens, hidden_size].
 
-        token_ids: [num_tokens] int64. positions, slots: [num_tokens] int64, the position and the slot of each previous
-        token.
+        token_ids is [num_tokens] int64, the tokens. positions and slots are [num_tokens] int64, the position and the
+        slot of the token before each token.
         """
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """Compute logits. states: [rows, hidden_size] from `forward`. Returns [rows, vocabulary_size] float32, with
-        -inf for tokens without a logit."""
+        """Compute logits. states is [rows, hidden_size] from `forward`. Returns [rows, vocabulary_size] float32, with
+        -inf for tokens for which the drafting head has no logit."""
 
 
 class HeadLayer:
-    """The attention and feed-forward halves of a head's layer. The caller normalises the input."""
+    """The attention half and the feed-forward half of a drafting head's decoder layer. The caller normalises the input
+    of attention."""
 
     def __init__(self, config: DecoderConfig, num_inputs: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights without values. num_inputs: width of attention's input."""
+        """Allocate the weights without filling them. num_inputs: the number of elements of a token's input to
+        attention."""
         self._config = config
         self._dtype = dtype
         self._ops: Ops = ops_for(device)
@@ -83,7 +88,7 @@ class HeadLayer:
         self._frequencies, self._rope_scale = rope.inverse_frequencies.to(device), rope.scale
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Implements `Loadable.checkpoint_tensors`. Names are without the layer's prefix."""
+        """Implements `Loadable.checkpoint_tensors`. The keys are names without the layer's prefix."""
         query, key, value = self._qkv_sizes
         hidden, inner = self._config.hidden_size, self._config.intermediate_size
         tensors = {
@@ -111,8 +116,8 @@ class HeadLayer:
         attention: AttentionMetadata,
         cache: Tensor,
     ) -> None:
-        """Add the outputs of both halves to `residual` in place. x: [num_tokens, num_inputs]; residual: [num_tokens,
-        hidden_size] float32."""
+        """Compute the layer, and add the outputs of both halves to `residual` in place. x is [num_tokens, num_inputs];
+        residual is [num_tokens, hidden_size] float32."""
         config, ops = self._config, self._ops
         rotation = rotary_tables(positions, self._frequencies, self._rope_scale)
         attended = ops.qkv_attention(
@@ -139,7 +144,7 @@ class HeadLayer:
             self._ops.store_kv(parts[:, number, 0], parts[:, number, 1], cache[:, 1 + number], slots)
 
     def kept(self, slots: Tensor, cache: Tensor) -> Tensor:
-        """The stored states of these slots, [num_tokens, hidden_size] float32."""
+        """Read the hidden states that `keep` has stored in these slots, [num_tokens, hidden_size] float32."""
         block_size = cache.shape[3]
         blocks = torch.div(slots, block_size, rounding_mode="floor")
         found = cache[blocks, 1:, :, slots - blocks * block_size]

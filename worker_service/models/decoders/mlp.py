@@ -1,6 +1,6 @@
-"""The second half of a decoder's layer: a gated feed-forward network, or a mixture of experts.
+"""The second half of a decoder layer: a gated feed-forward network, or a mixture of experts.
 
-Only a feed-forward network can have adapters. Experts and routers have no adapters.
+The projections of a gated feed-forward network can have adapters. Experts and routers cannot have adapters.
 """
 
 from functools import partial
@@ -17,27 +17,28 @@ from worker_service.models.layers.expert_linear import ExpertLinear
 from worker_service.models.layers.linear import Linear
 
 Projection = tuple[Linear, dict[str, int]]
-"""A linear layer of fused projections. Each projection has a name in a checkpoint and a number of outputs."""
+"""A linear layer that consists of one or more fused projections. The dictionary contains each projection's name in a
+checkpoint, and its number of outputs."""
 
 
 class Mlp(Protocol):
-    """Interface of the second half of a layer, dense or with experts."""
+    """Interface of the second half of a decoder layer, whether a feed-forward network or a mixture of experts."""
 
     @property
     def projections(self) -> list[Projection]:
-        """All linear layers, with the names of their projections."""
+        """All linear layers of this half, with the names of their projections."""
 
     @property
     def adapted(self) -> list[Projection]:
-        """The linear layers that can have adapters."""
+        """The linear layers of this half that can have adapters."""
 
     def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:
-        """Compute the half. x: [rows, hidden_size]; adapter_slots: see `Linear`. The result is the sum of all ranks'
-        return values."""
+        """Compute this half of the layer. x is [rows, hidden_size]; adapter_slots: see `Linear`. The caller must add
+        the return values of all ranks."""
 
 
 class DenseMlp:
-    """The gated feed-forward network `down(activation(gate(x)) * up(x))`. (Shazeer, 2020.)"""
+    """A gated feed-forward network, which computes `down(activation(gate(x)) * up(x))`. (Shazeer, 2020.)"""
 
     def __init__(
         self,
@@ -50,7 +51,8 @@ class DenseMlp:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """inner: number of inner units on this rank; deferred: see `Linear.allocate`; ops: see `Linear`."""
+        """inner: number of the network's inner units that this rank holds; deferred: see `Linear.allocate`; ops: see
+        `Linear`."""
         self._config, self._inner, self._ops = config, inner, ops or ops_for(device)
         allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=self._ops)
         hidden, wide = config.hidden_size, self._ops.WIDE_PRODUCTS
@@ -78,10 +80,10 @@ class DenseMlp:
 
 
 class MixtureMlp:
-    """A mixture of experts. A router chooses several experts for each row. The result is the weighted sum of the
-    experts' outputs.
+    """A mixture of experts. For each row of x, a router chooses several experts. The output for a row is the weighted
+    sum of its experts' outputs.
 
-    The router's logits are float32, and `pack` leaves the router unquantised, because small differences decide which
+    The router's logits are float32, and `pack` does not quantise the router, because small differences decide which
     experts a token uses. Each rank holds a part of every expert, and the whole router.
     """
 
@@ -96,7 +98,7 @@ class MixtureMlp:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """inner: number of an expert's inner units on this rank; deferred, ops: see `ExpertLinear`."""
+        """inner: number of an expert's inner units that this rank holds; deferred, ops: see `ExpertLinear`."""
         self._config, self._mixture, self._inner = config, mixture, inner
         self._ops: Ops = ops or ops_for(device)
         router = torch.empty(mixture.num_experts, config.hidden_size, dtype=dtype, device=device)
@@ -118,10 +120,10 @@ class MixtureMlp:
 
     @property
     def adapted(self) -> list[Projection]:
-        """Implements `Mlp.adapted`. The list is empty, because experts have no adapters."""
+        """Implements `Mlp.adapted`. The result is empty, because experts cannot have adapters."""
         return []
 
-    def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:  # noqa: ARG002 (dense networks use it)
+    def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:  # noqa: ARG002 (`DenseMlp` uses it)
         """Implements `Mlp.__call__`. Returns float32."""
         weights, experts = choose_experts(self._router(x), self._mixture.num_chosen, self._mixture.renormalise)
         rows = group_rows(experts, self._mixture.num_experts)

@@ -1,9 +1,9 @@
-"""MiMo's head for multi-token prediction: a layer that was trained together with the model.
+"""MiMo's drafting head for multi-token prediction (MTP): one decoder layer that was trained together with the model.
 
-The layer's inputs are a token's embedding, and the model's last state of the previous token. The model's output head
-computes the logits. (Xiaomi LLM-Core Team, 2025; the method was published by DeepSeek-AI, 2024.) If a file has several
-layers for multi-token prediction, each layer was trained to draft the token at one distance. Only the first layer is
-used here, for all distances.
+The inputs of the MTP layer are a token's embedding, and the model's final hidden state of the previous token. The
+model's output head computes the MTP layer's logits. MiMo's report describes the layer (Xiaomi LLM-Core Team, 2025);
+DeepSeek-AI (2024) published the method. If a checkpoint has several MTP layers, each was trained to draft the token at
+one distance. Only the first MTP layer is used here, for all distances.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from worker_service.models.decoders.head_layer import HeadLayer
 from worker_service.models.layers.linear import Linear
 
 NAME = "model.mtp_layers.0"
-"""Name of the layer for multi-token prediction in a checkpoint."""
+"""Name of the MTP layer in a checkpoint."""
 
 
 class MtpHead:
-    """The implementation of `Head` for multi-token prediction."""
+    """Implements `Head` for multi-token prediction."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights without values. config: the model's config."""
+        """Allocate the weights without filling them. config: the configuration of the model."""
         self.states_before = (config.num_layers + 1,)
         self._eps = config.rms_norm_eps
         self._ops: Ops = ops_for(device)
@@ -50,7 +50,8 @@ class MtpHead:
         return {f"{NAME}.{name}": tensor for name, tensor in tensors.items()}
 
     def pack(self, target: Decoder) -> None:
-        """Prepare the weights for use. Called once, after the `checkpoint_tensors` have been filled."""
+        """Prepare the weights for forward passes. `pack` is called once, after the tensors of `checkpoint_tensors` have
+        been filled. target: the model."""
         self._layer.pack()
         self._input.pack()
         self._target = target
@@ -66,10 +67,10 @@ class MtpHead:
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
     ) -> Tensor:
-        """Implements `Head.forward`. The returned states are normalised, like the model's states."""
+        """Implements `Head.forward`. The returned states are normalised, as are the model's final hidden states."""
         assert self._target is not None
         ops, eps = self._ops, self._eps
-        # In training, the embedding after the first state was replaced by zeros.
+        # The embedding of a sequence's second token is replaced by zeros, as it was in training.
         embedded = self._target.embedding(token_ids).masked_fill((positions == 0).unsqueeze(1), 0)
         normed = ops.rms_norm(self._layer.kept(slots, cache), self._state_norm, eps)
         residual = self._input(torch.cat([normed, ops.rms_norm(embedded, self._token_norm, eps)], dim=1)).float()

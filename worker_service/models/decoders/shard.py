@@ -1,13 +1,15 @@
-"""The part of a network that one rank holds. (Shoeybi et al., 2019.)
+"""The part of a network that one rank holds with tensor parallelism. (Shoeybi et al., 2019.)
 
-Each half of a layer has input projections and an output projection. Input projections are split by outputs: by heads or
-by inner units. The output projection is split by inputs, so each half requires one sum over the ranks. Each expert of a
-mixture is split like a dense half. Every rank holds the whole router. The embedding and the logits' head are split by
-tokens, because unsplit they would be a rank's largest weights. The cost is one additional sum over the ranks, of one
+Each half of a decoder layer has input projections and an output projection. Input projections are split over the ranks
+by their outputs: by attention heads, or by inner units. The output projection is split by its inputs, so each half of a
+layer requires one sum over the ranks. Each expert of a mixture is split like a dense feed-forward network. Every rank
+holds the whole router. The embedding and the output head are split by vocabulary tokens, because they would be the
+largest weights of a rank if they were not split. A split embedding costs one additional sum over the ranks, of one
 vector per token.
 
-An adapter is split like the weight of its projection. If the projection's outputs are split, B is split. If its inputs
-are split, A is split; the ranks add the adapter's product before the sum over the ranks.
+An adapter's matrices are split like the weight of their projection. If the projection is split by outputs, the
+adapter's matrix B is split. If the projection is split by inputs, matrix A is split, and each rank adds its adapter's
+product before the sum over the ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,29 +23,29 @@ from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.parallel.ranks import Ranks
 
 _ALIGNMENT = 16
-"""Number of neighbouring inner units that one rank holds together if possible, because products of odd sizes are
+"""The number of a rank's inner units is a multiple of this number if possible, because products of odd sizes are
 slow."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The heads, inner units and tokens of a network that one rank holds. Each is a range."""
+    """The attention heads, inner units and vocabulary tokens of a network that one rank holds, each as a range."""
 
     heads: range
     kv_heads: range
     inner: range
-    """The inner units of dense layers that the rank holds."""
+    """The inner units of dense feed-forward networks that the rank holds."""
     expert_inner: range
     """The inner units of each expert that the rank holds; empty if the network has no experts."""
     vocabulary: range
 
     @classmethod
     def of(cls, config: DecoderConfig, rank: int, size: int) -> "Shard":
-        """The shard of rank number `rank` of `size` ranks. Raises StartError if the network cannot be split into `size`
-        parts.
+        """Compute the shard of rank number `rank` of `size` ranks. Raises StartError if the network cannot be split
+        into `size` parts.
 
-        A rank holds key-value heads together with their query heads. If there are more ranks than key-value heads,
-        several ranks hold the same key-value head, each with some of its query heads.
+        A rank holds a key-value head together with the query heads that use it. If there are more ranks than key-value
+        heads, several ranks hold the same key-value head, each with some of the head's query heads.
         """
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         group, copies = num_heads // num_kv_heads, max(1, size // num_kv_heads)
@@ -62,7 +64,7 @@ class Shard:
         of_a_head = _stretch(group, rank % copies, copies) if copies > 1 else range(group * len(kv_heads))
         first = group * kv_heads.start + of_a_head.start
         inner, *of_experts = (_inner(units, rank, size) for units in inner_sizes)
-        tokens = -(-config.vocabulary_size // size)  # equal on all ranks but the last, to concatenate logits
+        tokens = -(-config.vocabulary_size // size)  # equal on all ranks but the last, so that logits can be joined
         return cls(
             range(first, first + len(of_a_head)),
             kv_heads,
@@ -72,8 +74,8 @@ class Shard:
         )
 
     def cuts(self, config: DecoderConfig) -> Mapping[str, Cut]:
-        """This rank's part of each checkpoint tensor, by the tensor's name. If a tensor has no entry, the rank holds
-        the whole tensor."""
+        """The rank's part of each checkpoint tensor, by the tensor's name. If the result has no entry for a tensor, the
+        rank holds the whole tensor."""
         hidden, head_dim = range(config.hidden_size), config.head_dim
         query, key = (_times(heads, head_dim) for heads in (self.heads, self.kv_heads))
         sizes = [count * head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
@@ -111,8 +113,8 @@ class Shard:
 
 
 def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
-    """This rank's number of key-value heads, and this rank's part of each checkpoint tensor. Raises StartError if the
-    model cannot be split."""
+    """Returns this rank's number of key-value heads, and this rank's part of each checkpoint tensor. Raises StartError
+    if the model cannot be split over the ranks."""
     if ranks.size == 1:
         return config.num_kv_heads, UNCUT
     if not isinstance(config, DecoderConfig):
@@ -125,12 +127,12 @@ def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
 
 
 def _stretch(total: int, part: int, parts: int) -> range:
-    """The range number `part` if `total` is split into `parts` ranges of nearly equal length."""
+    """Split range(total) into `parts` ranges of nearly equal length, and return range number `part`."""
     return range(total * part // parts, total * (part + 1) // parts)
 
 
 def _inner(units: int, rank: int, size: int) -> range:
-    """The range of inner units that a rank holds."""
+    """The range of inner units of a feed-forward network that a rank holds."""
     together = gcd(_ALIGNMENT, units) if units >= _ALIGNMENT * size else 1
     return _times(_stretch(units // together, rank, size), together)
 
@@ -140,8 +142,8 @@ def _times(stretch: range, factor: int) -> range:
 
 
 def _joined(parts: Sequence[tuple[int, range]]) -> tuple[int, list[range]]:
-    """Concatenate tensors. parts: for each tensor, the length and a range in the tensor. Returns the total length, and
-    the ranges in the concatenated tensor."""
+    """Convert ranges in several tensors to ranges in their concatenation. parts: for each tensor, its length and a
+    range in it. Returns the length of the concatenation, and the ranges in the concatenation."""
     total, stretches = 0, []
     for length, stretch in parts:
         stretches.append(range(total + stretch.start, total + stretch.stop))

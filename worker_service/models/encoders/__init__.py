@@ -1,1 +1,1 @@
-"""Encoders, and networks of an encoder and a decoder."""
+"""Encoders, and encoder-decoders: networks that have an encoder and a decoder."""

@@ -1,7 +1,8 @@
-"""Runs an encoder in transformers' code with this project's attention. A batch contains texts of any lengths.
+"""Runs an encoder in transformers' code, with this project's attention. A batch may contain texts of different lengths.
 
-The network computes all tokens of a step as one row, without padding. Only attention combines tokens. Attention
-computes texts of equal length together. With packed weights, the result of a text is batch-invariant.
+transformers' code receives all tokens of a step as one long sequence, without padding. Only attention combines tokens,
+and texts of equal length are computed together in attention. If weights are packed, the result for a text is
+batch-invariant.
 """
 
 import copy
@@ -25,13 +26,16 @@ from worker_service.models.encoders.encoder_config import EncoderConfig
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized
 
 NAME = "pagewire-encoder"
-"""Name of this attention in transformers, the value of a network's `attn_implementation`."""
+"""Name under which transformers knows this project's attention for encoders. The name is passed as a network's
+`attn_implementation`."""
 
 SHORT = 32
-"""Maximum tokens of a text for which attention on a CPU is computed as two matrix products.
+"""Maximum number of tokens of a text for which attention on a CPU is computed as two matrix products, not by torch's
+attention function.
 
-Time per layer of MiniLM with torch's attention function, and with two products. 16 tokens per text: 5.4 ms and 1.9 ms.
-32 tokens: 6.0 ms and 3.8 ms. 64 tokens: 7.0 ms and 12.8 ms. Conditions: 2,048 tokens in all, two cores.
+The times of one layer of MiniLM were measured for both methods, with 2,048 tokens in all, on two cores. For 16 tokens
+per text, torch's function took 5.4 ms, and two products took 1.9 ms. For 32 tokens per text, the times were 6.0 ms and
+3.8 ms; for 64 tokens per text, 7.0 ms and 12.8 ms.
 """
 
 _FAR = 1 << 30
@@ -41,10 +45,10 @@ _lengths: ContextVar[Sequence[int]] = ContextVar("lengths")
 
 
 class Encoder:
-    """A network that computes states from token ids."""
+    """An encoder, which computes hidden states from token ids."""
 
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights without values."""
+        """Allocate the encoder's weights without filling them."""
         self.config = config
         self._network = build_network(config, dtype, device, NAME, **config.options)
         self._body = self._network.base_model if config.num_labels else self._network
@@ -64,15 +68,16 @@ class Encoder:
                     packed.pack()
 
     def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
-        """Implements `Loadable.allocate_adapters`. The result is empty, because encoders have no adapters."""
+        """Implements `Loadable.allocate_adapters`. The result is empty, because encoders cannot have adapters."""
         del num_slots, max_rank
         return {}
 
     def forward(self, token_ids: Tensor, positions: Tensor, types: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Compute texts. Returns states, [num_tokens, hidden_size].
+        """Run the encoder over a batch of texts. Returns hidden states, [num_tokens, hidden_size].
 
-        token_ids, positions, types: [num_tokens] int64, text after text; texts of equal length are neighbours. types: 1
-        for tokens of the second text of a pair, otherwise 0. lengths: number of tokens of each text.
+        token_ids, positions and types are [num_tokens] int64, for the tokens of one text after the other. Texts of
+        equal length must be neighbours. types: 1 for the tokens of the second text of a pair, and 0 for all other
+        tokens. lengths: number of tokens of each text.
         """
         others = {"token_type_ids": types[None]} if self.config.has_types else {}
         with _within(lengths):
@@ -83,7 +88,8 @@ class Encoder:
         return states
 
     def classify(self, states: Tensor) -> Tensor:
-        """Run the network's classifier. states: [tokens, hidden_size] of one text. Returns [num_labels] float32."""
+        """Run the network's classifier on one text. states: the text's hidden states, [tokens, hidden_size]. Returns
+        [num_labels] float32."""
         head = copy.copy(self._network)
         body = _GivenStates(states, getattr(self._body, "pooler", None))
         head._modules = {**self._network._modules, self._network.base_model_prefix: body}
@@ -101,8 +107,8 @@ def _within(lengths: Sequence[int]) -> Iterator[None]:
 
 
 class _GivenStates(nn.Module):
-    """Replaces the body of a network. Returns states that were computed earlier, and the pooler's output for these
-    states."""
+    """Replaces the body of a network. `forward` returns hidden states that were computed earlier, and the pooler's
+    output for these hidden states."""
 
     def __init__(self, states: Tensor, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -116,14 +122,14 @@ class _GivenStates(nn.Module):
 
 @dataclass(frozen=True)
 class _Mask:
-    """An attention mask. Without a window, a token attends to the whole text. With a window, a token attends to tokens
-    at most `window` away."""
+    """Describes an attention mask. If `window` is None, a token attends to its whole text. If `window` is a number, a
+    token attends to the tokens of its text that are at most `window` tokens away."""
 
     window: int | None
 
 
 def _describe_mask(*, config: Any, use_vmap: bool, mask_function: Any, **_: Any) -> _Mask:
-    """Replaces the transformers function that fills a mask. Raises ValueError for an unsupported mask."""
+    """Replaces transformers' function that creates a mask tensor. Raises ValueError if the mask is not supported."""
     if use_vmap:
         raise ValueError("its attention has a mask of its own")
     here = torch.tensor(0)
@@ -140,8 +146,8 @@ def _attend(
     scaling: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Compute attention. query, key, value: [1, num_heads, num_tokens, head_dim]. Returns [1, num_tokens, num_heads,
-    head_dim]."""
+    """Compute a layer's attention for all texts. query, key and value are [1, num_heads, num_tokens, head_dim]. Returns
+    [1, num_tokens, num_heads, head_dim]."""
     del module
     assert isinstance(attention_mask, _Mask)
     attended = []
@@ -159,8 +165,8 @@ def _attend(
 
 
 def _attend_short(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None) -> Tensor:
-    """Attention with the arguments of torch's function, [texts, heads, tokens, head_dim]. For short texts, this
-    function is faster than torch's function."""
+    """Compute attention as two matrix products. The arguments are those of torch's `scaled_dot_product_attention`,
+    [texts, heads, tokens, head_dim]. For short texts, `_attend_short` is faster than torch's function."""
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(2, 3)
     if attn_mask is not None:
         scores.masked_fill_(~attn_mask, float("-inf"))
@@ -168,8 +174,8 @@ def _attend_short(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of a window, [length, length] bool: True if two tokens are at most `window` apart. Returns None if all
-    entries would be True."""
+    """The mask for a sliding window, [length, length] bool. An entry is True if two tokens are at most `window` tokens
+    apart. The result is None if all entries would be True."""
     if window is None or window >= length - 1:
         return None
     places = torch.arange(length, device=device)

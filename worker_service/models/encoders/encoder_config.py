@@ -1,4 +1,4 @@
-"""Reads the config.json of an encoder, a network in which a token attends to earlier and later tokens of its text."""
+"""Reads the config.json of an encoder. In an encoder, a token attends to earlier and later tokens of its text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,38 +17,39 @@ from worker_service.wording import named
 
 _FILLS_GAPS = ("ForMaskedLM", "ForPreTraining")
 _HEADS = {"bert": "cls", "roberta": "lm_head", "xlm-roberta": "lm_head", "modernbert": "head|decoder"}
-"""Regular expressions for the names of the masked-language-model head, by family."""
+"""Regular expressions for the first part of the tensor names of a masked-language-model head, by model family."""
 _UNUSED = (
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
     "pooler_type", "sbert_ce_default_activation_function", "sentence_transformers",
 )  # fmt: skip
-"""Ignored keys: keys of poolers that no supported network has, and a key for classifier scores that only the scheduler
-reads."""
+"""Keys of config.json that are ignored here: keys about poolers that no supported network has, and keys about
+sentence-transformers' scores, which only the scheduler reads."""
 MAX_LABELS = 1 << 16
-"""Maximum number of labels, because transformers first creates a name for each label."""
+"""Maximum number of a classifier's labels. The number is limited, because transformers creates a name for each
+label."""
 
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """A network of a family in `registry.ENCODERS`, and the class that computes the network. Encoders need no cache."""
+    """The configuration of an encoder whose family is in `registry.ENCODERS`. Encoders need no KV cache."""
 
     network: Any
-    """The configuration object of transformers."""
+    """transformers' configuration object for this network."""
     network_class: Any
     prefix: str
-    """Prefix of the body's tensor names in a checkpoint. A checkpoint that contains only the body may lack the
-    prefix."""
+    """Prefix of tensor names in the checkpoint, such as "bert.". Names in a checkpoint without an output head may lack
+    this prefix."""
     vocabulary_size: int
     hidden_size: int
     max_model_len: int
     num_labels: int
-    """Number of classifier outputs for a text; 0 if the network has no classifier."""
+    """Number of the classifier's outputs for a text; 0 if the network has no classifier."""
     first_position: int
-    """Position of a text's first token. RoBERTa reserves smaller positions for padding."""
+    """Position of a text's first token. In RoBERTa, smaller positions are reserved for padding."""
     has_types: bool
-    """Whether the network distinguishes the two texts of a pair."""
+    """Whether the network distinguishes the tokens of the two texts of a pair (token_type_ids)."""
     ignored_tensors: tuple[str, ...]
-    """Regular expressions for names of checkpoint tensors that this network does not use: pooler and
+    """Regular expressions for the names of checkpoint tensors that this network does not use, such as a pooler and a
     masked-language-model head."""
 
     num_layers = num_kv_heads = head_dim = 0
@@ -56,12 +57,13 @@ class EncoderConfig:
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "EncoderConfig":
-        """Read a config.json. Raises ValueError if the network is not supported."""
+        """Read the config.json of an encoder. Raises ValueError if the network is not supported."""
         keys = ReadKeys(json)
         keys.integer("num_labels", None, null=None, most=MAX_LABELS)
         names = architectures(json) or [""]
-        # chunk_size_feed_forward and return_dict are overwritten, because their values do not change results. A nonzero
-        # chunk size may fail for odd numbers of tokens. If return_dict were false, outputs would have no names.
+        # chunk_size_feed_forward and return_dict are overwritten, which does not change the network's results. A
+        # nonzero chunk_size_feed_forward could fail for odd numbers of tokens. If return_dict were false, the network's
+        # outputs would have no names.
         network, name = parse({**json, "chunk_size_feed_forward": 0, "return_dict": True}), names[0]
         classifies = name.endswith("ForSequenceClassification")
         mapping = (AutoModelForSequenceClassification if classifies else AutoModel)._model_mapping
@@ -101,19 +103,20 @@ class EncoderConfig:
     own_tensors: ClassVar[frozenset[str]] = frozenset()
 
     def untied(self, own: frozenset[str]) -> "EncoderConfig":
-        """Implements `ModelConfig.untied`. An encoder has no tied tensors."""
+        """Implements `ModelConfig.untied`. The configuration is unchanged, because an encoder has no tied tensors."""
         del own
         return self
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of the network's constructor. A network without a classifier is built without a pooler."""
+        """Additional arguments of the network's constructor. A network without a classifier is built without a
+        pooler."""
         has_pooler = not self.num_labels and "add_pooling_layer" in signature(self.network_class.__init__).parameters
         return {"add_pooling_layer": False} if has_pooler else {}
 
 
 def _first_position(network: Any) -> int:
-    """The position of a text's first token in RoBERTa: the padding token's id plus 1."""
+    """The position of a text's first token in RoBERTa, which is the padding token's id plus 1."""
     token, longest = network.pad_token_id, network.max_position_embeddings
     if token is None or not 0 <= token < longest - 1:
         raise ValueError(

@@ -1,12 +1,13 @@
-"""Runs a network of an encoder and a decoder in transformers' code, with this project's attention in both parts.
+"""Runs an encoder-decoder in transformers' code, with this project's attention in the encoder and in the decoder.
 
-The encoder reads one input at a time, so its result is batch-invariant. `encode` runs the encoder once for each input.
-Each decoder layer then computes keys and values from the encoder's states, and stores them in blocks. The decoder
-computes all tokens of a step as one row. Each decoder layer attends to two block tables: one for the decoder's tokens,
-one for the encoder's tokens.
+`encode` runs the encoder over one input, a text or a sound, and is called once for each input. The encoder's result is
+batch-invariant, because the encoder never computes several inputs together. From the encoder's hidden states, each
+decoder layer computes keys and values for cross-attention, and stores them in blocks of the cache. transformers' code
+receives all decoder tokens of a step as one long sequence. Each decoder layer attends to the blocks of two block
+tables: one table for the decoder's tokens, and one for the encoder's tokens.
 
-T5 adds a bias to each attention score, which depends on the distance of two tokens (Raffel et al., 2020). BART (Lewis
-et al., 2020) and Whisper (Radford et al., 2023) add an embedding of the position to the token's embedding.
+T5 adds to each attention score a bias that depends on the distance of the two tokens (Raffel et al., 2020). BART (Lewis
+et al., 2020) and Whisper (Radford et al., 2023) add an embedding of the position to each token's embedding.
 """
 
 from collections.abc import Iterator
@@ -29,19 +30,20 @@ from worker_service.models.encoders.encoder_decoder_config import EncoderDecoder
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized
 
 NAME = "pagewire-encoder-decoder"
-"""Name of this attention in transformers, the value of a network's `attn_implementation`."""
+"""Name under which transformers knows this project's attention for encoder-decoders. The name is passed as a network's
+`attn_implementation`."""
 
 _CROSS = ("EncDecAttention", "encoder_attn")
-"""Names of a decoder layer's modules for cross attention."""
+"""Names that the cross-attention module of a decoder layer has in transformers' code."""
 _SELF = ("SelfAttention", "self_attn")
 
 
 class EncoderDecoder:
-    """A network that computes logits from an encoder's input and a decoder's token ids."""
+    """An encoder-decoder: a network that computes logits from the encoder's input and the decoder's token ids."""
 
     def __init__(self, config: EncoderDecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights without values. Tensors that the configuration determines, such as sinusoids, are
-        filled."""
+        """Allocate the weights without filling them. Tensors whose values follow from the configuration, such as
+        sinusoids, are filled."""
         self.config = config
         network = self._network = build_network(config, dtype, device, NAME)
         self._dtype, self._device = dtype, device
@@ -50,11 +52,11 @@ class EncoderDecoder:
         self._layers = {id(m): layer for names in (_SELF, _CROSS) for layer, m in enumerate(self._named(names))}
         self._cross = self._named(_CROSS)
         self._bias: Tensor | None = None
-        self._adapters: dict[int, Linear] = {}  # key: id() of the linear layer with the adapters
+        self._adapters: dict[int, Linear] = {}  # by id() of the layer with the adapters
         self._head = Head(network, self._decoder)
 
     def _named(self, names: tuple[str, ...]) -> list[Any]:
-        """The decoder's modules with these names, in the order of layers."""
+        """The decoder's modules that have one of these names, in the order of the layers."""
         return [module for name, module in self._decoder.named_modules() if name.rpartition(".")[2] in names]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
@@ -77,10 +79,11 @@ class EncoderDecoder:
                         setattr(module, name, _AdaptedLinear(child, self._adapters.get(id(child))))
 
     def _bias_by_distance(self) -> Tensor:
-        """T5's bias by distance, [num_heads, distances] float32. The last bias applies to all larger distances.
+        """Compute the table of T5's biases by distance, [num_heads, distances] float32. The last entry of the table
+        applies to all larger distances.
 
-        The table replaces a slower computation. In transformers, the decoder's first layer computes the bias for all
-        layers in each step, for each pair of tokens.
+        The table replaces transformers' computation of the bias, which is slower. In transformers, the decoder's first
+        layer computes the bias of each pair of tokens in each step, for all layers.
         """
         attention = self._named(_SELF)[0]
         farthest = self.config.network.relative_attention_max_distance
@@ -93,7 +96,8 @@ class EncoderDecoder:
         return table
 
     def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
-        """Implements `CausalModel.allocate_adapters` for the linear layers of encoder and decoder."""
+        """Implements `CausalModel.allocate_adapters`. All linear layers of the encoder and of the decoder can have
+        adapters."""
         places = {}
         parts = {id(module) for part in (self._encoder, self._decoder) for module in part.modules()}
         for name, module in self._network.named_modules():
@@ -103,10 +107,11 @@ class EncoderDecoder:
         return places
 
     def encode(self, given: Tensor, slots: Tensor, cache: Tensor, adapter_slots: Tensor | None = None) -> None:
-        """Run the encoder over one input. Each decoder layer's cross-attention keys and values are stored in the cache.
+        """Run the encoder over one input, and store the cross-attention keys and values of each decoder layer in the
+        cache.
 
-        given: a text, [num_tokens] int64, or a sound, [num_mel_bins, num_frames] float32; slots: [num_tokens] int64;
-        cache and adapter_slots: see `CausalModel.forward`.
+        given: the input, which is a text, [num_tokens] int64, or a sound, [num_mel_bins, num_frames] float32. slots is
+        [num_tokens] int64, the slots of the encoder's tokens. cache, adapter_slots: see `CausalModel.forward`.
         """
         with _within(_Whole(), adapter_slots):
             if self.config.num_mel_bins:
@@ -131,11 +136,11 @@ class EncoderDecoder:
         adapter_slots: Tensor | None = None,
         queries: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """Implements `CausalModel.forward`. cross: metadata of the same sequences for cross attention; contexts are the
-        encoder's tokens.
+        """Implements `CausalModel.forward` for the decoder. cross: metadata of the same sequences for cross-attention,
+        in which a sequence's context consists of the encoder's tokens.
 
-        queries: if given, the function stores each layer's scaled cross-attention queries here, [num_tokens, num_heads,
-        head_dim].
+        queries: if given, the scaled cross-attention queries of each layer, [num_tokens, num_heads, head_dim], are
+        stored in this dictionary.
         """
         nothing = torch.zeros((1, 1, self.config.hidden_size), dtype=self._dtype, device=self._device)
         paged = _Paged(self._layers, positions, slots, attention, cross, cache, self._bias, queries)
@@ -143,7 +148,8 @@ class EncoderDecoder:
             output = self._decoder(
                 input_ids=token_ids[None],
                 attention_mask=token_ids.new_ones((1, len(token_ids))),
-                # The network skips cross attention if encoder states are missing. `_Paged` ignores their values.
+                # A placeholder for the encoder's hidden states is passed, because without them the network skips
+                # cross-attention. `_Paged` ignores the placeholder's values.
                 encoder_hidden_states=nothing,
                 use_cache=False,
             )
@@ -152,22 +158,24 @@ class EncoderDecoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Implements `CausalModel.compute_logits`."""
-        states = (hidden[None],)  # a placeholder for the encoder's states, which the head does not read
+        states = (hidden[None],)  # a placeholder for the encoder's hidden states, which the head ignores
         return self._head(encoder_outputs=states, decoder_inputs_embeds=hidden[None])
 
 
 class _Attention(Protocol):
-    """Computes the attention of each layer. query, key, value: [1, num_heads, num_tokens, head_dim]."""
+    """Computes the attention of all layers in one forward pass. query, key and value are [1, num_heads, num_tokens,
+    head_dim]."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        """Compute attention for `module`. Returns [1, num_tokens, num_heads, head_dim]."""
+        """Compute the attention of `module`, which is an attention module of a layer. Returns [1, num_tokens,
+        num_heads, head_dim]."""
 
 
 class _Whole:
-    """The attention of an encoder, in which all tokens attend to each other. bias: [1, num_heads, num_tokens,
-    num_tokens]."""
+    """Implements `_Attention` for the encoder, in which all tokens attend to each other. bias is [1, num_heads,
+    num_tokens, num_tokens]."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
@@ -179,7 +187,7 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _Paged:
-    """The attention of a decoder over the paged cache."""
+    """Implements `_Attention` for the decoder, over the paged KV cache."""
 
     layers: dict[int, int]
     positions: Tensor
@@ -193,7 +201,7 @@ class _Paged:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        del bias  # the network's bias assumes one sequence per row; `self.bias` replaces it
+        del bias  # transformers' bias assumes a single sequence; `self.bias` replaces it
         ops = ops_for(self.cache.device)
         layer = self.layers[id(module)]
         layer_cache = self.cache[:, layer]
@@ -222,7 +230,8 @@ def _within(attention: _Attention, adapter_slots: Tensor | None) -> Iterator[Non
 
 
 class _AdaptedLinear(PackedLinear):
-    """Replaces a linear layer of a network, and adds the outputs of adapters."""
+    """Replaces a linear layer of a network in transformers' code, and adds the outputs of adapters to the layer's
+    output."""
 
     def __init__(self, linear: nn.Linear, adapter: Linear | None) -> None:
         super().__init__(linear)
@@ -232,15 +241,16 @@ class _AdaptedLinear(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         product = super().forward(x)
         slots = _adapter_slots.get()
-        # In a decoder's pass, cross attention computes keys and values of a placeholder row. Adapters skip this row.
+        # In a forward pass of the decoder, the cross-attention projections for keys and values multiply a placeholder
+        # of one row. No adapter is applied to this row.
         if self._adapter is not None and slots is not None and slots.numel() == product[..., 0].numel():
             self._adapter.add_lora(product.flatten(0, -2), x.flatten(0, -2), slots)
         return product
 
 
 class _Positions(nn.Module):
-    """Replaces a decoder's embedding of positions. The original module counts positions from the first token of a
-    row."""
+    """Replaces the position embedding of a decoder, because transformers' module counts positions from the first token
+    of the forward pass."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -254,8 +264,8 @@ class _Positions(nn.Module):
 
 
 def _describe_mask(**_: Any) -> str:
-    """Replaces the transformers function that fills a mask. No mask is needed, because `_Whole` and `_Paged` decide to
-    which tokens a token attends."""
+    """Replaces transformers' function that creates a mask tensor. No mask is needed, because `_Whole` and `_Paged`
+    determine to which tokens a token attends."""
     return NAME
 
 

@@ -1,4 +1,5 @@
-"""Reads the config.json of a network with an encoder, which reads a whole text or sound, and a decoder."""
+"""Reads the config.json of an encoder-decoder. The encoder's input is a whole text or sound, and the decoder generates
+text."""
 
 import copy
 from collections.abc import Callable, Collection, Mapping
@@ -21,25 +22,25 @@ _NEUTRAL: Mapping[str, object] = {
     "add_bias_logits": False, "add_final_layer_norm": False, "extra_pos_embeddings": 2, "normalize_before": False,
     "normalize_embedding": True, "static_position_embeddings": False,
 }  # fmt: skip
-"""Keys of older BART files. Value: the only value that transformers' current code implements."""
+"""Keys in older config.json files of BART, each with the only value that transformers' current code implements."""
 _LARGEST = 1 << 20
-"""Maximum of each size. All existing networks have smaller sizes."""
+"""Maximum of each size in config.json. The sizes of all existing networks are smaller."""
 _FARTHEST = 1 << 16
 _SOUND_TOKENS = 1500
 _FRAMES_PER_TOKEN = 2
-"""Number of frames that Whisper's second convolution combines into one token."""
+"""Number of audio frames that Whisper's second convolution combines into one encoder token."""
 
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig:
-    """A network of a family in `registry.ENCODER_DECODERS`, and the class that computes the network.
+    """The configuration of an encoder-decoder whose family is in `registry.ENCODER_DECODERS`.
 
-    Fields for layers, heads and lengths describe the decoder, except fields with `encoder` in the name. Cross attention
-    and self-attention have equal numbers and sizes of heads.
+    The fields for layers, heads and lengths describe the decoder, except the fields with `encoder` in their name.
+    Cross-attention has the same number and size of heads as self-attention.
     """
 
     network: Any
-    """The configuration object of transformers."""
+    """transformers' configuration object for this network."""
     network_class: Any
     vocabulary_size: int
     hidden_size: int
@@ -48,26 +49,28 @@ class EncoderDecoderConfig:
     head_dim: int
     max_model_len: int
     max_encoder_len: int
-    """Number of tokens that the encoder reads: the maximum for a text, the fixed number for a sound."""
+    """Number of tokens that the encoder computes for an input. The number is a maximum for texts, and the same for all
+    sounds."""
     num_mel_bins: int = 0
-    """Number of mel bins in a frame of a sound; 0 for a network that reads text."""
+    """Number of mel bins in an audio frame; 0 for a network whose inputs are texts."""
     median_filter_width: int = 1
-    """Width of the median filter, in encoder tokens. The filter smooths the attention weights from which times of words
-    are computed."""
+    """Width of Whisper's median filter, in encoder tokens. The filter smooths the cross-attention weights from which
+    the times of words are computed."""
     own_tensors: frozenset[str] = frozenset()
-    """Tied tensors for which the checkpoint has separate values.
+    """Names of the tied tensors for which the checkpoint has separate values.
 
-    T5 always ties its head. In T5, tie_word_embeddings decides only whether states are scaled before the logits.
+    T5's output head is always tied to the embedding, unless it is listed here. In T5, the key tie_word_embeddings
+    decides only whether hidden states are scaled before the output head.
     """
 
     sliding_window = None
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "EncoderDecoderConfig":
-        """Read a config.json. Raises ValueError if the network is not supported."""
+        """Read the config.json of an encoder-decoder. Raises ValueError if the network is not supported."""
         keys = ReadKeys(json)
         keys.neutral(**_NEUTRAL)
-        keys.without_effect("n_positions")  # a key of T5; `_t5` reads it
+        keys.without_effect("n_positions")  # `_t5` reads this key, which only T5 has
         network = parse(json)
         if not network.is_encoder_decoder:
             raise ValueError(f"is_encoder_decoder is false; a model {network.model_type} is supported with both parts")
@@ -110,12 +113,12 @@ class EncoderDecoderConfig:
 
     @property
     def num_frames(self) -> int:
-        """Number of frames of a sound."""
+        """Number of audio frames of a sound."""
         return self.max_encoder_len * _FRAMES_PER_TOKEN
 
     @property
     def feature_bytes(self) -> int:
-        """Bytes of a sound's features; 0 for a network that reads text."""
+        """Number of bytes of a sound's mel features; 0 for a network whose inputs are texts."""
         return self.num_mel_bins * self.num_frames * 4
 
 
@@ -133,7 +136,7 @@ def _t5(network: Any) -> dict[str, Any]:
             f"relative_attention_num_buckets is {shown(buckets)} and relative_attention_max_distance {shown(farthest)}"
             f"; the first must be a whole number from 4 on, and the second one from there to {_FARTHEST}"
         )
-    # The network has no maximum length. The length in training is used as the limit.
+    # T5 has no maximum sequence length, so the sequence length in training is used as the limit.
     longest = _size(network, "n_positions", 512)
     return {
         "num_layers": _size(network, "num_decoder_layers"),
@@ -167,7 +170,7 @@ def _whisper(network: Any) -> dict[str, Any]:
 
 
 def _decoder(network: Any) -> dict[str, Any]:
-    """The decoder's sizes in the config.json of BART or Whisper."""
+    """Read the sizes of the decoder from the configuration of BART or Whisper."""
     width = _size(network, "d_model")
     for name in ("encoder_attention_heads", "decoder_attention_heads"):
         if width % _size(network, name):

@@ -1,1 +1,1 @@
-"""Linear layers, dense and with experts."""
+"""Linear layers of the networks: one for all tokens, and one for each expert of a mixture."""

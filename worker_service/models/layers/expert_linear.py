@@ -1,4 +1,5 @@
-"""One linear layer of all experts of a mixture. Each expert has a weight and multiplies some of the rows."""
+"""A linear layer for all experts of a mixture. Each expert has its own weight matrix, and multiplies the rows that are
+assigned to it."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,11 +14,12 @@ from worker_service.models.layers.linear import Linear, Quantization, joined
 
 
 class ExpertLinear:
-    """Computes `x[row] @ weights[expert].T`. The result is batch-invariant.
+    """Computes `x[row] @ weights[expert].T` for each row, with the row's expert. The result is batch-invariant.
 
-    If the kernels multiply all experts in one call, the weights are stored in one tensor in floating point or in fp8,
-    the stack. If the kernels multiply experts separately, each expert's weight is packed separately. A step then reads
-    only the weights of experts that have rows. At any time, at most one expert's weight is in memory twice.
+    If the kernels multiply all experts in one call, the weights of all experts are stored in one tensor, the stack, in
+    floating point or fp8. If the kernels multiply each expert separately, each expert's weight is packed separately.
+    With separate weights, a step reads only the weights of experts that have rows. During loading, at most one expert's
+    weight is in memory twice at any time.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class ExpertLinear:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """Allocate the weights without values. wide, ops: see `Linear`; deferred: see `Linear.allocate`."""
+        """Allocate the weights without filling them. wide, ops: see `Linear`; deferred: see `Linear.allocate`."""
         self._ops: Ops = ops or ops_for(device)
         self._wide = wide
         self._stack: _Stack | None = None
@@ -48,7 +50,8 @@ class ExpertLinear:
             ]
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply. x: [rows, inputs], at least one row; ends: see `ExpertRows` of `kernels.linear.experts`.
+        """Multiply each row by the weight of the row's expert. x is [rows, inputs], with at least one row, sorted by
+        expert. ends: see `ExpertRows` in `kernels.linear.experts`.
 
         Returns [rows, outputs].
         """
@@ -61,34 +64,34 @@ class ExpertLinear:
 
 
 class _Stack:
-    """The weights of all experts in one tensor. The memory is allocated when the first expert's weight is stored."""
+    """The weights of all experts in one tensor. The tensor is allocated when the first expert's weight is stored."""
 
     def __init__(self, num_experts: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self.device = (num_experts, outputs, inputs), dtype, device
         self._wide: Tensor | None = None
         self.narrow: Float8Weight | None = None
-        """The fp8 weights of all experts: numbers [num_experts, outputs, inputs] and scales [num_experts, outputs,
-        groups]."""
+        """The weights of all experts if they are in fp8: numbers [num_experts, outputs, inputs] and scales
+        [num_experts, outputs, groups]."""
         self._has_wide = False
 
     def wide(self) -> Tensor:
-        """The weights in floating point, [num_experts, outputs, inputs]."""
+        """The weights of all experts in floating point, [num_experts, outputs, inputs]."""
         if self._wide is None:
             self._wide = torch.empty(self._shape, dtype=self._dtype, device=self.device)
         return self._wide
 
     def keep_wide(self) -> None:
-        """Record that an expert's weight stays in floating point. Raises ValueError if another expert's weight is in
-        fp8."""
+        """Record that the weight of an expert stays in floating point. Raises ValueError if the weight of another
+        expert is in fp8."""
         self._has_wide = True
         self._check()
 
     def put(self, number: int, weight: Float8Weight) -> None:
-        """Store an expert's fp8 weight. Raises ValueError if another expert's weight has a different number of scales,
-        or is not in fp8."""
+        """Store the fp8 weight of an expert. Raises ValueError if the weight of another expert has a different number
+        of scales, or is not in fp8."""
         groups = weight.scales.shape[1]
         if self.narrow is None:
-            self._wide = None  # experts hold views of the old tensor until `pack`
+            self._wide = None  # experts keep views of this tensor until `pack`
             numbers = torch.empty(self._shape, dtype=weight.numbers.dtype, device=self.device)
             scales = torch.empty((*self._shape[:2], groups), dtype=torch.float32, device=self.device)
             self.narrow = Float8Weight(numbers, scales)
@@ -103,14 +106,15 @@ class _Stack:
 
 
 class _Stacked(Linear):
-    """The linear layer of one expert. `pack` stores the expert's weight in its place in the stack."""
+    """The linear layer of one expert. `pack` stores the expert's weight at the expert's place in the stack."""
 
     def __init__(self, weight: Tensor, stack: _Stack, number: int, ops: Ops) -> None:
         super().__init__(weight, device=stack.device, ops=ops)
         self._stack, self._number = stack, number
 
     def materialise(self, quantization: Quantization = "none") -> bool:
-        """Implements `Linear.materialise`. A weight that will stay in floating point is allocated in the stack."""
+        """Implements `Linear.materialise`. If the weight will stay in floating point, it is allocated as a part of the
+        stack."""
         if quantization == "fp8" or not self.weight.is_meta:
             return super().materialise(quantization)
         self.weight = self._stack.wide()[self._number]

@@ -1,4 +1,5 @@
-"""A linear layer. The weight is packed once, and all steps multiply by the packed weight."""
+"""A linear layer of a network. The layer's weight is packed once, and every forward pass multiplies by the packed
+weight."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,16 +17,16 @@ from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, QuantizedWeigh
 from kernels.reference import wide_linear
 
 Quantization = Literal["none", "fp8", "int8", "w8a8", "int4", "gguf"]
-"""A quantisation scheme. w8a8: weights and inputs of products are rounded to 8 bits. gguf: weights stay quantised as in
-their GGUF file."""
+"""A quantisation scheme for linear layers. In the scheme w8a8, weights and inputs are rounded to 8 bits. In the scheme
+gguf, weights stay quantised as they are in the GGUF file."""
 Quantized = Mapping[str, QuantizedWeight]
-"""Weights that a checkpoint stores quantised, by their names in the checkpoint."""
+"""Weights that are quantised in a checkpoint, by the weights' names."""
 NONE_QUANTIZED: Quantized = MappingProxyType({})
 
 
 def packing(ops: Ops, quantization: Quantization) -> Callable[[Tensor, bool], Product | None]:
-    """The kernel function that packs a weight for a quantisation scheme. If the scheme is `gguf`, weights that the file
-    did not quantise stay in floating point."""
+    """The kernels' function that packs a weight under a quantisation scheme. Under the scheme `gguf`, weights that are
+    not quantised in the GGUF file stay in floating point."""
     if quantization == "fp8":
         return lambda weight, wide: ops.pack_float8(quantize_float8(weight), wide)
     return {
@@ -34,17 +35,18 @@ def packing(ops: Ops, quantization: Quantization) -> Callable[[Tensor, bool], Pr
 
 
 def can_pack(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> bool:
-    """Whether the kernels can quantise weights of this type on this device."""
+    """Whether the kernels support this quantisation scheme for weights of this type on this device."""
     some = torch.ones(2, 2, dtype=dtype, device=device)
-    scheme: Quantization = "int4" if quantization == "gguf" else quantization  # gguf uses the products of int4
+    scheme: Quantization = "int4" if quantization == "gguf" else quantization  # gguf uses int4's kernels
     return packing(ops_for(device), scheme)(some, False) is not None
 
 
 def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> Quantization:
-    """The quantisation scheme of the logits' head.
+    """The quantisation scheme of the output head, if `quantization` is the scheme of the other weights.
 
-    The head is not quantised to 4 bits, because 4 bits in the head would increase perplexity by 5%. 4 bits in all other
-    weights increase perplexity by 0.2%. fp8 checkpoints leave the head unquantised.
+    The output head is not quantised to 4 bits, because that would increase perplexity by 5%. Quantising all other
+    weights to 4 bits increases perplexity by 0.2%. With fp8, the output head is not quantised, as in published fp8
+    checkpoints.
     """
     if quantization == "fp8":
         return "none"
@@ -54,16 +56,16 @@ def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Qu
 
 
 class Linear:
-    """Computes `x @ weight.T + bias`. weight: [outputs, inputs]; bias: [outputs] or None.
+    """A linear layer, which computes `x @ weight.T + bias`. weight is [outputs, inputs]; bias is [outputs] or None.
 
-        `wide`         results are the float32 sums; by default they are rounded to the dtype of x.
-        `adds_bias`    whether this rank adds the bias; if ranks' results are summed, only one rank adds the bias.
-        `batch_invariant`  packed products are batch-invariant, even if the kernels are not.
+        `wide` whether results are in float32, and not rounded to the dtype of x.
+        `adds_bias`    whether this rank adds the bias. If the results of ranks are summed, only one rank adds the bias.
+        `batch_invariant`  whether products by the packed weight are batch-invariant even if `ops` is not.
         `quantisable`  whether `pack` may quantise the weight.
-        `device`       final device of a weight that is still on the meta device.
-        `ops`          the kernels; by default the device's fastest.
+        `device`       the device to which a weight on the meta device will be allocated.
+        `ops`          the kernels. The default is the fastest kernels of the device.
 
-    Until `pack` or `pack_parts` is called, products use the unpacked weight.
+    Before `pack` or `pack_parts` is called, the layer multiplies by the unpacked weight.
     """
 
     def __init__(
@@ -104,13 +106,13 @@ class Linear:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> "Linear":
-        """Allocate weight and bias without values. If `deferred`, the weight is on the meta device until `materialise`
-        allocates it."""
+        """Build a linear layer whose weight and bias are allocated but not filled. If `deferred` is true, the weight is
+        on the meta device until `materialise` allocates it."""
         bias = torch.empty(outputs, dtype=dtype, device=device) if biased else None
         weight = torch.empty(outputs, inputs, dtype=dtype, device="meta" if deferred else device)
         return cls(weight, bias, wide=wide, adds_bias=adds_bias, device=device, ops=ops)
 
-    def materialise(self, quantization: Quantization = "none") -> bool:  # noqa: ARG002 (experts use it)
+    def materialise(self, quantization: Quantization = "none") -> bool:  # noqa: ARG002 (`_Stacked` uses the argument)
         """Allocate the weight if it is still on the meta device. Returns whether the weight was on the meta device.
 
         quantization: the scheme that `pack` will receive.
@@ -121,24 +123,25 @@ class Linear:
         return True
 
     def pack(self, quantization: Quantization = "none") -> None:
-        """Pack the current weight and free the unpacked weight, if a packed product is faster.
+        """If products by a packed weight are faster, pack the current weight, and free the unpacked weight.
 
-        Raises ValueError if the weight cannot be quantised as requested.
+        Raises ValueError if the weight cannot be quantised under the requested scheme.
         """
         scheme = quantization if self._quantisable else "none"
         pack = packing(self._ops, scheme)
-        if self._batch_invariant and scheme in ("none", "gguf"):  # quantised products are always batch-invariant
+        if self._batch_invariant and scheme in ("none", "gguf"):  # other schemes are always batch-invariant
             pack = self._ops.pack_batch_invariant
         self._product = pack(self.weight, self._wide)
         if self._product is not None:
             self.free()
 
     def pack_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
-        """Use weights that are already quantised for consecutive parts of the outputs.
+        """Use weights that are already quantised in the checkpoint. Each weight is for a part of the outputs, and the
+        parts are consecutive.
 
-        parts: the weight of each part; None for a part that is packed unquantised from the current weight. sizes:
-        outputs of each part. If no part is None, the current weight may still be on the meta device. Raises ValueError
-        if a part has a wrong shape or if the kernels have no product for it.
+        parts: the quantised weight of each part, or None for a part of the current weight that stays unquantised.
+        sizes: number of outputs of each part. If no part is None, the current weight may still be on the meta device.
+        Raises ValueError if a part's weight has a wrong shape, or if the kernels do not support it.
         """
         ops = self._ops
         self.check_parts(parts, sizes)
@@ -158,7 +161,7 @@ class Linear:
         self.free()
 
     def check_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
-        """Raise ValueError if a part has a wrong shape."""
+        """Raise ValueError if the quantised weight of a part has a wrong shape."""
         for size, part in zip(sizes, parts, strict=True):
             needed = [size, self._shape[1]]
             if part is not None and list(part.numbers.shape) != needed:
@@ -170,11 +173,12 @@ class Linear:
 
     @property
     def table(self) -> Table | None:
-        """The packed weight if its rows can be read, otherwise None."""
+        """The packed weight if its layout allows reading of rows; None for other layouts."""
         return self._product if isinstance(self._product, Table) else None
 
     def allocate_adapters(self, parts: Sequence[int], num_slots: int, max_rank: int) -> LoraWeights:
-        """Allocate slots for adapters, filled with zeros. parts: number of outputs of each fused projection."""
+        """Allocate memory for `num_slots` adapters of this layer, filled with zeros. parts: number of outputs of each
+        fused projection."""
         _, inputs = self._shape
         zeros = partial(torch.zeros, device=self._device)
         self._adapter = LoraWeights(
@@ -186,10 +190,11 @@ class Linear:
         return self._adapter
 
     def __call__(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
-        """Multiply. x: [rows, inputs]. Returns [rows, outputs].
+        """Multiply x by the weight, and add the bias and the adapters' outputs. x is [rows, inputs]. Returns [rows,
+        outputs].
 
-        adapter_slots: [rows] int32, the slot of each row's adapter, negative for a row without an adapter; None if no
-        row has an adapter.
+        adapter_slots is [rows] int32, the slot of each row's adapter, or a negative number for a row without an
+        adapter. adapter_slots is None if no row has an adapter.
         """
         if self._product is not None:
             product = self._product(x, self._added)
@@ -200,13 +205,13 @@ class Linear:
         return product
 
     def add_lora(self, product: Tensor, x: Tensor, adapter_slots: Tensor) -> None:
-        """Add the adapters' products of x to `product`, in place."""
+        """Add the adapters' outputs for x to `product`, in place."""
         assert self._adapter is not None
         self._ops.add_lora(product, x, adapter_slots, self._adapter)
 
     def parts(self, names: dict[str, int]) -> dict[str, Tensor]:
-        """Views of weight and bias for consecutive parts of the outputs, by name. names: number of outputs of each
-        part."""
+        """Views of the weight and the bias for consecutive parts of the outputs, by tensor name. names: the parts'
+        names, each with the part's number of outputs."""
         weights = dict(zip(names, torch.split(self.weight, list(names.values())), strict=True))
         tensors = {f"{name}.weight": weight for name, weight in weights.items()}
         if self.bias is not None:
@@ -220,8 +225,8 @@ def _unpacked(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Ten
 
 
 def joined(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
-    """Concatenate quantised weights, because one product is faster than several products. Returns None if a part is
-    None, or if layouts differ."""
+    """Concatenate the quantised weights of fused projections, because one product is faster than several. Returns None
+    if a part is None, or if the weights have different layouts."""
     in_floats = [part for part in parts if isinstance(part, Float8Weight)]
     if in_floats:
         kinds = {
@@ -256,7 +261,8 @@ def _product(ops: Ops, weight: QuantizedWeight, device: torch.device, wide: bool
 
 
 class _Ordered:
-    """A packed weight whose columns are reordered inputs. order: the input of each column."""
+    """A packed weight whose columns are not in the order of the inputs. order: the number of the input to which each
+    column belongs."""
 
     def __init__(self, table: Table, order: Tensor) -> None:
         self._table, self._order = table, order
@@ -270,7 +276,7 @@ class _Ordered:
 
 
 def _beside(products: Sequence[Product], sizes: Sequence[int]) -> Product:
-    """A product that concatenates the outputs of several products."""
+    """Combine several products into one, whose output is the concatenation of their outputs."""
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         biases = [None] * len(products) if bias is None else torch.split(bias, list(sizes))
