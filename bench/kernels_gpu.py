@@ -41,8 +41,8 @@ OWN_TOKENS = 64
 DECODES = [(batch, context) for context in (1024, 8192) for batch in (1, 32, 256)]
 PROMPTS = [2048, 8192]
 COLD_BYTES = 2**29
-"""Minimum size in bytes of the keys and values of all layers in one measurement. This is several times the size of any
-GPU's level 2 cache.
+"""Minimum size in bytes of the keys and values of all layers in one measurement. The minimum size is several times the
+size of any GPU's level 2 cache.
 """
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
 NUM_CALLS = 20

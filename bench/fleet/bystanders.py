@@ -1,8 +1,8 @@
 """Measures how streams are slowed by other clients' calls whose answers are never read, and by idle connections.
 
-One worker serves the default model to eight measured streams. The same number of extra calls runs at the same time. In
-one run, the client of the extra calls reads the answers. In the other run, this client never reads the answers, and a
-thousand idle connections are open.
+One worker serves the default model to eight measured streams. Eight extra calls of another client run at the same time.
+In one run, this other client reads the answers to the extra calls. In the other run, the other client never reads the
+answers, and a thousand idle connections are open.
 """
 
 import asyncio

@@ -36,7 +36,7 @@ class Failover:
     pauses: list[float] = field(default_factory=list)
     """Time from killing the worker with SIGKILL to the stream's next token."""
     recomputes: list[float] = field(default_factory=list)
-    """Time from sending a new prompt, as long as the stream's tokens, to its first token."""
+    """Time from sending a new prompt with as many tokens as the stream had to its first token."""
 
     def as_json(self) -> dict[str, float]:
         return {

@@ -53,8 +53,8 @@ class Feeding:
     front_ends_us: float
     """CPU time per token in microseconds, summed over all front ends."""
     engine_cores: float
-    """CPU seconds of the engine's process per second. The figure can exceed 1, because gRPC's threads run in parallel
-    with Python's threads.
+    """CPU seconds of the engine's process per second. More than one CPU second per second is possible, because gRPC's
+    threads run in parallel with Python's threads.
     """
     front_ends_cores: float
     busiest_percent: float

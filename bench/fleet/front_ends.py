@@ -34,7 +34,7 @@ connections.
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The figures measured in one case."""
+    """The figures measured with one number of streams, front ends and connections."""
 
     streams: int
     front_ends: int

@@ -2,9 +2,9 @@
 
 gRPC's own Python client uses about as much CPU time as the server to which it sends requests. This client serialises
 the frames of its calls once, and opens every flow-control window to the maximum. The client divides the received bytes
-into frames and messages by their lengths, without parsing the messages. Dividing takes a few microseconds per message.
-Frames and their flags follow RFC 9113. Headers are encoded as literals, as in RFC 7541. Each message has gRPC's prefix
-of five bytes.
+into frames and messages by their lengths, without parsing the messages. Dividing the received bytes takes a few
+microseconds per message. Frames and their flags follow RFC 9113. Headers are encoded as literals, as in RFC 7541. Each
+message has gRPC's prefix of five bytes.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""A simulated worker that sleeps instead of computing. It serves WorkerService over real gRPC and reports its idle
+"""A simulated worker, which sleeps instead of computing, serves WorkerService over real gRPC, and reports its idle
 time.
 
 The worker is idle from the end of a step until the next step arrives. If the next step has arrived before the end of a
 step, the worker is not idle. A step counts as ended when its planned time is over. If this process's timer is late, its
-delay therefore does not count as idle time. The late timer still delays the step's answer, which can only worsen the
+delay therefore does not count as idle time. A late timer still delays the step's answer, which can only worsen the
 scheduler's figures.
 """
 

@@ -2,8 +2,8 @@
 spans.
 
 One simulated worker, which sleeps for 20 ms in each step, serves 256 streams of 128 to 384 tokens. The spans are sent
-to a collector that discards them. Each round measures first without spans, then with spans, and then again without
-spans. The difference between the two measurements without spans is the error of the measurement.
+to a collector that discards them. Each round measures the CPU time first without spans, then with spans, and then again
+without spans. The difference between the two measurements without spans is the error of the measurement.
 """
 
 from collections.abc import Callable, Iterator

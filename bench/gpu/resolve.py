@@ -21,8 +21,8 @@ from packaging.utils import parse_wheel_filename
 from bench.gpu.inventory import Inventory, normalised
 
 FROM_THE_MACHINE = frozenset({"torch", "torchaudio", "torchvision", "triton"})
-"""Packages that depend on the machine's version of CUDA. These packages are gigabytes large and are never fetched, so
-the machine must have them.
+"""Packages that depend on the machine's version of CUDA. Packages that depend on CUDA are gigabytes large and are never
+fetched, so the machine must have them.
 """
 NOT_NEEDED = frozenset({
     # Kernels that the benchmark does not use: kernels for GPUs other than Hopper, kernels for number formats other than

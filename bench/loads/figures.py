@@ -14,8 +14,8 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The times of one request: when it was sent, and when each message with how many tokens arrived. All times are in
-    seconds of the same clock.
+    """The times of one request: the time at which it was sent, and for each message of its stream the arrival time and
+    the number of tokens. All times are in seconds of the same clock.
     """
 
     began: float

@@ -41,8 +41,8 @@ has 49,152 ids.
 _seeds = itertools.count()  # new prompts for each run, so that no prompt is in a prefix cache
 
 System = Callable[[int, int, int], tuple[float, float]]
-"""A function that measures a system. Its arguments are the number of streams, and the numbers of prompt and output
-tokens of each stream. It returns output tokens per second and prompt tokens per second.
+"""A function that measures a system. The function's arguments are the number of streams, and the numbers of prompt and
+output tokens of each stream. The function returns output tokens per second and prompt tokens per second.
 """
 
 

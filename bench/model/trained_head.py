@@ -4,13 +4,13 @@ CPU cores.
     python -m bench trained_head FOLDER [--model default] [--prompts FILE] [--outputs 240] [--epochs 6]
 
 A server answers prompts like the prompts of `bench speculation`, but made from other source files. With --prompts the
-server also answers the questions of a file in MT-bench's format. The head is trained on these answers. The training
-method is from "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (Li et al.,
-2025). When the head drafts several tokens, the inputs for later drafts are the head's hidden states in place of the
-model's hidden states. During training, the inputs for later drafts are also the head's hidden states. The head learns
-to predict the model's probabilities. The head's initial weights are the weights of the model's last layer. The answers
-to a tenth of the prompts are not used for training. With these held-out answers the benchmark measures how often the
-head's drafts are right. Only models of the Llama family are supported.
+server also answers the questions of a file in MT-bench's format. The head is trained on the server's answers. The
+training method is from "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (Li
+et al., 2025). When the head drafts several tokens, the inputs for later drafts are the head's hidden states in place of
+the model's hidden states. During training, the inputs for later drafts are also the head's hidden states. The head
+learns to predict the model's probabilities. The head's initial weights are the weights of the model's last layer. The
+answers to a tenth of the prompts are held out: they are not used for training. With the held-out answers the benchmark
+measures how often the head's drafts are right. Only models of the Llama family are supported.
 """
 
 import argparse
@@ -92,7 +92,7 @@ class Head(nn.Module):
 
         attention, mlp = layer.self_attn, layer.mlp
         # The last of the three layers' hidden states is most similar to the usual input of the model's last layer. The
-        # weights for the other two hidden states start at zero.
+        # weights for the other two layers' hidden states start at zero.
         nothing = torch.zeros(hidden, hidden)
         self.weights = nn.ParameterDict(
             {

@@ -59,7 +59,7 @@ TENANTS = {HEAVY: 0.8, "light 1": 0.05, "light 2": 0.05, "light 3": 0.05, "light
 URGENT = -100  # so urgent that ageing never makes another request more urgent
 PRIORITIES = {0: 0.9, URGENT: 0.1}
 
-# Factor by which a trace's arrival rate is multiplied to measure placement. With this factor, workers have room for
+# Factor by which a trace's arrival rate is multiplied to measure placement. With a factor of 0.8, workers have room for
 # more requests most of the time; if only one worker had room, placement would have no choice.
 PLACEMENT_SPEEDUP = 0.8
 PLACEMENT_REQUESTS = 6_000

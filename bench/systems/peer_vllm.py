@@ -123,7 +123,7 @@ class Vllm:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
-        finally:  # also runs if Ctrl-C interrupts the wait
+        finally:  # also runs if Ctrl-C interrupts the wait for vLLM's end
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
