@@ -4,8 +4,8 @@ Two workers serve the default model with one thread each. While the streams begi
 streams run on the other worker. When the worker with the streams is killed, the drained worker takes requests again, is
 free and continues the streams.
 
-The free worker's time to compute the lost tokens again is measured separately: as many new prompts of the same lengths
-are sent to this worker at once, and the time to each prompt's first token is measured.
+The free worker's time to compute the lost tokens again is measured separately. As many new prompts as streams, of the
+same lengths, are sent to the free worker at once, and the time to each prompt's first token is measured.
 """
 
 import asyncio
