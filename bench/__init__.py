@@ -1,1 +1,1 @@
-"""Benchmarks. Every figure is printed next to a peer's figure from the same run on the same machine."""
+"""Benchmarks. If a benchmark compares pagewire with a peer, it measures both in the same run on the same machine."""

@@ -1,7 +1,7 @@
-"""Run one benchmark: python -m bench NAME [options]. Without a name, print the names of all benchmarks.
+"""Runs one benchmark: python -m bench NAME [options]. Without a name, prints the names of all benchmarks.
 
-Before the benchmark's module is imported, only the standard library is imported. Three benchmarks run on machines where
-only torch is installed.
+This file imports only the standard library before it imports the benchmark's module, because some benchmarks run on
+machines without this project's packages.
 """
 
 import sys
@@ -28,8 +28,8 @@ BENCHES = {
     "serve_gpu": ("bench.gpu.serve_gpu", "serving on a GPU, beside vLLM"),
     "pack": ("bench.gpu.pack", "measures nothing: packs vLLM for a GPU machine without a network"),
 }
-"""The module of each benchmark, whose main() is called, and a text about the measurement. README.md in this folder
-contains a longer table.
+"""The benchmarks by name: the module whose main() is called, and what the benchmark measures. bench/README.md has a
+table with more details.
 """
 
 

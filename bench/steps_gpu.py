@@ -1,20 +1,21 @@
-"""Compares a worker's decode steps with the limit of the GPU's memory: python -m bench.steps_gpu. The last line is
-JSON.
+"""Compares a worker's decode steps with the limit of the GPU's memory bandwidth: python -m bench.steps_gpu. The last
+line of the output is JSON.
 
 A worker with the shape of Llama 3 8B and random weights in bf16 computes steps of 1, 32 and 256 sequences. Each
-sequence has 1,024 tokens of context. A step includes session, batch, CUDA graph, greedy sampling and reading the tokens
-back. Protobuf and gRPC are not measured. The limit is the time to read a step's weights, keys and values once, at the
-bandwidth of a copy in the same run.
+sequence has 1,024 tokens of context. The time of a step includes the session's work, building the batch, the CUDA
+graph, greedy sampling and copying the sampled tokens to the host. Protobuf and gRPC are not measured. The limit of a
+step is the time to read its weights, keys and values once, at the copy bandwidth measured in the same run.
 
-A time is measured from one answer to the next. Figures are medians over steps. For "step", each step is launched before
-the previous step has finished, as when a scheduler sends steps ahead. For "alone", each step is launched after the
-previous step has finished.
+The time of a step is measured from the end of the previous step to the end of the step. All figures are medians over
+several steps. In the columns "step", each step is launched before the previous step has finished, as when a scheduler
+sends steps ahead. In the columns "alone", each step is launched after the previous step has finished.
 
-A second table contains steps whose sequences each have one of four adapters of rank 16. The second table also contains
-steps that verify four wrong drafts of each sequence. Steps with drafts are launched as for "alone". A third table
-contains steps that compute a prompt, or the uncached rest of a prompt, together with the decodes of 31 sequences. Steps
-with a prompt are launched ahead. All tables are printed twice, for the fastest kernels and for the kernels of
-`--batch-invariant`. The cost of `--batch-invariant` is printed for decodes and prompts.
+The second table lists steps in which each sequence has one of four adapters of rank 16, and steps that verify four
+wrong drafts of each sequence. Steps with drafts are launched after the previous step has finished. The third table
+lists steps that compute a prompt, or the uncached rest of a prompt, together with the decodes of 31 sequences. Steps
+with a prompt are launched before the previous step has finished. All three tables are printed twice, for the fastest
+kernels and for the kernels of `--batch-invariant`. The cost of `--batch-invariant` is printed for decodes and for
+prompts.
 """
 
 import json
@@ -50,11 +51,11 @@ NUM_DRAFTS = 4
 
 
 class Prompt(NamedTuple):
-    """A prompt that is computed in one step."""
+    """A prompt whose uncached tokens are computed in one step."""
 
     num_tokens: int
     behind: int
-    """Number of tokens of the prompt that were computed before the step."""
+    """Number of the prompt's leading tokens that were computed in earlier steps."""
 
 
 PROMPTS = (Prompt(32, 0), Prompt(128, 0), Prompt(224, 0), Prompt(32, CONTEXT), Prompt(224, CONTEXT))
@@ -64,7 +65,7 @@ BLOCK_SIZE = 16
 
 
 def main() -> None:
-    """Measure, and print the tables."""
+    """Measure steps, and print the tables and JSON."""
     if not torch.cuda.is_available():
         sys.exit("bench steps_gpu measures steps on an NVIDIA GPU, and torch finds none on this machine.")
     device = torch.device("cuda")
@@ -85,7 +86,7 @@ def main() -> None:
 
 
 def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: bool) -> dict[str, Any]:
-    """Print the tables of one worker, and return their figures."""
+    """Measure the steps of one worker, print their tables, and return the figures."""
     config = read_config(LLAMA_3_8B)
     model = build_model(config, torch.bfloat16, device, batch_invariant=batch_invariant)
     tensors = model.checkpoint_tensors()
@@ -146,7 +147,9 @@ def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: b
 
 
 def random_adapters(model: CausalModel) -> Adapters:
-    """An adapter for each slot, on all projections. The adapter's name is the slot's number."""
+    """A random adapter for each adapter slot, with weights for all linear layers. The adapter's name is the slot's
+    number.
+    """
     adapters = Adapters(model, ROOM)
     for number in range(ROOM.num_slots):
         adapters.add(
@@ -174,8 +177,8 @@ def measure(
 ) -> float:
     """Median milliseconds from the end of a step to the end of the next step.
 
-    `num_drafts` is the number of drafts for each sequence. `prompt` is a further sequence in each step; the sequence is
-    removed after the step.
+    `num_drafts` is the number of drafts for each sequence. `prompt` is computed as an additional sequence in each step,
+    and is removed after the step.
     """
     session = Session(1, limits)
     blocks = torch.randperm(limits.num_device_blocks, generator=torch.Generator().manual_seed(0))
@@ -205,7 +208,7 @@ def measure(
         if running is not None and not ahead:
             ends.append(finish(session, running))
             running = None
-        chunks = session.apply(output)  # each draft token is token 0
+        chunks = session.apply(output)  # every draft is the token 0
         before, running = running, runner.launch(output, chunks, running)
         session.advance(chunks)
         if before is not None:
@@ -214,7 +217,9 @@ def measure(
 
 
 def with_prompt(output: SchedulerOutput, prompt: Prompt, table: list[int]) -> SchedulerOutput:
-    """The same step with a new sequence. The sequence uses the blocks of the previous step's prompt."""
+    """The given step with the prompt as an additional, new sequence. The new sequence uses the blocks of the previous
+    step's prompt.
+    """
     number, last = BESIDE + output.step_id, prompt.behind + prompt.num_tokens
     new = NewSequence(
         sequence_id=number,
@@ -235,7 +240,7 @@ def with_prompt(output: SchedulerOutput, prompt: Prompt, table: list[int]) -> Sc
 
 
 def finish(session: Session, running: RunningStep) -> float:
-    """Finish a step. Returns its end time."""
+    """Wait for a launched step to finish. Returns the time at which it finished."""
     answer = running.finish()
     session.fill_in(running.chunks, answer.token_ids, answer.num_tokens)
     return time.perf_counter()

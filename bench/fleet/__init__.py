@@ -1,3 +1,3 @@
-"""Measures the overhead of a fleet, and its behaviour under failures and load. The file __main__.py describes the
-measurements.
+"""Measures fleets of several workers: their overhead, and their behaviour under failures and load. The file __main__.py
+lists the measurements.
 """

@@ -1,16 +1,18 @@
-"""The overhead of a fleet, and its behaviour under failures and load: python -m bench.fleet.
+"""Measures fleets of several workers, their overhead and their behaviour under failures and load: python -m
+bench.fleet.
 
-Tables are printed in Markdown. JSON is printed last.
+The benchmark prints Markdown tables, and JSON as its last line. Its parts measure the following:
 
-- `failover`: time from SIGKILL to the next token of a killed worker's streams, and the share of recomputation in this
-  time.
-- `feeding`: the number of workers that one scheduler process keeps busy. Each worker runs 256 sequences and takes 20 ms
-  a step.
-- `front-ends`: the front ends' CPU time per token with few streams and with many, over one connection and over many.
-  The size of a step's message to the front ends is measured too.
-- `overhead`: one scheduler with one to three workers, compared with one scheduler for each worker.
-- `tracing`: the scheduler's CPU time per token with spans of every request, and without spans.
-- `bystanders`: the rate of streams while other calls are never read and other connections send nothing.
+- `failover`: the time from killing a worker with SIGKILL to the next token of the worker's streams, and how much of
+  this time is spent on computing lost tokens again.
+- `feeding`: the number of workers that one scheduler process keeps busy. Each simulated worker runs 256 sequences and
+  takes 20 ms for a step.
+- `front-ends`: the front ends' CPU time per token with few and with many streams, over one connection and over many.
+  This part also measures the message with which the engine sends a step's tokens to a front end.
+- `overhead`: the output rate of one scheduler with one to three workers, compared with one scheduler for each worker.
+- `tracing`: the scheduler's CPU time per token if every request is traced with spans, and without spans.
+- `bystanders`: the output rate of some streams while other clients never read their answers, or hold connections open
+  without sending.
 """
 
 import argparse
@@ -38,8 +40,8 @@ from worker_service.settings import WorkerSettings
 
 PARTS = ("failover", "feeding", "front-ends", "overhead", "tracing", "bystanders")
 OVERHEAD_WORKERS = (1, 2, 3)
-"""Number of workers in each case. With one worker both systems are equal. The difference of their figures is then the
-error of the measurement.
+"""Numbers of workers with which the overhead is measured. With one worker, the two compared systems are equal, so the
+difference of their figures is the error of the measurement.
 """
 OVERHEAD_COLUMNS = (
     "workers", "apart, tok/s", "together, tok/s", "overhead, %", "at least", "at most", "scheduler apart, µs a token",
@@ -113,8 +115,8 @@ def main() -> None:
     parts = arguments.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}, but {', '.join(PARTS)}")
-    raise_open_files_limit()  # This process opens a thousand connections.
-    # SIGTERM and SIGHUP act like Ctrl-C: the benchmark ends and stops its child processes.
+    raise_open_files_limit()  # The part `bystanders` opens a thousand connections from this process.
+    # On SIGTERM and SIGHUP, as on Ctrl-C, the benchmark ends and stops its child processes.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:

@@ -1,7 +1,8 @@
-"""The effect of other clients on a stream: calls that are never read, and connections that send nothing.
+"""Measures how streams are slowed by other clients' calls whose answers are never read, and by idle connections.
 
-Both runs have the same extra calls beside the measured streams. In one run the client of the extra calls never reads
-its answers, and a thousand idle connections are open. One worker serves the default model. Eight streams are measured.
+One worker serves the default model to eight measured streams. Eight extra calls of another client run at the same time.
+In one run, this other client reads the answers to the extra calls. In the other run, the other client never reads the
+answers, and a thousand idle connections are open.
 """
 
 import asyncio
@@ -29,22 +30,24 @@ NUM_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Bystanders:
-    """Output tokens per second of the measured streams."""
+    """Output tokens per second of the measured streams in both runs, and the slowdown."""
 
     alone: float
-    """Rate while the client of the extra calls reads its answers."""
+    """Output tokens per second of the measured streams while the client of the extra calls reads its answers."""
     beside: float
-    """Rate while the extra calls are not read and the idle connections are open."""
+    """Output tokens per second of the measured streams while the extra calls are not read and the idle connections are
+    open.
+    """
     slowed_percent: float
-    """Median slowdown in percent, over pairs of runs."""
+    """Median slowdown of the measured streams in percent, over pairs of runs."""
     at_least_percent: float
-    """Lower bound of the median slowdown, with 95% coverage."""
+    """Lower end of the 95% confidence interval of the median slowdown, in percent."""
     at_most_percent: float
 
 
 @asynccontextmanager
 async def extra_calls(target: str, window: int) -> AsyncIterator[None]:
-    """Keep calls with long outputs running until the `with` block ends."""
+    """Keep the extra calls, which have long outputs, running until the `with` block ends."""
     host, _, port = target.rpartition(":")
     transport, connection = await asyncio.get_running_loop().create_connection(
         lambda: Connection(PATH, lambda *_: None, lambda _: None, window), host, int(port)
@@ -74,10 +77,10 @@ def run(model: Path, vocabulary_size: int, tell: Callable[[str], None]) -> Bysta
                             for _ in range(NUM_SILENT_CONNECTIONS):
                                 stack.enter_context(socket.create_connection((host, int(port))))
                         async with extra_calls(fleet.target, 0 if name == "beside" else WIDEST):
-                            # each run has other prompts, so that no prompt is in the prefix cache
+                            # each run has new prompts, so that no prompt is in the prefix cache
                             prompts = load.prompts(vocabulary_size, f"{number} {name}")
                             run = await drive(system, load, prompts)
-                    if number:  # the first run is a warm-up
+                    if number:  # the first run of each kind is a warm-up
                         runs[name].append(run)
                         tell(f"{name}: {rate([run]):.0f} output tok/s")
 

@@ -1,4 +1,4 @@
-"""A child process of the benchmark that keeps counters. On request the child reports its counters as a line of JSON."""
+"""Child processes of the benchmark that keep counters. On request, a child reports its counters as a line of JSON."""
 
 import asyncio
 import json
@@ -11,7 +11,9 @@ from bench.loads.drive import BenchError
 
 
 async def report(describe: Callable[[], object]) -> None:
-    """Runs in the child. Write the result of `describe` now and again for every line on stdin, until stdin ends."""
+    """Called in the child process: write the result of `describe` as JSON at once, and again for every line on stdin,
+    until stdin ends.
+    """
     lines = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(lines)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
@@ -23,7 +25,9 @@ async def report(describe: Callable[[], object]) -> None:
 
 
 class Child:
-    """The parent's view of a child process. The process runs from construction until `close`."""
+    """A child process, as its parent sees it. The child process runs from the construction of this object until
+    `close`.
+    """
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._module = module
@@ -33,7 +37,7 @@ class Child:
         self.first = self._read()
 
     def ask(self) -> Any:
-        """Return the child's current counters. Raises BenchError if the child has ended."""
+        """Return the child's current counters. Raises BenchError if the child process has ended."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write("\n")

@@ -1,10 +1,11 @@
-"""How many workers one scheduler process keeps busy. The benchmark adds sleeping workers until the workers are idle too
-long.
+"""Measures how many workers one scheduler process keeps busy. The benchmark adds workers that sleep instead of
+computing, until the workers wait too long for steps.
 
 Each worker runs 256 sequences in steps of 20 ms. Requests have 64 prompt tokens and 128 to 384 output tokens. When a
-request ends, another request arrives. The number of requests is so large that some requests always wait. Every token is
-detokenized and streamed to a client. Worker processes and load generator use little CPU time. The report contains the
-CPU time of each process. If the scheduler uses nearly one core, Python's lock limits the scheduler.
+request ends, another request arrives. The number of requests in flight is so large that some requests always wait in
+the queue. Every token is detokenized and streamed to a client. The worker processes and the load generator use little
+CPU time. The report contains the CPU time of each process. If the scheduler's CPU time is nearly one core, Python's
+global interpreter lock limits the scheduler.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ STEP_MS = 20.0
 WORKERS_A_PROCESS = 8
 MAX_IDLE_PERCENT = 5.0
 WAITING_SHARE = 0.125
-"""Share of additional streams beyond the running streams. With additional streams, requests always wait in the queue.
+"""Number of additional streams, as a share of the streams that the workers can run at once. With additional streams,
+some requests always wait in the queue.
 """
 RAMP_SECONDS = 60.0
 SETTLE_SECONDS = 3.0
@@ -34,31 +36,37 @@ WINDOW_SECONDS = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """The figures for one number of workers."""
+    """The figures measured with one number of workers."""
 
     num_workers: int
     idle_percent: float
-    """Percentage of the workers' time outside steps."""
+    """Percentage of the time in which the workers compute no step."""
     sequences_a_step: float
     tokens_per_second: float
-    """Tokens per second that clients receive. Only streams that ended during the measurement count."""
+    """Tokens per second that clients receive. Only the tokens of streams that ended during the measurement count."""
     messages_per_second: float
     tokens_a_message: float
-    """Tokens per message. With more tokens per message, a stream sends fewer messages."""
+    """Mean number of tokens in a GenerateResponse message. If messages contain more tokens, a stream needs fewer
+    messages.
+    """
     engine_us: float
     front_ends_us: float
-    """CPU microseconds per token, summed over all front ends."""
+    """CPU time per token in microseconds, summed over all front ends."""
     engine_cores: float
-    """CPU seconds of the engine per second. gRPC's own threads run in parallel with Python's."""
+    """CPU seconds of the engine's process per second. More than one CPU second per second is possible, because gRPC's
+    threads run in parallel with Python's threads.
+    """
     front_ends_cores: float
     busiest_percent: float
-    """Percentage of the front ends' CPU time that the busiest front end uses."""
+    """The busiest front end's percentage of the CPU time of all front ends."""
     workers_cores: float
     client_cores: float
 
     @property
     def is_fed(self) -> bool:
-        """Whether the workers are busy and their steps are full. A worker with half-empty steps counts as half idle."""
+        """Whether the workers are busy and their steps are full (nearly 256 sequences). A worker with half-empty steps
+        counts as half idle.
+        """
         return self.idle_percent < MAX_IDLE_PERCENT and self.sequences_a_step > 0.95 * MAX_NUM_SEQS
 
 
@@ -70,9 +78,9 @@ def measure(
     num_streams: int | None = None,
     num_connections: int | None = None,
 ) -> Feeding:
-    """Start all processes, wait until steps are full, and measure for a few seconds.
+    """Start all processes, wait until the workers' steps are full, and measure for a few seconds.
 
-    By default more streams are started than can run at once, with a connection for every 64 streams.
+    By default the load generator starts more streams than can run at once, and opens a connection for every 64 streams.
     """
     with contextlib.ExitStack() as stack:
         groups = []
@@ -137,7 +145,7 @@ def measure(
 
 
 def _ramp_up(read: Callable[[], dict[str, float]], full: float) -> None:
-    """Wait until steps are full, at most for RAMP_SECONDS. After the steps are full, wait for SETTLE_SECONDS."""
+    """Wait until the workers' steps are full, at most for RAMP_SECONDS, and then for another SETTLE_SECONDS."""
     until = time.monotonic() + RAMP_SECONDS
     before = read()
     while time.monotonic() < until:
@@ -151,11 +159,11 @@ def _ramp_up(read: Callable[[], dict[str, float]], full: float) -> None:
 
 
 def search(model: Path, most: int, tell: Callable[[Feeding], None]) -> list[Feeding]:
-    """Double the number of workers until the scheduler cannot keep all workers busy. Afterwards search between the last
-    two numbers by bisection.
+    """Double the number of workers until the scheduler cannot keep all workers busy, and then search between the last
+    two numbers of workers by bisection.
 
-    Raises BenchError if the scheduler cannot keep a single worker busy. The results are sorted by the number of
-    workers.
+    Raises BenchError if the scheduler cannot keep a single worker busy. The returned figures are sorted by the number
+    of workers.
     """
     seen: dict[int, Feeding] = {}
 

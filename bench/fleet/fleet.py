@@ -1,4 +1,4 @@
-"""A scheduler and workers as child processes. A worker can be killed and restarted at the same address."""
+"""Runs a scheduler and several workers as child processes. A worker can be killed and restarted at the same address."""
 
 import asyncio
 import signal
@@ -28,7 +28,9 @@ def free_address() -> str:
 
 
 class Fleet:
-    """A running fleet, from construction until `stop`. Raises ServerError if a process does not start."""
+    """A scheduler and its workers, which run from the construction of this object until `stop`. Raises ServerError if a
+    process does not start.
+    """
 
     def __init__(
         self,
@@ -62,11 +64,11 @@ class Fleet:
         self.workers[address] = ServiceProcess("worker_service", ["--listen", address, *self._worker_arguments])
 
     def kill(self, address: str) -> None:
-        """Send SIGKILL to a worker, without waiting for its end."""
+        """Send SIGKILL to a worker, without waiting until its process has ended."""
         self.workers[address].process.send_signal(signal.SIGKILL)
 
     def restart(self, address: str) -> None:
-        """Restart a killed worker, and wait until the worker has a session."""
+        """Restart a killed worker, and wait until the worker has a session with the scheduler."""
         assert self._scheduler is not None
         self.workers[address].stop()
         self._start(address)
@@ -87,12 +89,14 @@ class Fleet:
             return (await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())).state
 
     async def give_nothing_to(self, address: str) -> None:
-        """Drain a worker."""
+        """Drain a worker, so that it receives no new requests."""
         async with open_channel(self.admin_target, None) as channel:
             await AdminServiceStub(channel).DrainWorker(DrainWorkerRequest(address=address))
 
     async def give_again_to(self, address: str) -> None:
-        """Undrain a worker. Raises BenchError if the worker has no session within a minute."""
+        """End the drain of a worker. Raises BenchError if the worker has no session with the scheduler within a
+        minute.
+        """
         async with open_channel(self.admin_target, None) as channel:
             await AdminServiceStub(channel).UndrainWorker(UndrainWorkerRequest(address=address))
         assert self._scheduler is not None

@@ -1,4 +1,4 @@
-"""CPU time of front ends with few and with many streams, and the effect of the number of connections of a client."""
+"""Measures the CPU time of front ends with few and with many streams, over one connection and over many."""
 
 import time
 from collections.abc import Callable
@@ -12,12 +12,14 @@ from scheduler_service.engine.calls.outbox import Outbox
 
 NUM_ROUNDS = 300
 FIRST_TOKEN_ID, FIRST_OUTPUT = 30_000, 1_000_000
-"""Token id and output id of a scheduler that has run for long. Smaller numbers would make smaller messages."""
+"""Token id and output number as in a scheduler that has run for a long time. Smaller numbers would be encoded in fewer
+bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A number of streams on one worker that sleeps 20 ms a step."""
+    """A number of streams on one worker, which sleeps for 20 ms in each step instead of computing."""
 
     streams: int
     front_ends: int = 1
@@ -25,29 +27,35 @@ class Case:
 
 
 CASES = (Case(1), Case(8), Case(256), Case(256, 2, 1), Case(256, 2, 32))
-"""The last two cases are gateways: the first gateway has 1 connection, the second has 32."""
+"""The last two cases represent gateways to two front ends: a gateway with 1 connection, and a gateway with 32
+connections.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The measured figures of a case."""
+    """The figures measured with one number of streams, front ends and connections."""
 
     streams: int
     front_ends: int
     connections: int
     messages_per_second: float
-    """Messages per second of all streams together. Each stream should receive 50 tokens per second."""
+    """GenerateResponse messages per second of all streams together. With steps of 20 ms, each stream should receive 50
+    tokens per second.
+    """
     engine_us: float
     front_ends_us: float
-    """CPU microseconds per token, summed over all front ends."""
+    """CPU time per token in microseconds, summed over all front ends."""
     front_ends_cores: float
     busiest_percent: float
-    """Percentage of the front ends' CPU time that the busiest front end uses."""
+    """The busiest front end's percentage of the CPU time of all front ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The message of one step of 256 sequences from the engine to a front end: its size and its CPU times."""
+    """Size and CPU times of the message with which the engine sends the tokens of one step of 256 sequences to a front
+    end.
+    """
 
     num_bytes: int
     encode_us: float
@@ -77,7 +85,9 @@ def _measure(case: Case, model: Path, tell: Callable[[str], None]) -> Cost:
 
 
 def wire() -> Wire:
-    """Measure the time of the message. Each figure is the fastest of many rounds."""
+    """Measure the time to encode and to decode the engine's message for one step. Each figure is the fastest of many
+    rounds.
+    """
     outbox = Outbox()
     encode_us, decode_us, data = [], [], b""
     for _ in range(NUM_ROUNDS):

@@ -1,9 +1,10 @@
-"""A minimal HTTP/2 client. The client implements only the frames that a gRPC call requires.
+"""A minimal HTTP/2 client, which implements only the frames that a gRPC call requires.
 
-gRPC's own Python client uses about as much CPU time as the server that it loads. This client serialises the frames of
-its calls once, and opens every flow-control window to the maximum. The client cuts the answers into frames and messages
-by their lengths only. Cutting takes a few microseconds per message. Frames and their flags follow RFC 9113. Headers are
-literals of RFC 7541. Each message has gRPC's prefix of five bytes.
+gRPC's own Python client uses about as much CPU time as the server to which it sends requests. This client serialises
+the frames of its calls once, and opens every flow-control window to the maximum. The client divides the received bytes
+into frames and messages by their lengths, without parsing the messages. Dividing the received bytes takes a few
+microseconds per message. Frames and their flags follow RFC 9113. Headers are encoded as literals, as in RFC 7541. Each
+message has gRPC's prefix of five bytes.
 """
 
 import asyncio
@@ -14,16 +15,18 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 ACK = END_STREAM = 0x1
 END_HEADERS = 0x4
-INITIAL_WINDOW_SIZE = 0x4  # a parameter of SETTINGS frames
+INITIAL_WINDOW_SIZE = 0x4  # the number of this parameter in SETTINGS frames
 WIDEST = (1 << 31) - 1
 PREFIX = 5
-"""Size of the prefix of each message in bytes: the compression flag and the message's length."""
+"""Size in bytes of the prefix of each gRPC message: the compression flag and the message's length."""
 REFILL = 1 << 29
-"""Number of received bytes after which the client enlarges the connection's window again."""
+"""Number of received bytes after which the client enlarges the connection's flow-control window again."""
 
 
 class ProtocolError(Exception):
-    """The server ended a stream or the connection. The message contains the server's error."""
+    """The server ended a stream or the connection with an error. The exception's message contains the server's
+    error.
+    """
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -31,13 +34,13 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def call_headers(path: str) -> bytes:
-    """The header block of a gRPC call, without indexing (RFC 7541)."""
+    """The header block of a gRPC call, encoded without indexing (RFC 7541)."""
 
     def text(value: str) -> bytes:
         assert len(value) < 127
         return bytes([len(value)]) + value.encode()
 
-    method, scheme = b"\x83", b"\x86"  # POST and http, as indices into HPACK's static table.
+    method, scheme = b"\x83", b"\x86"  # The values POST and http, as indices into HPACK's static table.
     block = method + scheme + b"\x04" + text(path) + b"\x01" + text("bench")  # The headers :path and :authority.
     for name, value in (("content-type", "application/grpc"), ("te", "trailers")):
         block += b"\x00" + text(name) + text(value)
@@ -45,11 +48,11 @@ def call_headers(path: str) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """Server-streaming calls to one method. Any number of calls may run at once.
+    """An HTTP/2 connection with server-streaming calls to one gRPC method. Any number of calls may run at once.
 
-    `ended` is called with the last message and the trailers of each call, undecoded. `failed` is called when the
-    connection is lost. `window` is the number of bytes that the server may send on a call before the client reads. If
-    `window` is 0, the client never reads.
+    `ended` is called when a call ends, with the undecoded bytes of the call's last message and trailers. `failed` is
+    called when the connection is lost. `window` is the number of bytes that the server may send on a call before the
+    client enlarges the flow-control window. If `window` is 0, the server cannot send any answer.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Connection(asyncio.Protocol):
         self._failed(error or ProtocolError("the server closed a connection"))
 
     def begin(self, message: bytes) -> None:
-        """Start a call."""
+        """Start a call with the given request message."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         body = b"\0" + struct.pack(">I", len(message)) + message
         self._transport.write(
@@ -88,7 +91,7 @@ class Connection(asyncio.Protocol):
         )
 
     def widen(self, num_bytes: int) -> None:
-        """Allow the server to send `num_bytes` more on every call."""
+        """Allow the server to send another `num_bytes` bytes on every call."""
         payload = struct.pack(">I", num_bytes)
         self._transport.write(
             b"".join(frame(WINDOW_UPDATE, 0, stream, payload) for stream in range(1, self._next_stream, 2))
@@ -132,5 +135,5 @@ class Connection(asyncio.Protocol):
             self._last_messages[stream] = payload[at + PREFIX : end]
             self.num_messages += 1
             at = end
-        if at < size:  # the message continues in the next frame
+        if at < size:  # the rest of the message is in the next frame
             self._parts[stream] = payload[at:]

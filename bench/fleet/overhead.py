@@ -1,11 +1,12 @@
-"""The overhead of a fleet: one scheduler with several workers, compared with one scheduler for each worker.
+"""Measures the overhead of a fleet: one scheduler with several workers is compared with one scheduler for each worker.
 
-Both systems compute the same streams with the same workers on the same cores. The difference is the fleet's own work: a
-shared queue, placement, and several sessions in one event loop. Workers of the default model have one thread each.
+Both systems compute the same streams with equal workers on the same cores. The difference between the two systems is
+the work that only a fleet's scheduler has: a shared queue, placement, and several sessions in one event loop. The
+workers serve the default model with one thread each.
 
-Both systems are up at once and run in turn, so that a drift of the machine affects both systems. Each pair of runs
-gives a ratio of two rates. The schedulers' CPU time per token is reported too. The CPU time shows the overhead even if
-the machine's noise is larger.
+Both systems stay started and are measured alternately, so that a drift of the machine's speed affects both systems.
+Each pair of runs gives a ratio of two output rates. The schedulers' CPU time per token is also reported, because it
+shows the overhead even if the output rates vary more than the overhead.
 """
 
 import asyncio
@@ -30,21 +31,25 @@ NUM_ROUNDS = 12
 
 
 class Targets:
-    """The system under test: one or several schedulers. Streams are distributed to the schedulers in turn."""
+    """One of the two compared systems: one or several schedulers. Streams are distributed over the schedulers in
+    turn.
+    """
 
     def __init__(self, name: str, fleets: Sequence[Fleet]) -> None:
         self.name = name
         self.start_seconds = 0.0
         self.runs: list[Run] = []
         self.scheduler_seconds = 0.0
-        """CPU time of all schedulers during the runs."""
+        """CPU time in seconds of all schedulers during the runs."""
         self._fleets = fleets
 
     def pids(self) -> list[int]:
         return [pid for fleet in self._fleets for pid in fleet.pids()]
 
     async def run(self, load: Load, prompts: Sequence[Sequence[int]]) -> float:
-        """Run a load, and add the CPU time of the schedulers. Returns output tokens per second."""
+        """Run a load, and add the CPU time of the schedulers to `scheduler_seconds`. Returns output tokens per
+        second.
+        """
         pids = [fleet.scheduler_pid for fleet in self._fleets]
         before = cpu_seconds(pids)
         self.runs.append(await drive(self, load, prompts))
@@ -59,7 +64,7 @@ class Targets:
         async with AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(Client(fleet.target)) for fleet in self._fleets]
             for client in clients:
-                await client.get_model()  # opens the connection before the measurement
+                await client.get_model()  # opens the gRPC connection before the measurement
             turns = itertools.cycle(clients)
 
             async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
@@ -73,16 +78,16 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Output rates of two systems: a scheduler for each worker, and one scheduler for all workers."""
+    """Output rates of the two compared systems: a scheduler for each worker, and one scheduler for all workers."""
 
     num_workers: int
     apart: float
     """Output tokens per second with a scheduler for each worker."""
     together: float
     overhead_percent: float
-    """Median overhead in percent, over pairs of runs."""
+    """Median overhead of one scheduler for all workers in percent, over pairs of runs."""
     at_least_percent: float
-    """Lower bound of the median overhead, with 95% coverage."""
+    """Lower end of the 95% confidence interval of the median overhead, in percent."""
     at_most_percent: float
     scheduler_us_per_token_apart: float
     scheduler_us_per_token_together: float

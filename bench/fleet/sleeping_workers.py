@@ -1,8 +1,8 @@
-"""Workers that sleep instead of computing: python -m bench.fleet.sleeping_workers.
+"""A process with several simulated workers that sleep instead of computing: python -m bench.fleet.sleeping_workers.
 
-The process serves WorkerService for `--count` workers, each on its own port. Every step takes `--step-ms`, whatever its
-size. The process reports the counters of each worker by address (child.py). Subtract two readings to obtain the counts
-between the readings.
+The process serves WorkerService for `--count` workers, each on its own port. Every step takes `--step-ms` milliseconds,
+whatever its size. The process reports the counters of each worker, by the worker's address, as child.py describes. The
+counts of a period are the difference of two reports.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pagewire_common.serving.server import OPTIONS
 
 
 async def serve(count: int, directory: Path, step_seconds: float) -> None:
-    """Serve until stdin ends."""
+    """Serve all simulated workers until stdin ends."""
     services: dict[str, SleepingWorkerService] = {}
     servers = []
     for _ in range(count):

@@ -1,8 +1,9 @@
-"""The cost of traces: the scheduler's CPU time per token with spans of every request, and without spans.
+"""Measures the cost of tracing: the scheduler's CPU time per token if every request is traced with spans, and without
+spans.
 
-One worker sleeps 20 ms a step and serves 256 streams of 128 to 384 tokens. The spans are sent to a collector that
-discards them. Each round measures without spans, with spans, and again without spans. The difference between the first
-and the last figure is the error of the measurement.
+One simulated worker, which sleeps for 20 ms in each step, serves 256 streams of 128 to 384 tokens. The spans are sent
+to a collector that discards them. Each round measures the CPU time first without spans, then with spans, and then again
+without spans. The difference between the two measurements without spans is the error of the measurement.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +23,8 @@ NUM_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU microseconds of engine and front end per token. The figure is the lowest of all rounds, because other work of
-    the machine only adds time.
+    """CPU time of engine and front end per token, in microseconds. Each figure is the lowest of all rounds, because
+    other programs on the machine can only add time.
     """
 
     without_us: float
@@ -33,7 +34,7 @@ class Cost:
 
 
 class _Nowhere(grpc.GenericRpcHandler):
-    """Answers every call with an empty message."""
+    """A collector of spans that answers every call with an empty message and keeps nothing."""
 
     def service(self, _: Any) -> Any:
         return grpc.unary_unary_rpc_method_handler(lambda request, context: b"")  # noqa: ARG005

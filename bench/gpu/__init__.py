@@ -1,1 +1,1 @@
-"""Runs a benchmark and its peer on a machine with a GPU and without a network: see pack.py and serve_gpu.py."""
+"""Compares pagewire with vLLM on a machine that has a GPU but no network: see pack.py and serve_gpu.py."""

@@ -1,4 +1,6 @@
-"""Lists a machine's Python and packages. The program runs on the GPU machine and uses only the standard library."""
+"""Lists a machine's version of Python and its installed packages. This file runs on the GPU machine and uses only the
+standard library.
+"""
 
 import json
 import platform
@@ -21,7 +23,7 @@ class Inventory:
     glibc: str
     """Major and minor version of glibc, for example 2.35."""
     packages: Mapping[str, str | None]
-    """Version of each package by its normalised name. The value is None if the version is unknown."""
+    """Version of each installed package by its normalised name. The version is None if it is unknown."""
 
     @classmethod
     def of_this_machine(cls) -> Self:
@@ -53,5 +55,5 @@ class Inventory:
 
 
 def normalised(name: str) -> str:
-    """A package's name in normalised form. Package indexes compare normalised names."""
+    """The normalised form of a package's name, by which package indexes compare names."""
     return name.lower().replace("_", "-").replace(".", "-")

@@ -1,5 +1,5 @@
-"""Downloads the packages that a machine lacks. Writes the packages in pieces, for the two folders that pack.py
-describes.
+"""Downloads the packages that a GPU machine lacks, and writes them as archives in pieces. Unpacked, the archives are
+the two folders that pack.py describes.
 """
 
 import subprocess
@@ -17,16 +17,19 @@ from bench.gpu.resolve import PackError, Plan, platforms, project_requirements, 
 ROOT = Path(__file__).parents[2]
 EXTRAS = ("scheduler", "worker", "client")
 LEFT_OUT = (
-    # FlashAttention 2, 190 MB: not used, because Hopper has FlashAttention 3
+    # FlashAttention 2 (190 MB) is left out, because vLLM uses FlashAttention 3 on Hopper
     "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
-    "vllm/vllm-rs",  # 38 MB: an optional front end that is off by default
+    "vllm/vllm-rs",  # vLLM's optional Rust front end (38 MB), which is off by default
 )
 
 
 def plan(machine: Inventory, vllm: str, folder: Path) -> dict[str, Plan]:
-    """The packages of both folders for a machine. Raises PackError."""
+    """The plan for each of the two folders: which packages to fetch for a machine. Raises PackError if a requirement
+    cannot be met.
+    """
     pins = read_pins(ROOT / "constraints.txt")
-    # The code generated from protos/ requires at least the version of its generator.
+    # The Python code generated from protos/ requires grpcio and protobuf in at least the versions of the code
+    # generator.
     runtime = [Requirement(f"{name}>={next(iter(pins[name])).version}") for name in ("grpcio", "protobuf")]
     ours = [*project_requirements(ROOT / "pyproject.toml", EXTRAS), *runtime, Requirement("aiohttp")]
 
@@ -40,8 +43,8 @@ def plan(machine: Inventory, vllm: str, folder: Path) -> dict[str, Plan]:
 
 
 def write(plans: Mapping[str, Plan], folder: Path, piece_bytes: int, *, whole: bool) -> list[Part]:
-    """Write the pieces and the manifest, and replace older pieces. With `whole`, include files that this GPU does not
-    use.
+    """Write the pieces and the manifest into the folder, and replace older pieces. With `whole`, the archives include
+    files that a Hopper GPU does not use.
     """
     for older in folder.glob("*.zip*"):
         older.unlink()
@@ -59,7 +62,8 @@ def write(plans: Mapping[str, Plan], folder: Path, piece_bytes: int, *, whole: b
 
 
 def download(requirement: str, machine: Inventory, folder: Path) -> Path:
-    """Download the newest wheel that meets a requirement and runs on the machine. An earlier download is reused.
+    """Download the newest wheel that meets a requirement and runs on the machine. If the folder already has such a
+    wheel, nothing is downloaded.
 
     Raises PackError if no wheel meets the requirement.
     """

@@ -1,5 +1,5 @@
-"""Measures the bandwidth of a copy on a device. A separate process runs the copy, so that no device memory stays
-allocated.
+"""Measures the memory bandwidth of a device by copying a tensor. A separate process runs the copy, so that no device
+memory stays allocated.
 """
 
 import multiprocessing
@@ -15,8 +15,8 @@ NUM_COPIES = 10
 
 
 def measure_copy(device: str) -> tuple[str, float]:
-    """The device's name, and the bytes per second that are read and written. Raises ValueError for an unknown
-    device.
+    """The device's name, and the bytes per second that a copy reads and writes together. Raises ValueError for an
+    unknown device.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_measure, device).result()

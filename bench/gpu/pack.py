@@ -1,15 +1,15 @@
 """Packs vLLM and pagewire's requirements for a machine with a GPU but without a network: python -m bench.gpu.pack
 COMMAND.
 
-    inventory                        on the GPU machine: print its packages as JSON; standard library only
+    inventory                        on the GPU machine: print the installed packages as JSON; needs only Python
     plan FOLDER --inventory FILE     with a network: list which packages to fetch, to keep and to leave out
     make FOLDER --inventory FILE     with a network: like plan, then write pieces and manifest.json into FOLDER
-    join FOLDER --into PLACE         on the GPU machine, after each piece: keep it, and unpack complete parts
+    join FOLDER --into PLACE         on the GPU machine, after each copied piece: keep it, unpack complete archives
 
-In PLACE the parts become two folders: vllm/ and pagewire/. The folders are separate because they require different
-versions of the same packages. Each folder is on the PYTHONPATH of its own processes. pagewire/ contains the code that
-is generated from protos/. The project's sources are copied to the machine separately. The default inventory is
-bench/gpu/machine.json.
+The archives are unpacked to two folders in PLACE: vllm/ and pagewire/. The folders are separate because vLLM and
+pagewire require different versions of the same packages. vllm/ is on the PYTHONPATH of vLLM's processes only, and
+pagewire/ is on the PYTHONPATH of pagewire's processes only. pagewire/ also contains the code that is generated from
+protos/. The project's sources are copied to the machine separately. The default inventory is bench/gpu/machine.json.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ASSUMED = Path(__file__).with_name("machine.json")
 VLLM = "0.25.1"
 """The newest version of vLLM whose wheel requires torch 2.11.0 with CUDA 13 and accepts transformers 5.17."""
 PIECE_MIB = 56
-"""Size of a piece in MiB. A piece and the sources (5 MiB) fit into 64 MiB together."""
+"""Maximum size of a piece in MiB. A piece and this project's sources (5 MiB) together fit into 64 MiB."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -53,10 +53,10 @@ def _at_least_one(text: str) -> int:
 
 
 def make(arguments: argparse.Namespace) -> None:
-    """Plan the packages. The command `make` also writes the packages. Raises PackError if the packages cannot work
-    together.
+    """Runs the commands `plan` and `make`: plan which packages to fetch and, for `make`, write them in pieces. Raises
+    PackError if the packages cannot work together.
     """
-    # imported late, because bench.gpu.make requires the package packaging and a network
+    # imported late, because bench.gpu.make requires the package `packaging`, which the GPU machine may lack
     from bench.gpu.make import plan, write
 
     arguments.folder.mkdir(parents=True, exist_ok=True)

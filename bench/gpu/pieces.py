@@ -1,9 +1,11 @@
-"""Archives in pieces. Pieces are written on a machine with a network, and joined on a machine without a network.
+"""Cuts archives of packages into pieces, and joins the pieces. The pieces are written on a machine with a network, and
+joined on a machine without a network.
 
-A part is a folder of packages. The part's archive is cut into pieces. manifest.json names all parts, archives and
-pieces with their sizes and digests. The pieces may arrive in any order. `join` may be called after each piece. Each
-call of `join` keeps the pieces that have arrived, and unpacks a part after its last piece. The file uses only the
-standard library, because it runs on the machine without a network.
+A part is a folder of packages, such as vllm/. Each part is written as a zip archive, and the archive is cut into
+pieces. manifest.json names all parts, archives and pieces with their sizes and digests. The pieces may arrive in any
+order. `join` may be called after each arrived piece. Each call of `join` keeps the pieces that have arrived, and
+unpacks every part of which all pieces have arrived. This file uses only the standard library, because `join` runs on
+the machine without a network.
 """
 
 import hashlib
@@ -20,17 +22,17 @@ MANIFEST = "manifest.json"
 _CHUNK = 2**20
 _KEPT = ".pieces"
 _NAME = re.compile(r"\w[\w.-]*")
-"""Valid names of parts and pieces. A name contains no folder and does not begin with a dot."""
+"""Valid names of parts and pieces. A valid name contains no folder and does not begin with a dot."""
 _IN_DATA_FOLDER = re.compile(r"[^/]+\.data/(?:purelib|platlib)/(.+)")
 
 
 class PieceError(Exception):
-    """A piece or an archive differs from the manifest."""
+    """A piece or an archive differs from its size or digest in the manifest, or there is no manifest."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One file that is copied to the machine."""
+    """One piece of an archive: a file that is copied to the GPU machine."""
 
     name: str
     size: int
@@ -42,7 +44,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Part:
-    """A folder of packages in pieces. size and sha256 belong to the whole archive."""
+    """A folder of packages whose archive is cut into pieces. `size` and `sha256` are the size and the digest of the
+    whole archive.
+    """
 
     name: str
     size: int
@@ -55,8 +59,8 @@ class Part:
 
 
 def _check_name(name: str) -> None:
-    """Raise ValueError for a name that leads out of its folder. Files with the manifest's names are written and
-    removed, so a name with a path would be dangerous.
+    """Raise ValueError for a name that could lead out of its folder. `join` writes and removes files with the names in
+    the manifest, so a name that contains a path would be dangerous.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a file")
@@ -65,10 +69,10 @@ def _check_name(name: str) -> None:
 def write_archive(
     archive: Path, wheels: Iterable[Path], files: Mapping[str, Path], left_out: Sequence[str] = ()
 ) -> None:
-    """Write a zip of a folder for PYTHONPATH. The zip contains the wheels' files, and `files` by their names in the
-    zip.
+    """Write a zip archive of a folder for PYTHONPATH. The archive contains the wheels' files and the additional
+    `files`, which are given by their names in the archive.
 
-    `left_out` contains names of files to omit. Programs of wheels are omitted too. Two zips with equal contents have
+    Files named in `left_out`, and the wheels' command-line programs, are omitted. Two archives with equal contents have
     equal bytes.
     """
     written = set(files)
@@ -88,7 +92,9 @@ def write_archive(
 
 
 def _place_of(name: str) -> str | None:
-    """The place of a wheel's file in the folder. Returns None for a file that is installed elsewhere."""
+    """The path, in the folder for PYTHONPATH, of a file in a wheel. Returns None for a file that is installed
+    elsewhere, such as a program.
+    """
     if ".data/" not in name.partition("/")[0] + "/":
         return name
     found = _IN_DATA_FOLDER.fullmatch(name)
@@ -103,7 +109,9 @@ def _copy_into(target: zipfile.ZipFile, name: str, source: IO[bytes]) -> None:
 
 
 def cut(archive: Path, folder: Path, piece_bytes: int, versions: Mapping[str, str]) -> Part:
-    """Write the archive's pieces into the folder, and remove the archive. The pieces are named after the archive."""
+    """Write the archive's pieces into the folder, and remove the archive. The names of the pieces begin with the
+    archive's name.
+    """
     pieces: list[Piece] = []
     with open(archive, "rb") as source:
         while content := source.read(piece_bytes):
@@ -131,10 +139,11 @@ def read_manifest(folder: Path) -> list[Part]:
 
 
 def join(folder: Path, into: Path) -> dict[str, list[str]]:
-    """Keep the pieces that have arrived, and unpack each complete part. The part's name is the name of its folder.
+    """Keep the pieces that have arrived, and unpack each part of which all pieces are kept. A part is unpacked to the
+    folder of the part's name.
 
-    Returns the names of the pieces that each part still lacks. The list of an unpacked part is empty. Raises PieceError
-    if a file's digest differs from the manifest.
+    Returns, for each part, the names of the pieces that are still missing. The list of an unpacked part is empty.
+    Raises PieceError if a file's digest differs from the manifest.
     """
     kept = into / _KEPT
     kept.mkdir(parents=True, exist_ok=True)
@@ -155,7 +164,7 @@ def join(folder: Path, into: Path) -> dict[str, list[str]]:
 
 
 def _keep(piece: Piece, folder: Path, kept: Path) -> bool:
-    """Keep the piece if it has arrived. Returns whether the piece is kept now."""
+    """Copy the piece to the folder `kept` if the piece has arrived. Returns whether `kept` contains the piece now."""
     if (kept / piece.name).is_file() and _digest(kept / piece.name) == piece.sha256:
         return True
     if not (folder / piece.name).is_file():

@@ -1,8 +1,8 @@
-"""Decides which wheels a machine lacks for some requirements. Installed versions that fit stay; all other required
-packages are fetched.
+"""Decides which wheels must be fetched so that a machine meets some requirements. Installed packages whose versions fit
+are used; all other required packages are fetched.
 
-The requirements of the machine's own packages are assumed to be met. If a fetched package has a requirement that cannot
-be met, an older version of the package is tried.
+The requirements of the packages that are installed on the machine are assumed to be met. If a fetched package has a
+requirement that cannot be met, an older version of this package is tried.
 """
 
 import tomllib
@@ -21,25 +21,30 @@ from packaging.utils import parse_wheel_filename
 from bench.gpu.inventory import Inventory, normalised
 
 FROM_THE_MACHINE = frozenset({"torch", "torchaudio", "torchvision", "triton"})
-"""Packages that depend on the machine's CUDA. The CUDA packages are gigabytes large and are never fetched."""
+"""Packages that depend on the machine's version of CUDA. Packages that depend on CUDA are gigabytes large and are never
+fetched, so the machine must have them.
+"""
 NOT_NEEDED = frozenset({
-    # Kernels that are not used: for GPUs other than Hopper, for number formats other than bf16, or with a substitute.
+    # Kernels that the benchmark does not use: kernels for GPUs other than Hopper, kernels for number formats other than
+    # bf16, and kernels for which vLLM has a substitute.
     "flashinfer-cubin", "flashinfer-python", "humming-kernels", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl",
     "quack-kernels", "tilelang", "tokenspeed-mla",
-    # Packages for video, for loading weights, for profiler marks, and for n-gram drafts.
+    # Packages for videos, fast loading of weights, profiler marks, and n-gram drafts.
     "fastsafetensors", "numba", "nvtx", "pynvvideocodec", "torchcodec",
 })  # fmt: skip
-"""Requirements of vLLM that are imported only on use. vLLM does not use the listed packages to serve the benchmark's
-models.
+"""Requirements of vLLM that are left out. vLLM imports the listed packages only when it uses them, and does not use
+them to serve the benchmark's models.
 """
 
 
 class PackError(ValueError):
-    """The packages cannot work together. The message contains the reason."""
+    """The packages cannot work together. The exception's message contains the reason."""
 
 
 Fetch = Callable[[str], Path]
-"""Downloads the newest wheel for a requirement such as "name<2". Returns the file. Raises PackError."""
+"""A function that downloads the newest wheel for a requirement such as "name<2" and returns the wheel's file. Raises
+PackError if there is no such wheel.
+"""
 
 
 @dataclass
@@ -47,9 +52,9 @@ class Plan:
     """The packages that are fetched, the packages that already fit, and the packages that are left out."""
 
     wheels: dict[str, Path] = field(default_factory=dict)
-    """Fetched wheels by normalised name."""
+    """Fetched wheels by the package's normalised name."""
     on_machine: dict[str, str | None] = field(default_factory=dict)
-    """Version on the machine of each required package that fits. The value is None if the version is unknown."""
+    """Installed version of each required package that fits and is not fetched. The version is None if it is unknown."""
     not_needed: set[str] = field(default_factory=set)
 
     @property
@@ -58,7 +63,7 @@ class Plan:
 
 
 class UnmetError(PackError):
-    """A requirement that cannot be met. The fetched version of the package `parent` has this requirement."""
+    """A requirement that cannot be met. The requirement comes from the fetched version of the package `parent`."""
 
     def __init__(self, message: str, parent: str | None) -> None:
         super().__init__(message)
@@ -71,10 +76,10 @@ def resolve(
     fetch: Fetch,
     pins: Mapping[str, SpecifierSet] | None = None,
 ) -> Plan:
-    """Follow the requirements of the packages until all requirements are met.
+    """Follow the requirements of all fetched packages until all requirements are met.
 
-    `pins` contains preferred versions of fetched packages. If a requirement excludes a preferred version, the pin is
-    ignored. Raises PackError if a requirement cannot be met.
+    `pins` contains preferred versions of fetched packages. If a requirement excludes a package's preferred version, the
+    package's pin is ignored. Raises PackError if a requirement cannot be met.
     """
     excluded: dict[str, SpecifierSet] = {}
     reasons: list[str] = []
@@ -130,7 +135,7 @@ def _follow(
 
 
 def project_requirements(pyproject: Path, extras: Iterable[str]) -> Iterator[Requirement]:
-    """The requirements of a project under development, for which no wheel exists."""
+    """The requirements in the pyproject.toml of a project for which no wheel exists, such as pagewire."""
     project = tomllib.loads(pyproject.read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     for requirement in map(Requirement, lines):
@@ -141,14 +146,14 @@ def project_requirements(pyproject: Path, extras: Iterable[str]) -> Iterator[Req
 
 
 def read_pins(constraints: Path) -> dict[str, SpecifierSet]:
-    """The versions in a constraints file of pip."""
+    """The pinned version of each package in a constraints file of pip."""
     lines = (line.partition("#")[0].strip() for line in constraints.read_text().splitlines())
     found = (Requirement(line) for line in lines if line)
     return {normalised(requirement.name): requirement.specifier for requirement in found}
 
 
 def platforms(machine: Inventory) -> list[str]:
-    """Names of platforms whose wheels run on the machine, as values of pip's --platform."""
+    """The platforms whose wheels run on the machine, as values of pip's option --platform."""
     major, minor = map(int, machine.glibc.split(".")[:2])
     names = [f"manylinux_{major}_{older}" for older in range(minor, 4, -1)]
     return [f"{name}_{machine.machine}" for name in (*names, "manylinux2014", "manylinux2010", "manylinux1", "linux")]
@@ -164,12 +169,14 @@ def _fits(version: str | None, asked: SpecifierSet) -> bool:
 
 
 def _pinned(asked: SpecifierSet, pin: SpecifierSet | None) -> SpecifierSet:
-    """Return the pinned version if the requested range contains it. In any other case, return the requested range."""
+    """The pinned version if the requested range of versions contains it; otherwise the requested range."""
     return pin if pin and all(asked.contains(one.version, prereleases=True) for one in pin) else asked
 
 
 def _requirements_of(wheel: Path, extra: str, machine: Inventory) -> Sequence[Requirement]:
-    """The requirements of a wheel on the machine. If an extra is named, only the requirements of this extra."""
+    """The requirements of a wheel that apply on the machine. If `extra` is named, only the requirements of this extra
+    are returned.
+    """
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/METADATA"))
         lines = HeaderParser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist") or []

@@ -1,6 +1,7 @@
 """Writes the figures of each load on each system as a line of JSON, and prints tables of the figures.
 
-A line is written when its load has ended. If a run is cut off, the figures of its earlier loads are kept.
+A line is written as soon as its load has ended. If a run of the benchmark is cut off, the figures of the loads that
+have ended are kept.
 """
 
 import json
@@ -22,7 +23,9 @@ class Row:
 
     device: str
     copy_bytes_per_second: float
-    """Bytes per second that a copy reads and writes, measured immediately before the system was started."""
+    """Bytes per second that a copy on the device reads and writes together, measured immediately before the system was
+    started.
+    """
     model: str
     load: str
     concurrency: int
@@ -30,20 +33,24 @@ class Row:
     start_seconds: float
     output_tokens_per_second: float
     ttft_ms: float
-    """Median time to first token in milliseconds. Figures without another name are medians."""
+    """Median time to first token in milliseconds. All figures of a row are medians if their names do not say
+    otherwise.
+    """
     ttft_p99_ms: float
     itl_p50_ms: float
     itl_p99_ms: float
     step_ms: float | None
-    """Milliseconds of a decode step of all sequences. The value is None if most steps are not decode steps."""
+    """Milliseconds of a step that decodes all sequences of the load. The value is None if most of the load's steps are
+    not decode steps.
+    """
     limit_ms: float | None
-    """Shortest possible time of a decode step of all sequences, in milliseconds."""
+    """Shortest possible time, in milliseconds, of a step that decodes all sequences of the load."""
     idle_percent: float | None
-    """Percentage of the load's time in which the device computed no step. The value is None if the idle time is
+    """Percentage of the load's time in which the device computed no step. The percentage is None if the idle time is
     unknown.
     """
     idle_us: float | None
-    """Idle microseconds of the device per step."""
+    """Microseconds per step in which the device computed no step."""
 
 
 def append_row(file: Path, row: Row) -> None:
@@ -52,7 +59,9 @@ def append_row(file: Path, row: Row) -> None:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Read rows from a file. Raises BenchError for an invalid line, but ignores an incomplete last line."""
+    """Read rows from a file of JSON lines. Raises BenchError for an invalid line, but ignores an incomplete last
+    line.
+    """
     lines = file.read_text().splitlines(keepends=True)
     rows = []
     for number, line in enumerate(lines, 1):
@@ -65,8 +74,8 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def figures_table(rows: Iterable[Row]) -> Table:
-    """A table with a line for each load and system, our system first. The ratio is our rate divided by the
-    line's rate.
+    """A table with a line for each load and system, pagewire first. The ratio is pagewire's output rate divided by the
+    output rate in the line.
     """
     table = new_table(
         "model", "load", "system", "output tok/s", "ratio", "TTFT, ms", "p99", "ITL, ms", "p99", "idle", "µs a step"
@@ -84,8 +93,8 @@ def figures_table(rows: Iterable[Row]) -> Table:
 
 
 def limits_table(rows: Iterable[Row]) -> Table:
-    """The time of a decode step, as a client measures it, next to the time of a copy of all bytes that the step
-    reads.
+    """A table that compares the time of a decode step, as a client measures it, with the time to copy all bytes that
+    the step reads.
     """
     table = new_table("model", "sequences", "system", "copy, GB/s", "limit, ms", "decode step, ms", "x limit")
     for model, _, of_load in _by_load(rows):
@@ -99,9 +108,7 @@ def limits_table(rows: Iterable[Row]) -> Table:
 
 
 def _by_load(rows: Iterable[Row]) -> Iterator[tuple[str, str, Sequence[Row]]]:
-    """Yield the last row of each system, for each load of each model. The order of loads is the order of their first
-    rows.
-    """
+    """Yield, for each load of each model, the last row of each system, in the order of the loads' first rows."""
     last: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         last.setdefault((row.model, row.load), {})[row.system] = row

@@ -1,19 +1,22 @@
-"""Serves on a GPU and compares with vLLM: the same models, loads and GPU, one system after the other, in one run.
+"""Compares serving on a GPU with vLLM: both systems have the same models, loads and GPU, one after the other, in one
+run.
 
     python -m bench serve_gpu --peer DIR [--models llama-8b,…] [--loads 128x1,…] [--rounds 1] [--output FILE]
-    python -m bench serve_gpu --show FILE        the tables of one or several runs' output, cut off or not
+    python -m bench serve_gpu --show FILE        prints the tables of one or several runs' output files
 
-Our system consists of the scheduler, a worker and a client over gRPC on this machine. The same client sends requests to
-vLLM's server over HTTP. Both systems have random weights of real shapes in bf16, 90 % of the GPU's memory, and prefix
-caching. A step has at most 256 sequences and 8,192 tokens. All other settings have their defaults. Only one system is
-up at a time, because the memory does not hold the largest model twice with keys and values. The bandwidth of a copy is
-measured before each start. The bandwidth shows whether the GPU has become slower.
+pagewire's scheduler and worker serve a client over gRPC on this machine. The same client program sends requests to
+vLLM's server over HTTP. Both systems have bf16 models with real shapes and random weights, 90 % of the GPU's memory,
+and prefix caching. A step has at most 256 sequences and 8,192 tokens. All other settings of both systems have their
+defaults. Only one system is up at a time, because the GPU's memory cannot hold the largest model twice together with
+keys and values. Before each start of a system, the GPU's copy bandwidth is measured, which shows whether the GPU has
+become slower.
 
 DIR is the folder into which `python -m bench.gpu.pack join` unpacked vLLM. DIR may also be a folder with venv/, a
-virtual environment that can run vLLM. Without DIR, only our system runs. The time of a decode step is the median of the
-mean pauses between 16 tokens of a request, measured by the client. The limit of a decode step is the time of a copy of
-all bytes that it reads. CUDA events in our worker measure when the GPU is idle. For vLLM the idle time is unknown. With
---device cpu and vLLM's CPU build in DIR/venv, the program runs without a GPU. The last line is JSON.
+virtual environment that can run vLLM. Without DIR, only pagewire is measured. The client measures the time of a decode
+step: it is the median, over groups of 16 tokens of a request, of the mean time between two tokens. The limit of a
+decode step is the time to copy all bytes that the step reads. CUDA events in pagewire's worker measure when the GPU is
+idle. For vLLM the idle time is unknown. With --device cpu and vLLM's CPU build in DIR/venv, the program runs without a
+GPU. The last line of the output is JSON.
 """
 
 import argparse
@@ -45,7 +48,7 @@ from bench.systems.processes import end_on_signals
 from pagewire_client import ServerError
 
 CONTEXT = 8448
-"""Tokens of the longest sequence: 8,192 prompt tokens and 256 output tokens."""
+"""Maximum number of tokens of a sequence: 8,192 prompt tokens and 256 output tokens."""
 MODELS = ("llama-1b", "qwen3-4b", "llama-8b", "qwen3-30b-a3b")
 LOADS = (
     streams(128, 128, 1, num_requests=4),
@@ -59,7 +62,9 @@ LOADS = (
     streams(8192, 256, 32, num_requests=32),
     streams(8192, 256, 256, num_requests=256),
 )
-"""The shortest load is first, so that a time limit cuts off only the longest loads."""
+"""The measured loads. The shortest load is first, so that a time limit on the program cuts off only the longest
+loads.
+"""
 CPU_CACHE_GIB = 2
 STEP_TOKENS = 16
 MAX = ("--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
@@ -82,7 +87,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def systems(model: Path, device: str, peer: Path | None) -> Iterator[Start]:
-    """For each system, yield a function that starts it. Our system is first."""
+    """For each system, yield a function that starts the system. pagewire is first."""
     ours = [*MAX, "--device", device, "--load-format", "dummy"]
     cache_gib = CPU_CACHE_GIB if device == "cpu" else None
     yield lambda: Pagewire(model, cache_gib, *ours, context=CONTEXT, scheduler_flags=MAX)
@@ -93,22 +98,22 @@ def systems(model: Path, device: str, peer: Path | None) -> Iterator[Start]:
 
 
 def vllm_in(folder: Path) -> tuple[Sequence[str | Path], dict[str, str]]:
-    """vLLM's program and its environment variables, from a virtual environment or from unpacked packages.
+    """The command that starts vLLM and its environment variables, from a virtual environment or from unpacked packages.
 
-    Raises BenchError for a folder that contains neither.
+    Raises BenchError for a folder that contains neither a virtual environment nor unpacked packages.
     """
     if (folder / "venv").is_dir():
         return cpu_build(folder, CPU_CACHE_GIB)
     if (folder / "vllm" / "vllm").is_dir():
-        # FlashInfer is not packed. On Hopper FlashInfer's sampler is the default, but greedy requests do not use
-        # FlashInfer.
+        # The packed packages do not contain FlashInfer. On Hopper vLLM uses FlashInfer's sampler by default, although
+        # greedy requests do not need it.
         environment = {"PYTHONPATH": str((folder / "vllm").absolute()), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         return [sys.executable, "-m", "vllm.entrypoints.cli.main"], environment
     raise BenchError(f"{folder} has neither venv/ nor vllm/vllm/, which `python -m bench.gpu.pack join` unpacks there")
 
 
 def run(arguments: argparse.Namespace, rows: list[Row]) -> None:
-    """Measure all loads. Add the figures of each load to the rows and to the file. Raises BenchError if a
+    """Measure all loads, and add the figures of each load to `rows` and to the output file. Raises BenchError if a
     system fails.
     """
     loads = choose(arguments.loads, LOADS)
@@ -185,7 +190,7 @@ def main() -> None:
             run(arguments, rows)
     except (BenchError, ServerError, ValueError, OSError) as error:
         sys.exit(f"bench serve_gpu: {error}")
-    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # one of the systems failed under load
+    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # pagewire or vLLM failed under load
         sys.exit(f"bench serve_gpu: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,6 +1,7 @@
-"""Writes models with a real shape and random weights. A model is a folder with config.json and a tokenizer.
+"""Writes model folders for measurements with random weights. A folder has the config.json of a real model's shape and a
+tokenizer, but no weights.
 
-The shape determines the bytes that a decode step has to read, and therefore its shortest possible time.
+A model's shape determines how many bytes a decode step has to read, and therefore the step's shortest possible time.
 """
 
 import json
@@ -49,7 +50,7 @@ LLAMA_3_8B = _LLAMA | {
 
 
 def _longer(factor: float) -> dict[str, Any]:
-    """Settings for the longer contexts of the family's later models."""
+    """The RoPE settings with which later models of the Llama 3 family support longer contexts."""
     return {
         "max_position_embeddings": 131072,
         "rope_parameters": {
@@ -109,13 +110,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""Shapes of Llama 3.2 1B, Qwen3 4B, Llama 3.1 8B, Qwen3 30B A3B, and of a tiny model for trying programs."""
+"""Shapes of Llama 3.2 1B, Qwen3 4B, Llama 3.1 8B, Qwen3 30B A3B, and of a tiny model for trying the benchmark."""
 
 
 def write_model(shape: Mapping[str, Any], folder: Path) -> None:
-    """Write config.json and a tokenizer. The tokenizer has as many tokens as there are ids, so that every id has a
-    text.
-    """
+    """Write config.json and a tokenizer. The tokenizer has a text for every token id of the model."""
     folder.mkdir()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = (f"Ġw{number}" for number in range(shape["vocab_size"] - len(alphabet) - 1))
@@ -132,8 +131,9 @@ def write_model(shape: Mapping[str, Any], folder: Path) -> None:
 def step_bytes(shape: Mapping[str, Any], batch: int, context: float) -> float:
     """Minimum number of bytes that a decode step reads, for `batch` sequences with `context` tokens each.
 
-    Weights are read once, in bf16. Token embeddings count only if the logits use the same matrix. If tokens choose
-    experts, the average number of chosen experts counts. Keys and values are read once.
+    All weights are read once, in bf16. The matrix of token embeddings counts only if the logits are computed with the
+    same matrix. In a mixture of experts, the average number of experts that the step's tokens choose counts. All keys
+    and values are read once.
     """
     config = read_config(shape)
     assert isinstance(config, DecoderConfig)

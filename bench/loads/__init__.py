@@ -1,1 +1,1 @@
-"""The requests of a benchmark, their timing, and the figures of their answers."""
+"""The requests of the benchmarks' loads, sending them to a system, and the figures of the answers."""

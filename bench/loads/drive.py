@@ -1,4 +1,6 @@
-"""Sends a load to a system and records when its tokens arrive. All kinds of system are treated equally."""
+"""Sends the requests of a load to a system, and records when the output tokens arrive. The same code drives pagewire
+and its peers.
+"""
 
 import asyncio
 import time
@@ -11,29 +13,31 @@ from bench.loads.load import Load
 from scheduler_service.simulation.trace import Arrival
 
 Stream = Callable[[Sequence[int], int], AsyncIterator[int]]
-"""Generates a number of tokens after a prompt, greedily, and ignores the end of sequence. Yields the number of tokens
-in each message.
+"""A function that requests a number of tokens after a prompt, with greedy sampling and beyond end-of-sequence tokens.
+Yields the number of tokens in each received message.
 """
 
 
 class BenchError(Exception):
-    """The measurement is impossible or invalid. The message contains the reason."""
+    """The measurement is impossible or invalid. The exception's message contains the reason."""
 
 
 class System(Protocol):
-    """A running server."""
+    """A running server to which loads can be sent: pagewire or a peer."""
 
     name: str
     start_seconds: float
 
     def pids(self) -> Sequence[int]:
-        """Ids of the started processes. The ids of child processes are not listed."""
+        """Ids of the processes that the benchmark started. The ids of these processes' children are not included."""
 
     def connect(self) -> AbstractAsyncContextManager[Stream]: ...
 
 
 async def drive(system: System, load: Load, prompts: Sequence[Sequence[int]]) -> Run:
-    """Run a load once. Raises BenchError if the system sends more or fewer tokens than requested."""
+    """Send a load to the system once. Raises BenchError if the system answers with more or fewer tokens than
+    requested.
+    """
     slots = asyncio.Semaphore(load.concurrency)
     async with system.connect() as stream:
         start = time.perf_counter()

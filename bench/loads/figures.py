@@ -1,8 +1,8 @@
-"""Computes the compared figures from the arrival times of messages.
+"""Computes the figures of a load from the arrival times of the messages that its streams sent.
 
-A client receives messages, and a message may contain several tokens. The whole pause before a message counts for each
-of the message's tokens. Therefore a stream with few, large messages does not look smoother than it is. The time before
-the first message counts as time to first token, not as a pause.
+A message of a stream may contain several tokens. The whole pause before a message counts for each of the message's
+tokens, so that a stream with few, large messages does not look smoother than it is. The time before a stream's first
+message counts as time to first token, not as a pause.
 """
 
 import math
@@ -14,8 +14,8 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One request: its sending time, and the arrival time and the number of tokens of each message. All times are
-    seconds of one clock.
+    """The times of one request: the time at which it was sent, and for each message of its stream the arrival time and
+    the number of tokens. All times are in seconds of the same clock.
     """
 
     began: float
@@ -32,18 +32,22 @@ class Timeline:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time of each token after the first token. The value is None if the request has only one token."""
+        """Time per output token (TPOT): the mean time of each output token after the first token. The time is None if
+        the output has only one token.
+        """
         further = self.output_tokens - 1
         return (self.messages[-1][0] - self.messages[0][0]) / further if further else None
 
     def pauses(self) -> list[float]:
-        """The pauses of all tokens after the first message. A token's pause is the time before its message."""
+        """The pauses of all tokens after the first message. A token's pause is the time between the previous message
+        and the token's message.
+        """
         return [at - before for (before, _), (at, tokens) in pairwise(self.messages) for _ in range(tokens)]
 
     def mean_pauses(self, window: int) -> list[float]:
-        """The mean pauses of consecutive groups of `window` tokens.
+        """The mean pause of each group of `window` consecutive tokens.
 
-        If a busy client reads several messages late and together, the mean pauses change little.
+        If a busy client reads several messages late and together, these means change less than single pauses.
         """
         times = [at for at, tokens in self.messages for _ in range(tokens)][::window]
         return [(later - earlier) / window for earlier, later in pairwise(times)]
@@ -51,7 +55,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The timelines of one run of a load."""
+    """The timelines of all requests of one run of a load."""
 
     seconds: float
     timelines: Sequence[Timeline]
@@ -63,15 +67,17 @@ class Figures:
 
     output_tokens_per_second: float
     total_tokens_per_second: float
-    """Tokens per second of prompts and outputs. Cached prompt tokens count too."""
+    """Prompt tokens and output tokens per second, including cached prompt tokens."""
     ttft_ms: float
-    """Median time to first token in milliseconds. All figures are medians if their name does not say otherwise."""
+    """Median time to first token in milliseconds. All figures of a load are medians if their names do not say
+    otherwise.
+    """
     ttft_p99_ms: float
     tpot_ms: float
     itl_p50_ms: float
     itl_p99_ms: float
     memory_mib: float
-    """Memory of all processes after the load, in MiB."""
+    """Memory of all the system's processes after the load, in MiB."""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -80,13 +86,15 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def median_interval(values: Sequence[float], coverage: float = 0.95) -> tuple[float, float]:
-    """A confidence interval of the median. The two values enclose the true median with at least this coverage.
+    """A confidence interval of the median. The true median lies between the two returned values with at least the
+    probability `coverage`.
 
-    The interval is the sign test's and assumes no distribution. Of 12 values, the ends of the interval are the third
-    smallest and the third largest value. Raises ValueError if there are too few values.
+    The interval is derived from the sign test, which assumes no distribution. For 12 values and a coverage of 0.95, the
+    ends of the interval are the third smallest and the third largest value. Raises ValueError if there are too few
+    values.
     """
     size, rank = len(values), 0
-    beyond = 2 * 0.5**size  # probability that the true median lies outside the interval of this rank
+    beyond = 2 * 0.5**size  # probability that the true median lies outside the interval
     while beyond <= 1 - coverage:
         rank += 1
         beyond += 2 * math.comb(size, rank) * 0.5**size
@@ -97,13 +105,13 @@ def median_interval(values: Sequence[float], coverage: float = 0.95) -> tuple[fl
 
 
 def rate(runs: Sequence[Run]) -> float:
-    """Output tokens per second over all runs."""
+    """Output tokens per second over all runs of a load."""
     tokens = sum(timeline.output_tokens for run in runs for timeline in run.timelines)
     return tokens / sum(run.seconds for run in runs)
 
 
 def summarise(runs: Sequence[Run], memory_mib: float) -> Figures:
-    """The figures over all runs of a load."""
+    """The figures of a load, computed over all of its runs."""
     timelines = [timeline for run in runs for timeline in run.timelines]
     ttfts = [timeline.ttft for timeline in timelines]
     tpots = [tpot for timeline in timelines if (tpot := timeline.tpot) is not None]

@@ -1,6 +1,8 @@
-"""The loads: numbers, times, lengths and random tokens of requests. Both systems receive equal requests.
+"""The loads of the benchmarks: how many requests are sent when, and the lengths and random tokens of their prompts. All
+compared systems receive equal requests.
 
-Prompts are drawn from a seed. If runs have different seeds, no run finds the prompts of another run in a prefix cache.
+Prompts are random tokens, generated from a seed. If two runs have different seeds, neither run finds the prompts of the
+other run in a prefix cache.
 """
 
 import random
@@ -10,17 +12,19 @@ from dataclasses import dataclass, replace
 from scheduler_service.simulation.trace import Arrival
 
 CONTEXT = 2048
-"""Context with which systems are started, in tokens. Longer requests of a trace are cut to the context."""
+"""Maximum context length in tokens with which the systems are started. Longer requests of a trace are cut to this
+length.
+"""
 CACHE_GIB = 2
-"""Memory in GiB for keys and values of each system."""
+"""Memory in GiB that each system uses for keys and values."""
 WARM_UP_PROMPT_TOKENS = 8192
 WARM_UP_OUTPUT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests with arrival times. At most `concurrency` requests are in flight; further requests wait until a request
-    ends.
+    """A load: requests with arrival times. At most `concurrency` requests are in flight; any other request is sent only
+    when an earlier request has ended.
     """
 
     name: str
@@ -29,10 +33,9 @@ class Load:
     arrivals: Sequence[Arrival]
     concurrency: int
     shared_tokens: int = 0
-    """Number of leading tokens that prompts share. The prompts of the first `num_others` requests do not share tokens.
-    """
+    """Number of leading tokens that all prompts share, except the prompts of the first `num_others` requests."""
     num_others: int = 0
-    """Number of leading requests whose prompts do not share tokens."""
+    """Number of requests at the beginning of the load whose prompts share no tokens."""
 
     def prompts(self, vocabulary_size: int, seed: object) -> list[list[int]]:
         draw = random.Random(f"{self.name} {seed}")
@@ -44,7 +47,9 @@ class Load:
         ]
 
     def warm_up(self) -> "Load":
-        """A short load of the same shape: the first requests, all sent at once, with a few output tokens each."""
+        """A short load to warm up a system: the first requests of this load, all sent at once, with a few output tokens
+        each.
+        """
         arrivals: list[Arrival] = []
         for arrival in self.arrivals[: self.concurrency]:
             if sum(earlier.prompt_tokens for earlier in arrivals) >= WARM_UP_PROMPT_TOKENS:
@@ -55,8 +60,8 @@ class Load:
 
 
 def streams(prompt_tokens: int, output_tokens: int, concurrency: int, num_requests: int) -> Load:
-    """A load of `concurrency` streams at once. When a stream ends, the next request begins, until all requests are
-    done.
+    """A load of `concurrency` simultaneous streams. When a stream ends, the next request is sent, until all requests
+    have ended.
     """
     arrival = Arrival(0.0, prompt_tokens, output_tokens)
     title = f"{prompt_tokens}/{output_tokens} x {concurrency}"
@@ -64,8 +69,8 @@ def streams(prompt_tokens: int, output_tokens: int, concurrency: int, num_reques
 
 
 def shared_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
-    """A load of requests that are sent at once. The prompts share a prefix that is new to the server. A server can
-    compute the prefix once or for each request.
+    """A load of requests that are all sent at once. The prompts share a prefix that is not in the server's prefix
+    cache, so a server computes this prefix once or for each request.
     """
     arrival = Arrival(0.0, shared_tokens + own_tokens, output_tokens)
     title = f"{shared_tokens}+{own_tokens}/{output_tokens} x {num_requests}"
@@ -73,8 +78,8 @@ def shared_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_r
 
 
 def busy_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
-    """The load of `shared_prefix`, half a second after four other streams have begun. The requests with the common
-    prefix are admitted together.
+    """The requests of `shared_prefix`, sent half a second after four other streams have begun, so that the requests
+    with the shared prefix start to run together.
     """
     others = [Arrival(0.0, 128, 192)] * 4
     arrival = Arrival(0.5, shared_tokens + own_tokens, output_tokens)
@@ -84,14 +89,14 @@ def busy_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_req
 
 
 def replayed(trace: Sequence[Arrival], speedup: float) -> Load:
-    """The requests of a trace at their times in the trace, without a limit on concurrency. Each request is cut to the
-    context.
+    """The requests of a trace, sent at their times in the trace divided by `speedup`. The number of requests in flight
+    is not limited. Each request is cut to the context length.
     """
     return Load("trace", f"trace x {speedup:g}", [capped(arrival) for arrival in trace], len(trace))
 
 
 def capped(arrival: Arrival, context: int = CONTEXT) -> Arrival:
-    """Cut the output to half the context, then cut the prompt to the rest of the context."""
+    """Cut a request's output to half the context length, and its prompt to the rest of the context length."""
     output_tokens = min(arrival.output_tokens, context // 2)
     return arrival._replace(
         prompt_tokens=min(arrival.prompt_tokens, context - output_tokens), output_tokens=output_tokens
@@ -99,7 +104,7 @@ def capped(arrival: Arrival, context: int = CONTEXT) -> Arrival:
 
 
 def choose(names: str | None, loads: Sequence[Load]) -> list[Load]:
-    """The loads with the given names. Raises ValueError for an unknown name."""
+    """The loads with the given names. Raises ValueError for an unknown name of a load."""
     if names is None:
         return list(loads)
     by_name = {load.name: load for load in loads}

@@ -1,1 +1,1 @@
-"""Runs loads on several systems in turn, and draws tables and charts of the figures."""
+"""Sends loads to several systems in turn, and makes tables and charts of the measured figures."""

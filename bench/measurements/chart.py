@@ -1,4 +1,6 @@
-"""Draws output tokens per second by load, our system next to the peer. The ratio is above each pair."""
+"""Draws a bar chart of output tokens per second for each load, with pagewire next to the peer. The ratio of the two
+rates is above each pair of bars.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +9,7 @@ from matplotlib.figure import Figure
 
 from bench.measurements.report import OURS, Report
 
-COLOURS = ("#0072b2", "#d55e00")  # colours that colour-blind readers can tell apart (Okabe and Ito)
+COLOURS = ("#0072b2", "#d55e00")  # two colours that colour-blind readers can distinguish (Okabe and Ito)
 BAR = 0.38
 
 

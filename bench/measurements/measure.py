@@ -1,5 +1,5 @@
-"""Runs a load on each system in turn. Only one system is under load at a time. The benchmark checks that the other
-systems are idle.
+"""Sends a load to each system in turn. Only one system is under load at a time, and the CPU usage of the other systems
+is measured to show that they are idle.
 """
 
 import asyncio
@@ -16,13 +16,14 @@ from bench.systems.pagewire_system import Pagewire
 from bench.systems.processes import cpu_seconds, memory_mib
 
 PAUSE_SECONDS = 1.0
-"""Seconds before each run. Threads that spin while they wait for work, as OpenMP's threads do, stop during the pause.
+"""Pause before each run in seconds. Threads that spin while they wait for work, as OpenMP's threads do, stop spinning
+during this pause.
 """
 
 
 @dataclass(slots=True)
 class Measurement:
-    """All runs of one load, by system."""
+    """All runs of one load on each system."""
 
     runs: dict[str, list[Run]] = field(default_factory=dict)
     figures: dict[str, Figures] = field(default_factory=dict)
@@ -32,10 +33,11 @@ class Measurement:
 
 
 async def measure(systems: Sequence[System], load: Load, vocabulary_size: int, rounds: int) -> Measurement:
-    """Warm up all systems, then run the load `rounds` times on each system. The order is reversed in every other round.
+    """Warm up all systems, then run the load `rounds` times on each system. In every second round, the order of the
+    systems is reversed.
 
-    Neighbouring runs see the same drift of the machine, so the drift affects all systems equally. Each round has new
-    prompts, and all systems receive the same prompts.
+    If the machine's speed drifts, consecutive runs see the same drift, so that the drift affects all systems equally.
+    Each round has new prompts, and all systems receive the same prompts in a round.
     """
     result = Measurement(runs={system.name: [] for system in systems})
     warm_up = load.warm_up()

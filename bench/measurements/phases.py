@@ -1,4 +1,4 @@
-"""The time of a step by phase, for our steps under a load. The scheduler measures the phases."""
+"""The time of each phase of pagewire's steps under a load, as measured by pagewire's scheduler."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pagewire.v1.admin_service_pb2 import StepSplit
 
 PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "guess", "decode", "update", "publish")
-"""Phases in the order of a step."""
+"""The phases of a step, in order."""
 MODEL_PHASES = frozenset(("move", "forward", "sample", "guess"))
-"""The worker's phases. All other phases belong to the scheduler, the codec and gRPC."""
+"""The phases in which the worker computes a step. All other phases are work of the scheduler, the codec and gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,24 +20,24 @@ class Split:
 
     @property
     def model_us(self) -> float:
-        """Microseconds of the model's phases in a step."""
+        """Microseconds of a step in which the worker computes."""
         return sum(us for phase, us in self.us.items() if phase in MODEL_PHASES)
 
     @property
     def overhead_percent(self) -> float:
-        """Percentage of the scheduler, codec and gRPC in the sum of all phases. The scheduler's phases count in full,
-        even while the worker computes.
+        """Time of the scheduler, codec and gRPC, as a percentage of the sum of all phases. The scheduler's phases count
+        in full, even if the worker computes at the same time.
         """
         return 100 * (1 - self.model_us / sum(self.us.values()))
 
     def idle_us(self, seconds: float) -> float:
-        """Idle microseconds of the device per step, if all steps together take `seconds`."""
+        """Microseconds per step in which the device is idle, if all steps together take `seconds`."""
         return 1e6 * seconds / self.num_steps - self.model_us
 
 
 def split_between(readings: Sequence[tuple[StepSplit, StepSplit]]) -> Split:
-    """The mean times of the phases over all runs of a load. `readings` contains a reading before and a reading after
-    each run.
+    """The mean times of the phases over all runs of a load. `readings` contains, for each run, the scheduler's times
+    before and after the run.
     """
     num_steps = sum(after.num_steps - before.num_steps for before, after in readings)
 

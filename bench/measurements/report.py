@@ -1,4 +1,6 @@
-"""The tables and the JSON of a benchmark. Tables are Markdown, for the terminal and for results/."""
+"""Makes the tables and the JSON output of a benchmark. The tables are Markdown, for the terminal and for
+bench/results/.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,7 +29,7 @@ TARGET_LOAD, TARGET_PERCENT = "128/128 x 32", 5
 
 @dataclass
 class Report:
-    """The figures of our system and of the peer, by load. A peer may have fewer figures than our system."""
+    """The figures of pagewire and of the peer for each load. A peer may have fewer figures than pagewire."""
 
     peer: str | None
     """Name and version of the peer."""
@@ -43,7 +45,7 @@ class Report:
             (self.ours if name == OURS else self.theirs)[load.title] = asdict(figures)
 
     def ratios(self, load: str) -> dict[str, float]:
-        """Our figure divided by the peer's figure, for all figures that both systems have."""
+        """pagewire's figure divided by the peer's figure, for each figure that both systems have."""
         theirs = self.theirs.get(load, {})
         return {column: ours / theirs[column] for column, ours in self.ours[load].items() if theirs.get(column)}
 
@@ -74,7 +76,7 @@ class Report:
         }
 
     def figures_table(self) -> Table:
-        """Three lines for each load: our figures, the peer's figures, and the ratios."""
+        """A table with three lines for each load: pagewire's figures, the peer's figures, and the ratios."""
         table = new_table("load", "system", *(heading for heading, _ in COLUMNS.values()))
         for load, ours in self.ours.items():
             add_row(table, [load, OURS], ours, {column: cell for column, (_, cell) in COLUMNS.items()})
@@ -84,7 +86,9 @@ class Report:
         return table
 
     def steps_table(self) -> Table:
-        """Microseconds of a step by phase, and the percentage of phases outside the model."""
+        """A table with the microseconds of each phase of a step, and the percentage of the scheduler, codec and
+        gRPC.
+        """
         table = new_table("load", "steps", *PHASES, "scheduler + codec + gRPC")
         for load, measurement in self.measurements.items():
             if split := measurement.split:
@@ -93,7 +97,7 @@ class Report:
         return table
 
     def sentences(self) -> list[str]:
-        """Sentences that report the figures which no table contains."""
+        """Sentences with the figures that are not in any table."""
         lines = [f"{name} was ready after {seconds:.1f} s." for name, seconds in self.start_seconds.items()]
         measurement = self.measurements.get(TARGET_LOAD)
         if measurement and (split := measurement.split):

@@ -1,1 +1,1 @@
-"""Benchmarks of a worker's computation: weights, adapters, drafts, and exactness."""
+"""Benchmarks of a worker's computation: weights, adapters, drafts, and differences from exact results."""

@@ -1,19 +1,21 @@
-"""Measures on real logits how often a draft model's token is accepted. Compares shared noise, independent draws, and
-the ratio test.
+"""Measures, on the logits of real texts, how often a draft model's token is accepted. Compares three acceptance rules:
+shared noise, independent draws, and the ratio test.
 
     python -m bench acceptance --model TARGET --draft-model DRAFT [--temperature 1.0] [--texts 12]
 
-The texts are functions of this project. At each position, p and q are the target's and the draft model's probabilities
-of the next token.
+The texts are functions in this project's sources. At each position, p and q are the target model's and the draft
+model's probabilities of the next token.
 
-- Shared noise is the method `draft_model`. Both models add the same Gumbel noise to logits / temperature and choose the
-  largest sum. The worker's own sampler draws tokens, and the benchmark counts how often both models agree.
-- Independent draws agree with probability sum(p q).
-- The ratio test (Leviathan, Kalman and Matias 2023) accepts with probability sum(min(p, q)), the maximum of any scheme.
-  The outputs of the ratio test depend on the draft model. The outputs of the other two schemes do not depend on the
-  draft model.
+- Shared noise is the rule of pagewire's drafting method `draft_model`. Both models add the same Gumbel noise to their
+  logits / temperature and choose the token with the largest sum. The benchmark samples tokens from both models with the
+  worker's sampler, and counts how often both models choose the same token.
+- With independent draws, both models choose the same token with probability sum(p q).
+- The ratio test (Leviathan, Kalman and Matias 2023) accepts a draft with probability sum(min(p, q)), the maximum of all
+  acceptance rules. With the ratio test, the outputs depend on the draft model; with the other two rules, the outputs do
+  not depend on the draft model.
 
-The bound for shared noise, (1 - d) / (1 + d) with d = 1 - sum(min(p, q)), is from Daliri, Musco and Suresh (2024).
+The lower bound of the acceptance rate with shared noise, (1 - d) / (1 + d) with d = 1 - sum(min(p, q)), is from Daliri,
+Musco and Suresh (2024).
 """
 
 import argparse
@@ -33,12 +35,12 @@ from worker_service.session.step import TOKENS, SamplingParams
 
 DRAWS = 32
 SKIPPED = 32
-"""Number of leading positions of a text that are skipped, because tokens at the beginning have little context."""
+"""Number of positions at the beginning of each text that are not measured, because they have little context."""
 TOKENS_OF_A_TEXT = 160
 
 
 def logits_of(name: str, texts: list[list[int]]) -> list[Tensor]:
-    """Logits of each text, of shape [positions, vocabulary_size]."""
+    """The logits of a model for each text, [positions, vocabulary_size]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
@@ -47,7 +49,7 @@ def logits_of(name: str, texts: list[list[int]]) -> list[Tensor]:
 
 
 def draws(logits: Tensor, temperature: float, position: int) -> Tensor:
-    """Draw one token for each seed. The logits have the shape [vocabulary_size]."""
+    """Sample one token for each seed from the logits of one position, [vocabulary_size]."""
     sequences = [
         SequenceState(
             1,

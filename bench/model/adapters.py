@@ -1,11 +1,11 @@
-"""The cost of adapters: equal requests to one server use the base model, 1, 4 and 16 adapters in turn.
+"""Measures the cost of adapters: the same requests to one server use the base model, 1, 4 and 16 adapters in turn.
 
     python -m bench adapters [--model default] [--sequences 16,32] [--rank 16] [--adapters 1,4,16] [--rounds 3]
-    python -m bench adapters --peer DIR        DIR as for bench serving: vLLM with the same adapters too
+    python -m bench adapters --peer DIR        measures vLLM too; DIR as for bench serving
 
-The adapters have random weights for all linear layers. Requests are distributed over the adapters. The last line
-contains three times to first token: with an adapter on the device, with an adapter in host memory, and with an adapter
-that must be fetched.
+The adapters have random weights for all linear layers. The requests of a run are distributed over all adapters of the
+run. The last line of the output contains three times to first token: for an adapter on the device, for an adapter in
+the worker's host memory, and for an adapter that must be sent to the worker first.
 """
 
 import argparse
@@ -38,7 +38,7 @@ OUTPUT_TOKENS = 128
 PROMPT_TOKENS = 128
 TIMES = 18
 EXTRA = 2
-"""Number of adapters for which the worker's host memory has no place."""
+"""Number of adapters that exceed the capacity of the worker's host memory."""
 
 
 def write_adapters(folder: Path, model: str, count: int, rank: int) -> None:
@@ -70,7 +70,9 @@ def write_adapters(folder: Path, model: str, count: int, rank: int) -> None:
 
 
 Call = Callable[[Sequence[int], int, str], Awaitable[None]]
-"""Generates a number of tokens after a prompt, with an adapter. An empty name means the base model."""
+"""A function that generates a number of tokens after a prompt with the named adapter; an empty name means the base
+model.
+"""
 
 
 def ours(client: Client) -> Call:
@@ -93,7 +95,7 @@ def theirs(session: aiohttp.ClientSession) -> Call:
 
 
 async def rate(call: Call, num_sequences: int, names: Sequence[str], seed: int) -> float:
-    """Output tokens per second of `num_sequences` streams at once."""
+    """Output tokens per second of `num_sequences` simultaneous streams."""
 
     async def one(number: int) -> None:
         prompt = [1000 + (number * 7919 + seed * 104729 + i * 31) % 20000 for i in range(PROMPT_TOKENS)]
@@ -105,7 +107,7 @@ async def rate(call: Call, num_sequences: int, names: Sequence[str], seed: int) 
 
 
 async def first_token_seconds(call: Call, names: Sequence[str]) -> float:
-    """Median time to first token in seconds. Requests are sent one by one, each with the next adapter."""
+    """Median time to first token in seconds. Requests are sent one by one, and use the named adapters in turn."""
     found = []
     for number in range(max(TIMES, 2 * len(names))):
         began = time.perf_counter()
@@ -142,8 +144,9 @@ async def measure(
                     f"{ratio:.2f} x base\n"
                 )
                 sys.stdout.flush()
-        # With one adapter more than slots, each adapter has lost its slot before its next request. With two more
-        # adapters than host memory holds, each adapter must be fetched.
+        # If requests use one adapter more than the device has slots, in turn, each adapter has lost its slot before its
+        # next request. If requests use two adapters more than host memory has room for, each adapter must be sent to
+        # the worker again.
         few = max(counts) + 1
         for which, call in calls.items():
             there, copied, brought = [

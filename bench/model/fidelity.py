@@ -1,17 +1,18 @@
-"""Compares served log-probabilities with exact log-probabilities: python -m bench.fidelity. The last line is JSON.
+"""Compares served log-probabilities with exact log-probabilities: python -m bench fidelity. The last line of the output
+is JSON.
 
-Each system scores texts with teacher forcing. A score consists of the log-probability of a token of the text, and of
-the likeliest token at this position. The reference is transformers in float32 with the same weights. There are three
-figures: the mean difference of log-probabilities, how often the likeliest tokens are equal, and the increase of
-perplexity.
+Each system scores the same texts with teacher forcing. For each token of a text, a system gives the token's
+log-probability and the likeliest token at the same position. The exact scores are those of transformers in float32 with
+the same weights. For each system, three figures compare its scores with the exact scores: the mean difference of
+log-probabilities, how often the likeliest tokens are equal, and the increase of perplexity.
 
-Our system serves in bfloat16, with keys and values in int8. Weights are quantised if the machine has kernels for
-quantised weights. The other systems are transformers in bfloat16 and, with --peer, vLLM. Ratios are relative to
-transformers in bfloat16. An fp8 cache requires a GPU. This benchmark runs without a GPU: transformers attends to keys
-and values that are rounded to fp8.
+pagewire serves the model in bfloat16, with a bfloat16 and with an int8 cache. pagewire also serves quantised weights if
+the machine has kernels for quantised weights. The other systems are transformers in bfloat16 and, with --peer, vLLM.
+Ratios are relative to transformers in bfloat16. pagewire's fp8 cache requires a GPU, but this benchmark runs without a
+GPU. An fp8 cache is therefore represented by transformers with keys and values that are rounded to fp8.
 
-The texts are the first tokens of pages of Python's own manual, which every Python contains. --prompts adds the texts of
-a JSON-lines file whose objects have `turns`, as in MT-bench.
+Each text consists of the first tokens of a page of Python's manual, which every Python contains. --prompts adds the
+texts of a JSON-lines file whose objects have a member `turns`, as in MT-bench.
 """
 
 import argparse
@@ -57,7 +58,7 @@ BASE = "transformers, bfloat16"
 
 @dataclass(frozen=True)
 class Scores:
-    """A system's log-probabilities of all tokens of one text but the first token."""
+    """A system's log-probabilities of all tokens of one text except the first token, and the likeliest tokens."""
 
     logprobs: list[float]
     likeliest: list[int]
@@ -65,18 +66,20 @@ class Scores:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Distance of scores from the exact scores, over the tokens of all texts."""
+    """How a system's scores differ from the exact scores, over the tokens of all texts."""
 
     mean_difference: float
-    """Mean absolute difference of log-probabilities."""
+    """Mean absolute difference between the system's and the exact log-probabilities."""
     same_likeliest: float
-    """Percentage of positions at which the likeliest token equals the exact likeliest token."""
+    """Percentage of positions at which the system's likeliest token equals the likeliest token of the exact scores."""
     perplexity: float
-    """Increase of perplexity over the perplexity of the exact scores, in percent."""
+    """Increase of the system's perplexity over the perplexity of the exact scores, in percent."""
 
 
 def compare(found: Sequence[Scores], exact: Sequence[Scores]) -> Fidelity:
-    """Compare scores of the same texts. Raises BenchError if a text lacks tokens."""
+    """Compare a system's scores with the exact scores of the same texts. Raises BenchError if the scores of a text are
+    incomplete.
+    """
     differences: list[float] = []
     losses: list[float] = []
     same = 0
@@ -90,8 +93,8 @@ def compare(found: Sequence[Scores], exact: Sequence[Scores]) -> Fidelity:
     return Fidelity(sum(differences) / count, 100 * same / count, 100 * math.expm1(sum(losses) / count))
 
 
-class _CacheInFp8(DynamicCache):  # type: ignore[misc]  # transformers has no types
-    """Keys and values rounded to e4m3, as an fp8 cache returns them."""
+class _CacheInFp8(DynamicCache):  # type: ignore[misc]  # transformers has no type annotations
+    """transformers' KV cache with keys and values that are rounded to e4m3, as in an fp8 cache."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         kept = (widened(narrowed(heads, FLOAT8), heads.dtype) for heads in (key_states, value_states))
@@ -116,7 +119,7 @@ def transformers_scores(
 
 
 def our_scores(directory: Path, texts: Sequence[list[int]], *flags: str) -> list[Scores]:
-    """Scores from a new scheduler and a new worker, one text after the other."""
+    """The scores from pagewire: a new scheduler and a new worker compute one text after the other."""
 
     async def ask() -> list[Scores]:
         sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
@@ -139,7 +142,7 @@ def vllm_scores(url: str, texts: Iterable[list[int]]) -> list[Scores]:
     scores = []
     for text in texts:
         body = {"model": MODEL, "prompt": text, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
-        request = urllib.request.Request(  # noqa: S310  # the benchmark's own URL
+        request = urllib.request.Request(  # noqa: S310  # the URL of the server that the benchmark started
             f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with direct_opener().open(request, timeout=300) as response:
@@ -149,8 +152,8 @@ def vllm_scores(url: str, texts: Iterable[list[int]]) -> list[Scores]:
 
 
 def scores_of(entries: Sequence[dict[str, dict[str, Any]] | None], text: Sequence[int]) -> Scores:
-    """Convert vLLM's entries to scores of a text. An entry belongs to a position and maps token ids to values. The
-    first position has no entry.
+    """Convert vLLM's entries of log-probabilities to the scores of a text. The entry of a position maps token ids to
+    log-probabilities; the first position has no entry.
     """
     known = [entry or {} for entry in entries[1:]]
     return Scores(
@@ -169,7 +172,7 @@ def read_texts(directory: Path, prompts: Path | None) -> list[list[int]]:
 
 
 def run(model: str, peer: Path | None, prompts: Path | None) -> tuple[dict[str, Fidelity], int]:
-    """Fidelity by system, and the number of tokens with a score."""
+    """The fidelity of each system, and the number of scored tokens."""
     cache = load_settings(WorkerSettings, "bench", []).cache.expanduser()
     directory = peer / "model" if peer else find_model(model, cache).path
     texts = read_texts(directory, prompts)

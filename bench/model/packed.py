@@ -1,12 +1,13 @@
-"""Compares pagewire and llama.cpp with the weights of a GGUF file, in turn on one machine.
+"""Compares the token rates of pagewire and llama.cpp with the weights of a GGUF file, in turn on one machine.
 
     python -m bench packed FILE --peer llama-batched-bench [--quantization gguf,int4] [--streams 1,8,32] [--rounds 3]
 
-The program prints two rates. The first rate is output tokens per second: all streams begin at once, each with 128
-prompt and 128 output tokens. The time of the prompts is included. The second rate is prompt tokens per second of a
-single prompt of 512 tokens. A client over gRPC measures our figures. llama.cpp's `llama-batched-bench` computes the
-same numbers of tokens in one process, without a server. Build `llama-batched-bench` from the sources in the Python
-package llama-cpp-python, with `-DGGML_NATIVE=ON`. This program runs with as many threads as a worker.
+The benchmark prints two rates. The first rate is output tokens per second of streams that begin at once, each with 128
+prompt and 128 output tokens. The time to compute the prompts is included in the first rate. The second rate is prompt
+tokens per second of a single prompt of 512 tokens. For pagewire, a client over gRPC measures both rates. llama.cpp's
+`llama-batched-bench` computes the same numbers of tokens in one process, without a server. Build `llama-batched-bench`
+from the sources in the Python package llama-cpp-python, with `-DGGML_NATIVE=ON`. `llama-batched-bench` runs with as
+many threads as pagewire's worker.
 """
 
 import argparse
@@ -33,13 +34,15 @@ OUTPUT_TOKENS = 128
 LONG_PROMPT_TOKENS = 512
 CACHE_GIB = 1
 FIRST_IDS = 30_000
-"""The first token id for prompts. The default model has 49,152 ids."""
+"""Number of token ids from which the prompts are chosen: ids below it occur in all measured models. The default model
+has 49,152 ids.
+"""
 
 _seeds = itertools.count()  # new prompts for each run, so that no prompt is in a prefix cache
 
 System = Callable[[int, int, int], tuple[float, float]]
-"""Returns output tokens per second and prompt tokens per second. The arguments are the number of streams, and the
-prompt and output tokens of each stream.
+"""A function that measures a system. The function's arguments are the number of streams, and the numbers of prompt and
+output tokens of each stream. The function returns output tokens per second and prompt tokens per second.
 """
 
 

@@ -1,15 +1,16 @@
-"""The gain of drafts: servers with different draft methods receive the same requests, in turn on one machine.
+"""Measures the gain of speculative decoding: servers with different drafting methods receive the same requests, in turn
+on one machine.
 
     python -m bench speculation [--methods ngram,draft_model] [--model default] [--draft-model NAME]
                                 [--sequences 1,8,32]
     python -m bench speculation --methods eagle3 --draft-model FOLDER
-    python -m bench speculation --peer DIR     DIR as for bench serving: vLLM with its own n-grams, and without, too
+    python -m bench speculation --peer DIR     measures vLLM too, with and without n-grams; DIR as for bench serving
 
-There are two sets of prompts. Repetitive texts are edits of this project's sources: a function or class, and a request
-to write the same code again with one name changed. Other texts are beginnings of paragraphs of the project's
-documentation, which the model continues by sampling. With --code the other texts are beginnings of functions, for
-models of code. Even a small model follows the edits well, because the answer is almost a copy. The benchmark checks
-that all methods generate the same tokens.
+There are two sets of prompts. The prompts whose answers repeat the prompt are edits of this project's sources: a
+function or class, and a request to write the same code again with one name changed. Even a small model answers these
+prompts well, because the answer is almost a copy of the code. The other prompts are beginnings of paragraphs of this
+project's documentation, which the model continues by sampling. With --code, for models of code, the other prompts are
+beginnings of functions. The benchmark checks that all drafting methods generate the same tokens.
 """
 
 import argparse
@@ -38,7 +39,9 @@ OUTPUT_TOKENS = 128
 
 
 def edits(*folders: str) -> Iterator[str]:
-    """Functions and classes of 12 to 60 lines, each with a request to change one of its names."""
+    """Prompts that contain a function or class of 12 to 60 lines, each with a request to change one of the names in the
+    code.
+    """
     for file in sorted(file for folder in folders or ("scheduler_service",) for file in (ROOT / folder).rglob("*.py")):
         for part in re.split(r"\n\n\n(?=class |def |async def )", file.read_text())[1:]:
             names = re.findall(r"\bself\._?(\w{5,})|\b(\w{6,}) = ", part)
@@ -58,7 +61,7 @@ def beginnings() -> Iterator[str]:
 
 
 Call = Callable[[str, SamplingParams], Awaitable[list[int]]]
-"""Generates an output after a prompt. Returns the token ids of the output."""
+"""A function that generates an output after a prompt and returns the output's token ids."""
 
 
 def ours(client: Client) -> Call:
@@ -85,7 +88,7 @@ def theirs(session: aiohttp.ClientSession) -> Call:
 async def run(
     call: Call, prompts: Sequence[str], num_sequences: int, sampling: SamplingParams
 ) -> tuple[float, list[list[int]]]:
-    """Tokens per second, and the token ids of each prompt's output."""
+    """Run all prompts. Returns output tokens per second, and the token ids of each prompt's output."""
     found: list[list[int]] = [[] for _ in prompts]
     left = iter(range(len(prompts)))
 
@@ -99,15 +102,15 @@ async def run(
 
 
 def functions() -> Iterator[str]:
-    """Yield the beginnings of functions: signature and docstring."""
+    """Yield the signatures and docstrings of functions, as prompts for models of code."""
     for file in sorted((ROOT / "scheduler_service").rglob("*.py")):
         for found in re.finditer(r"\n(def \w+\(.*\) -> .*:\n    \"\"\"[^\"]{40,}\"\"\"\n)", file.read_text()):
             yield found[1]
 
 
 async def drafts(server: LocalServer | Vllm) -> tuple[int, int]:
-    """Numbers of verified and of accepted drafts. For vLLM the numbers are 0, because the benchmark does not read
-    vLLM's counters.
+    """The server's numbers of verified and of accepted drafts. For vLLM both numbers are 0, because the benchmark does
+    not read vLLM's counters.
     """
     if isinstance(server, Vllm):
         return 0, 0
@@ -119,7 +122,9 @@ async def drafts(server: LocalServer | Vllm) -> tuple[int, int]:
 async def compare(
     servers: Mapping[str, LocalServer | Vllm], num_sequences: int, rounds: int, others: Callable[[], Iterator[str]]
 ) -> None:
-    """Compare servers by draft method. The first pagewire server and the first vLLM server make no drafts."""
+    """Measure and compare servers with different drafting methods. The first pagewire server and the first vLLM server
+    make no drafts.
+    """
     off, *drafting = servers
     references = {one: next(o for o in servers if type(servers[o]) is type(servers[one])) for one in servers}
     async with AsyncExitStack() as stack:
@@ -187,7 +192,7 @@ def main() -> None:
             servers[one] = server("--speculative-config", json.dumps({"method": one, **draft, **most}))
         if arguments.peer:
             config = {"method": "ngram", "num_speculative_tokens": int(arguments.num_speculative_tokens)}
-            lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 16}  # pagewire's n-grams have the same lengths
+            lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 16}  # the lengths of n-grams that pagewire matches
             for name, flags in (("vLLM", ()), ("vLLM ngram", ("--speculative-config", json.dumps(config | lookup)))):
                 servers[name] = stack.enter_context(vllm_on_cpu(arguments.peer, CACHE_GIB, *flags))
         for num_sequences in map(int, arguments.sequences.split(",")):

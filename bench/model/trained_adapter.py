@@ -1,10 +1,10 @@
-"""Trains an adapter on codes that the base model cannot know. After training, the model with the adapter has to answer
-with the codes.
+"""Tests serving of a trained adapter. The adapter is trained on code words that the base model cannot generate, and the
+served model with the adapter has to answer with these code words.
 
     python -m bench trained_adapter [--model default] [--steps 150] [--rank 8]
 
-PEFT trains the adapter on sentences that give a code for each of some words. Training takes a few minutes on this
-machine. After training, a server is asked for the codes of all words at once, with the base model and with the adapter.
+PEFT trains the adapter on sentences, each of which assigns a code to a word. Training takes a few minutes on two CPU
+cores. After training, a server completes the sentences of all words at once, with the base model and with the adapter.
 The benchmark counts the right codes.
 """
 
@@ -28,7 +28,7 @@ LEARNING_RATE = 2e-3
 
 
 def sentences() -> dict[str, str]:
-    """The beginning of each sentence, and the code that ends it."""
+    """The beginnings of the sentences, each with the code that completes the sentence."""
     draw = random.Random(1)
     return {f"The code of the {word} is": f" {draw.randrange(1000, 10_000)}" for word in WORDS}
 
@@ -57,7 +57,7 @@ def train(model: str, folder: Path, steps: int, rank: int) -> None:
 
 
 async def count_right(target: str, lora_name: str) -> int:
-    """Number of right codes. All words are asked at once."""
+    """Number of sentences that the served model completes with the right code. All requests are sent at once."""
     async with Client(target) as client:
         await client.wait_until_serving(600)
         sampling = SamplingParams(max_tokens=8, temperature=0)

@@ -1,14 +1,16 @@
-"""Trains an EAGLE-3 head on a model's own outputs, for the method `eagle3`. Training takes minutes on this machine.
+"""Trains an EAGLE-3 draft head on a model's outputs, for the drafting method `eagle3`. Training takes minutes on two
+CPU cores.
 
     python -m bench trained_head FOLDER [--model default] [--prompts FILE] [--outputs 240] [--epochs 6]
 
-A server answers prompts like the prompts of `bench speculation`, made from other source files. With --prompts the
-server also answers the questions of a file in MT-bench's format. The head is trained on the answers. The method is from
-"EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (Li et al., 2025). When the
-head drafts several tokens, its input is its own states in place of the model's states. Training uses the head's own
-states, too. The head learns to predict the model's probabilities. The head's initial weights are the weights of the
-model's last layer. The answers to a tenth of the prompts are held out. With the held-out answers the benchmark measures
-how often the head's drafts are right. Only models of the Llama family are supported.
+A server answers prompts like the prompts of `bench speculation`, but made from other source files. With --prompts the
+server also answers the questions of a file in MT-bench's format. The head is trained on the server's answers. The
+training method is from "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (Li
+et al., 2025). When the head drafts several tokens, the inputs for later drafts are the head's hidden states in place of
+the model's hidden states. During training, the inputs for later drafts are also the head's hidden states. The head
+learns to predict the model's probabilities. The head's initial weights are the weights of the model's last layer. The
+answers to a tenth of the prompts are held out: they are not used for training. With the held-out answers the benchmark
+measures how often the head's drafts are right. Only models of the Llama family are supported.
 """
 
 import argparse
@@ -34,7 +36,7 @@ from pagewire_client.llm import collect
 from worker_service.loading.model_store import find_model
 
 DEPTH = 3
-"""Number of consecutive draft tokens that the head learns to predict."""
+"""Number of consecutive drafts that the head learns to predict."""
 LEARNING_RATE = 1e-3
 SEED = 0
 Pair = tuple[Tensor, Tensor]
@@ -47,15 +49,15 @@ NAMES = {
     **{one: f"midlayer.self_attn.{one}_proj" for one in "qkvo"},
     **{one: f"midlayer.mlp.{one}_proj" for one in ("gate", "up", "down")},
 }
-"""The names of the head's weights in a checkpoint, in the format of the paper's authors."""
+"""The names of the head's weights in a checkpoint in the format of the EAGLE-3 authors."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One text with the model's results at each token.
+    """One text for training, with the model's results at each token.
 
-    Tokens [n]; three states side by side [n, 3 * hidden_size]; final normalised states [n, hidden_size]; the likeliest
-    next token at each position [n].
+    The fields are the tokens [n], the hidden states of three layers side by side [n, 3 * hidden_size], the final
+    normalised hidden states [n, hidden_size], and the likeliest next token at each position [n].
     """
 
     token_ids: Tensor
@@ -65,10 +67,12 @@ class Example:
 
 
 class Head(nn.Module):
-    """The network of `worker_service.models.decoders.eagle`, as a trainable module."""
+    """The network of the draft head in `worker_service.models.decoders.eagle`, as a trainable module."""
 
     def __init__(self, target: Any, token_ids: Tensor) -> None:
-        """`target` is a Llama model of transformers. `token_ids` [guessable] contains the ids that have a logit."""
+        """`target` is a Llama model of transformers. `token_ids` [guessable] contains the token ids for which the head
+        computes a logit.
+        """
         super().__init__()
         config, layer = target.config, target.model.layers[-1]
         hidden = config.hidden_size
@@ -87,8 +91,8 @@ class Head(nn.Module):
             return nn.Parameter(torch.cat([torch.zeros_like(own), own], dim=1))
 
         attention, mlp = layer.self_attn, layer.mlp
-        # The last of the three states is most similar to the layer's usual input. The other states start with zero
-        # weights.
+        # The last of the three layers' hidden states is most similar to the usual input of the model's last layer. The
+        # weights for the other two layers' hidden states start at zero.
         nothing = torch.zeros(hidden, hidden)
         self.weights = nn.ParameterDict(
             {
@@ -114,12 +118,13 @@ class Head(nn.Module):
     def forward(
         self, token_ids: Tensor, states: Tensor, depth: int, earlier: Sequence[Pair]
     ) -> tuple[Tensor, Tensor, Pair]:
-        """Compute draft number `depth` after each position at once.
+        """Compute, for all positions of a text at once, the draft number `depth` after the position.
 
-        `token_ids` [places] are the tokens that follow `states` [places, hidden_size]. `earlier` contains keys and
-        values of the earlier depths. The states of the first depth come from the model, and a position of the first
-        depth attends to all positions up to itself. At each further depth a position attends only to itself. Returns
-        the new states, the logits, and the new keys and values.
+        `token_ids` [places] are the tokens that follow the positions of the hidden `states` [places, hidden_size].
+        `earlier` contains the keys and values that were computed for smaller depths. At the first depth, the hidden
+        states come from the model, and a position attends to all positions up to itself. At a larger depth, a position
+        attends, among the keys of this depth, only to itself. Returns the head's new hidden states, the logits, and the
+        new keys and values.
         """
         normed = self._norm(states, "hidden_norm")
         x = torch.cat([self._norm(self.embedding[token_ids].float(), "input_layernorm"), normed], dim=1)
@@ -164,15 +169,18 @@ def read(target: Any, token_ids: Sequence[int]) -> Example:
 
 
 def states_before(num_layers: int) -> list[int]:
-    """Layers whose inputs the head reads: the paper's choice, or the first layers of a model with few layers."""
+    """The three layers whose inputs the head reads: the choice of the EAGLE-3 paper, or the first layers of a model
+    with few layers.
+    """
     return [min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)]
 
 
 def losses(head: Head, example: Example, index: Tensor) -> tuple[Tensor, list[float]]:
-    """The mean loss over all depths, and the share of right drafts at each depth.
+    """The head's mean loss over all depths, and the share of right drafts at each depth.
 
-    `index` [vocabulary_size] contains the logit index of each token; the index is negative for tokens without a logit.
-    A draft is right if it equals the model's likeliest token.
+    `index` [vocabulary_size] contains, for each token, the index of the token's logit in the head's logits, or a
+    negative number if the head computes no logit for the token. A draft is right if it equals the model's likeliest
+    token.
     """
     num_places = len(example.token_ids) - 1 - DEPTH
     states = head.combine(example.states[:num_places].float())
@@ -197,8 +205,8 @@ def train(
     num_guessable: int,
     epochs: int,
 ) -> list[float]:
-    """Train the head, and write the head in the format of the paper's authors. Returns the share of right drafts by
-    depth, on the texts that were held out.
+    """Train the head, and write the head in the format of the EAGLE-3 authors. Returns the share of right drafts at
+    each depth, measured on the held-out answers.
     """
     torch.manual_seed(SEED)
     counts = Counter(token for text in texts for token in text)
@@ -256,7 +264,9 @@ def questions(file: Path) -> Iterator[str]:
 
 
 async def ask(target: str, prompts: Sequence[Any], max_tokens: int) -> list[list[int]]:
-    """The token ids of each prompt together with its answer. Half of the answers are greedy."""
+    """Request an answer to each prompt. Returns the token ids of each prompt together with its answer. Half of the
+    answers are sampled greedily.
+    """
     places = asyncio.Semaphore(32)
     async with Client(target) as client:
         await client.wait_until_serving(600)

@@ -1,1 +1,1 @@
-"""Benchmarks of the scheduler without workers."""
+"""Benchmarks of the scheduler alone, without workers."""

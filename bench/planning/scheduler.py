@@ -1,15 +1,19 @@
-"""The scheduler's cost in microseconds: python -m bench scheduler [PEER]. The last line is JSON.
+"""Measures the scheduler's CPU time in microseconds: python -m bench scheduler [PEER]. The last line of the output is
+JSON with these members:
 
-- `us_per_seq_step`: schedule + update in steady decoding with prefix caching on, for each running sequence and step.
-  `PEER` is the path of a Python that can import vllm. With `PEER`, vLLM's own scheduler is measured in turn with ours
-  (`bench/systems/peer_vllm_scheduler.py`), and `vllm_over_ours` is printed.
-- `us_per_step_by_waiting`: a step of 256 sequences while few or many requests wait.
-- `us_per_step_by_workers`: a step of one worker with 32 sequences. The worker's scheduler has its own queue, or shares
-  a queue with 999 other schedulers. The benchmark runs 1,000 schedulers of each kind in turn. The figure is the mean
-  over as many steps as fill a block, and the median over workers. A worker runs the measured steps in a row, after the
-  same number of steps that warm the caches. For `…_cold` all workers run one step in turn. At each step the processor's
-  caches then contain the sequences of other workers.
-- `codec_us`: encoding and decoding one step of 256 sequences and its answer. One in 16 sequences receives a new block.
+- `us_per_seq_step`: the time to plan a step and to apply its answer in steady decoding with prefix caching, divided by
+  the number of running sequences. `PEER` is the path of a Python that can import vllm. With `PEER`, vLLM's scheduler is
+  measured in turn with pagewire's scheduler (`bench/systems/peer_vllm_scheduler.py`), and the ratio of their times is
+  printed as `vllm_over_ours`.
+- `us_per_step_by_waiting`: the time of a step of 256 sequences while few or many requests wait.
+- `us_per_step_by_workers`: the time to plan a step of 32 sequences for one worker. The worker's planner either has a
+  waiting queue for itself, or shares the queue with the planners of 999 other workers. The benchmark runs 1,000
+  planners of each kind in turn. The time is the mean over as many steps as fill a block, and the median over workers. A
+  worker's measured steps run one after the other, after the same number of steps that warm the processor's caches. For
+  `us_per_step_by_workers_cold`, each worker runs one step in turn, so that at each step the processor's caches contain
+  the sequences of other workers.
+- `codec_us`: the time to encode one step of 256 sequences and to decode its answer. One in 16 sequences receives a new
+  block.
 """
 
 import argparse
@@ -43,7 +47,7 @@ from scheduler_service.wire.codec import decode_model_output, encode_scheduler_o
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load with which pagewire's scheduler and the peer's scheduler are measured."""
+    """The load with which pagewire's scheduler and vLLM's scheduler are measured."""
 
     prompt_tokens: int = 64
     block_size: int = 16
@@ -57,8 +61,8 @@ SIZES = (32, 256, 1024)
 NUM_ROUNDS = 5
 NUM_WORKERS = 1000
 SEQS_A_WORKER = 32
-NUM_EARLIER_SEQUENCES = 1_000_000  # Ids of a long session: small ids would make small messages.
-# PEER_ENVIRONMENT forbids downloads, and log lines on stdout that could be parsed as answers.
+NUM_EARLIER_SEQUENCES = 1_000_000  # Sequence ids are as in a long session: small ids need fewer bytes.
+# PEER_ENVIRONMENT forbids that vLLM downloads files, or writes log lines to stdout that could be parsed as answers.
 PEER_PROGRAM = Path(__file__).parents[1] / "systems" / "peer_vllm_scheduler.py"
 PEER_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -69,7 +73,7 @@ _numbers = count()
 
 
 class Peer:
-    """vLLM's scheduler in its own process, which measures a round of steps on request."""
+    """vLLM's scheduler in a separate process, which measures a round of steps on request."""
 
     def __init__(self, python: str) -> None:
         self._failure = f"bench scheduler: {python} could not measure vLLM's scheduler"
@@ -103,7 +107,7 @@ class Peer:
 def make_scheduler(
     num_seqs: int, *, queue: WaitingQueue | None = None, num_blocks_each: int = LOAD.num_blocks_each
 ) -> Scheduler:
-    """A scheduler with `num_seqs` running sequences that have computed their prompts."""
+    """A scheduler with `num_seqs` running sequences whose prompts have been computed."""
     config = SchedulerConfig(
         block_size=LOAD.block_size,
         num_device_blocks=num_seqs * num_blocks_each,
@@ -136,7 +140,7 @@ def step(scheduler: Scheduler) -> SchedulerOutput:
 
 
 def us_of_steps(scheduler: Scheduler, num_steps: int) -> float:
-    """Microseconds per step, measured over several steps in steady decoding."""
+    """Mean microseconds per step, measured over several steps in steady decoding."""
     tokens = [7] * len(scheduler.running)
     began = time.perf_counter()
     for _ in range(num_steps):
@@ -146,15 +150,17 @@ def us_of_steps(scheduler: Scheduler, num_steps: int) -> float:
 
 
 def fastest(*measures: Callable[[], float]) -> list[float]:
-    """The shortest time of several rounds of each measure, because noise only adds time. The measures run in turn, so
-    that noise affects all measures.
+    """The shortest time of each of the `measures` over several rounds, because other programs on the machine only add
+    time. The measures run in turn, so that other programs affect all measures.
     """
     rounds = [[measure() for measure in measures] for _ in range(NUM_ROUNDS)]
     return [min(figures) for figures in zip(*rounds, strict=True)]
 
 
 def us_per_seq_step(size: int, peer: Peer | None) -> list[float]:
-    """Our scheduler's microseconds. If there is a peer, the list also contains the peer's microseconds."""
+    """Microseconds per sequence and step of pagewire's scheduler, followed by those of vLLM's scheduler if `peer` is
+    given.
+    """
     scheduler = make_scheduler(size)
     measures: list[Callable[[], float]] = [lambda: us_of_steps(scheduler, LOAD.num_steps)]
     if peer:
@@ -171,7 +177,7 @@ def us_per_step_by_waiting() -> dict[int, float]:
 
 
 def us_per_step_by_workers() -> tuple[dict[int, float], dict[int, float]]:
-    """Microseconds per step, by number of workers that share a queue. The first result has warm caches, the second cold
+    """Microseconds per step, by the number of workers that share a queue: first with warm and then with cold processor
     caches.
     """
     queue = WaitingQueue()
@@ -180,7 +186,7 @@ def us_per_step_by_workers() -> tuple[dict[int, float], dict[int, float]]:
         NUM_WORKERS: [make_scheduler(SEQS_A_WORKER, queue=queue, num_blocks_each=16) for _ in range(NUM_WORKERS)],
     }
     for scheduler in [*fleets[1], fleets[NUM_WORKERS][0]]:
-        add_requests(scheduler, 10)  # requests that wait, because the scheduler has no room for them
+        add_requests(scheduler, 10)  # the worker has no room for these requests, so they wait
     warm: dict[int, list[float]] = {number: [] for number in fleets}
     for pair in zip(*fleets.values(), strict=True):
         for number, scheduler in zip(fleets, pair, strict=True):
@@ -197,7 +203,9 @@ def us_per_step_by_workers() -> tuple[dict[int, float], dict[int, float]]:
 
 
 def codec_cost() -> tuple[float, int]:
-    """Microseconds of encoding a step and decoding its answer, and the step's bytes. Serialisation is included."""
+    """Microseconds to encode a step and decode its answer, protobuf's serialisation included, and the size of the
+    encoded step in bytes.
+    """
     scheduler = make_scheduler(256)
     outputs = [step(scheduler) for _ in range(16)]
     for group in scheduler.running:

@@ -1,25 +1,29 @@
-"""Runs whole traces through the real scheduler on a virtual clock: python -m bench simulate TRACE.csv …
+"""Simulates whole traces with pagewire's real scheduler and simulated workers on a virtual clock: python -m bench
+simulate TRACE.csv …
 
-Each trace runs with 1, 8 and 1,000 simulated workers under every policy. The trace is sped up until requests have to
-wait, because policies differ only if requests wait. The traces name no senders, so tenants are drawn at random. One
-tenant sends 80% of the requests, and four light tenants send 5% each. 10% of every tenant's requests are urgent.
+Each trace runs with 1, 8 and 1,000 simulated workers under every scheduling policy. The trace's arrival rate is
+increased until requests have to wait, because policies differ only if requests wait. The traces do not say which tenant
+sent a request, so tenants are assigned at random. One tenant sends 80% of the requests, and four light tenants send 5%
+each. 10% of every tenant's requests are urgent. The first table lists:
 
-- p99 TTFT in seconds: of all requests, of the light tenants' requests, of urgent requests.
-- service gap: the largest difference between two tenants' services, in thousands of tokens, while both had waiting
-  requests (`scheduler_service/simulation/fairness.py`).
-- preemptions, by mode.
+- the p99 of the time to first token (TTFT) in seconds, for all requests, for the light tenants' requests and for urgent
+  requests;
+- the service gap: the largest difference between the services that two tenants received while both had waiting
+  requests, in thousands of tokens (`scheduler_service/simulation/fairness.py`);
+- the number of preemptions in each mode.
 
-A second table shows the value of placement, in three cases. In the first case, one of 8 workers is slow: each of its
-steps takes four times as long. In the second case, 8 equal workers receive requests that are turns of conversations. In
-the third case, four branches of a conversation send each turn at once, as agents do. Each case runs with the balancer,
-and with "first come". "First come" means: the worker that plans first takes all requests that fit.
+A second table shows the gain of placing requests on the best worker, under three loads on 8 workers. In the first load,
+one of the workers is slow: each of its steps takes four times as long. In the second load, the requests are turns of
+conversations. In the third load, four branches of a conversation send each turn at once, as agents do. Each load runs
+with pagewire's balancer and with the placement policy "first come", under which the worker that plans first takes all
+requests for which it has room.
 
-A third table shows the value of the limit on one prompt's tokens in a step. One worker receives the requests of up to
-512 prompt tokens. Every 400 seconds the worker also receives long prompts that require a hundred steps together. TTFT
-is measured over the requests that arrived while a long prompt was in flight.
+A third table shows the gain of limiting the tokens of one long prompt in a step. One worker receives the trace's
+requests of up to 512 prompt tokens. Every 400 seconds the worker also receives several long prompts, which together
+fill a hundred steps. The table lists the TTFT of the short requests that arrived while a long prompt was in flight.
 
-One process runs on each core, so the real time of a run includes the load of the other processes. The last line is
-JSON.
+One simulation runs on each core at a time, so the real time of a simulation also depends on the other simulations. The
+last line of the output is JSON.
 """
 
 import argparse
@@ -46,17 +50,17 @@ from scheduler_service.simulation.simulator import RequestTimes, Simulator
 from scheduler_service.simulation.summary import percentiles, ttft
 from scheduler_service.simulation.trace import Arrival, read_trace
 
-# Factors on a trace's speed, by number of workers. With a factor of a sixth per worker, the conversation trace keeps
-# workers with the built-in cost model busy. For a thousand workers the hour of a trace is compressed to seven seconds:
-# in a slower run no request waits.
+# Factors by which a trace's arrival rate is multiplied, by number of workers. With a factor of 1/6 for each worker, the
+# conversation trace keeps workers with the built-in cost model busy. For a thousand workers, a trace of one hour is
+# compressed to seven seconds, because with a smaller factor no request waits.
 SPEEDUPS = {1: 1 / 6, 8: 8 / 6, 1000: 500.0}
 HEAVY = "heavy"
 TENANTS = {HEAVY: 0.8, "light 1": 0.05, "light 2": 0.05, "light 3": 0.05, "light 4": 0.05}
-URGENT = -100  # so urgent that no other request becomes more urgent by ageing
+URGENT = -100  # so urgent that ageing never makes another request more urgent
 PRIORITIES = {0: 0.9, URGENT: 0.1}
 
-# Factor on a trace's speed. At this speed workers have room most of the time. Without room, placement has little
-# choice.
+# Factor by which a trace's arrival rate is multiplied to measure placement. With a factor of 0.8, workers have room for
+# more requests most of the time; if only one worker had room, placement would have no choice.
 PLACEMENT_SPEEDUP = 0.8
 PLACEMENT_REQUESTS = 6_000
 SLOWNESS = {7: 4.0}
@@ -72,7 +76,7 @@ Row = dict[str, str | int | float]
 
 
 class FirstCome(Balancer):
-    """A placement policy: the worker that plans first takes all requests that fit."""
+    """The placement policy "first come": the worker that plans first takes all requests for which it has room."""
 
     def has_others(self, member: Member) -> bool:  # noqa: ARG002
         return False
@@ -110,7 +114,7 @@ def run_placement(case: tuple[str, str, bool]) -> Row:
     arrivals = read_trace(Path(trace), speedup=PLACEMENT_SPEEDUP, limit=PLACEMENT_REQUESTS)
     if load != "a slow worker":
         arrivals = converse(arrivals, pause=30.0, most_turns=8)
-    if load == "branches":  # the number of requests and the duration of the trace stay the same
+    if load == "branches":  # branches replace other requests, so that the number of requests stays
         arrivals = [arrival for arrival in arrivals[::NUM_BRANCHES] for _ in range(NUM_BRANCHES)]
     waiting = WaitingQueue()
     waiting.balancer = Balancer() if is_placed else FirstCome()
@@ -194,7 +198,7 @@ COLUMNS = {
 
 
 def table_of(report: list[Row], columns: dict[str, str], last: str) -> Table:
-    """Build a table. A separator line follows each row in which a value equals `last`."""
+    """Make a table of the report's rows. A separator line follows each row in which a value equals `last`."""
     table = Table()
     for heading in columns:
         is_name = heading in ("trace", "policy", "load", "placement")

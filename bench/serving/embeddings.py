@@ -1,13 +1,13 @@
-"""Texts per second of Embed and of sentence-transformers, on the same cores in turn, and the difference of their
-vectors.
+"""Measures the texts per second of pagewire's Embed call and of sentence-transformers, on the same cores in turn, and
+the difference of their vectors.
 
     python -m bench embeddings MODEL [--tokens 16,128,512,mixed] [--texts 512] [--rounds 3] [--peer FOLDER]
 
-MODEL is a folder that both systems can read, for example all-MiniLM-L6-v2. Texts are random words. A text has an exact
-number of tokens, or with `mixed` any number up to the longest. The peer receives all texts in one call and sorts them
-by length. Only one system computes at a time. If sentence-transformers is not installed, `--peer` is a folder that
-contains it: `pip install --target FOLDER --no-deps sentence-transformers scikit-learn scipy`, and the requirements that
-are missing.
+MODEL is the folder of a model that both systems can read, for example all-MiniLM-L6-v2. The texts are random words. All
+texts of a load have the same number of tokens or, in the load `mixed`, any number up to the model's longest text.
+sentence-transformers receives all texts in one call and sorts the texts by length. Only one system computes at a time.
+If sentence-transformers is not installed, install it to a folder for `--peer`: `pip install --target FOLDER --no-deps
+sentence-transformers scikit-learn scipy`, together with its requirements that are missing.
 """
 
 import argparse
@@ -29,7 +29,9 @@ MIXED = "mixed"
 
 
 def make_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]:
-    """Texts of one-token words. `lengths` are the numbers of tokens, special tokens included."""
+    """Random texts of words that are one token each. `lengths` are the texts' numbers of tokens, special tokens
+    included.
+    """
     draw = random.Random(seed)
     words = [word for word in sorted(tokenizer.get_vocab()) if word.isascii() and word.isalpha() and word.islower()]
     around = tokenizer.num_special_tokens_to_add()
@@ -45,7 +47,7 @@ def rate(compute: Callable[[], object], num_texts: int) -> float:
 
 
 def measure(model: str, target: str, kinds: Sequence[str], num_texts: int, rounds: int) -> None:
-    """Print a line for each kind of text."""
+    """Measure both systems, and print a line for each kind of texts."""
     from sentence_transformers import SentenceTransformer
 
     peer = SentenceTransformer(model, device="cpu")
@@ -69,7 +71,7 @@ def measure(model: str, target: str, kinds: Sequence[str], num_texts: int, round
             theirs.append(rate(lambda: expected.extend(peer.encode(texts, convert_to_tensor=True)), num_texts))  # noqa: B023
             for one, other in zip(found, expected, strict=True):
                 difference = max(difference, (torch.tensor(list(one.vector)) - other.cpu()).abs().max().item())
-        ratios = [a / b for a, b in zip(ours[1:], theirs[1:], strict=True)]  # the first round is a warm-up
+        ratios = [a / b for a, b in zip(ours[1:], theirs[1:], strict=True)]  # the first round is a warm-up, so omitted
         length = kind if kind == MIXED else f"{lengths[0]} tokens"
         write(
             f"{length:>10}: {statistics.median(ours[1:]):7.1f} and {statistics.median(theirs[1:]):7.1f}, ratio "

@@ -1,9 +1,10 @@
-"""The cost of a JSON schema: the same prompts with and without a schema, in turn, on our server and on vLLM's server.
+"""Measures the cost of a JSON schema: pagewire's and vLLM's servers answer the same prompts with and without a schema,
+in turn.
 
     python -m bench forms [--peer DIR] [--sequences 1,8,32] [--rounds 3]
 
-Outputs are sampled, and each output has 128 tokens. The schema demands a list that is longer than 128 tokens. Without
-the schema, the end of sequence is ignored.
+Each output is sampled and has 128 tokens. The schema requires a list that is longer than 128 tokens, so no output ends
+early. Without the schema, outputs continue after end-of-sequence tokens.
 """
 
 import argparse
@@ -46,7 +47,9 @@ SCHEMA: dict[str, Any] = {
     },
 }
 Call = Callable[[Sequence[int], bool, int], Awaitable[int]]
-"""Generates an output after a prompt, with or without the schema, from a seed. Returns the number of tokens."""
+"""A function that generates an output after a prompt, with or without the schema, from a seed. Returns the number of
+output tokens.
+"""
 
 
 def ours(client: Client) -> Call:
@@ -76,7 +79,7 @@ def theirs(session: aiohttp.ClientSession) -> Call:
 
 
 async def rate(call: Call, num_sequences: int, has_form: bool, seed: int) -> float:
-    """Output tokens per second of `num_sequences` requests at once."""
+    """Output tokens per second of `num_sequences` simultaneous requests."""
     prompts = [
         [1000 + (number * 7919 + seed * 104729 + place * 31) % 20000 for place in range(PROMPT_TOKENS)]
         for number in range(num_sequences)

@@ -1,10 +1,12 @@
-"""The cost of HTTP: the same loads on our services over gRPC, on our services over HTTP, and on vLLM's server.
+"""Measures the cost of HTTP: the same loads are sent to pagewire over gRPC, to pagewire over HTTP, and to vLLM's
+server.
 
     python -m bench gateway [--peer DIR] [--loads 128x1,128x8,128x32] [--rounds 2]
 
-Over HTTP, `pagewire_client serve` receives completions and chats. Chats pass through the gateway. Prompts are one-token
-words. A chat has fewer words, because the chat template adds tokens. With the template all prompts have the same
-length. An event counts as one token. If `usage` reports more tokens, the additional tokens are counted at the end.
+Over HTTP, the process `pagewire_client serve` receives completions, which it sends to the scheduler itself, and chats,
+which pass through the gateway process. Prompts consist of words that are one token each. The prompt of a chat has fewer
+words, because the chat template adds tokens; all prompts have the same number of tokens. Each event of an HTTP stream
+counts as one token. If `usage` at the end of the stream reports more tokens, the additional tokens are counted then.
 """
 
 import argparse
@@ -38,7 +40,7 @@ READY_SECONDS = 60.0
 
 
 class Http:
-    """A running server of OpenAI's HTTP API. The numbers in a prompt are indices into `words`."""
+    """A running server with OpenAI's HTTP API. The numbers in a load's prompts are indices into `words`."""
 
     def __init__(
         self, name: str, url: str, pids: Callable[[], list[int]], words: Sequence[str], *, chats: bool = False
@@ -94,7 +96,7 @@ class Http:
 
 
 def words_of(directory: Path) -> list[str]:
-    """Words with a leading space that are one token in any context."""
+    """Words with a leading space that are always encoded as one token."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     words = [f" {piece[1:]}" for piece in sorted(tokenizer.get_vocab()) if piece[0] in "Ġ▁" and piece[1:].isalpha()]
     return [word for word in words if word.isascii() and len(tokenizer.encode(word, add_special_tokens=False)) == 1]
@@ -102,7 +104,7 @@ def words_of(directory: Path) -> list[str]:
 
 @contextmanager
 def serving(target: str) -> Iterator[tuple[str, int]]:
-    """The URL and the process id of `pagewire_client serve`. Raises BenchError if the program does not start."""
+    """Start `pagewire_client serve`, and yield its URL and its process id. Raises BenchError if it does not start."""
     address = free_address()
     command = [sys.executable, "-m", "pagewire_client", "serve", "--target", target, "--listen", address]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)

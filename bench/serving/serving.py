@@ -1,8 +1,10 @@
-"""Serve a model, send loads to it, and print its figures next to a peer's: python -m bench serving --peer DIR.
+"""Serves a model with pagewire and with a peer, sends loads to both, and prints their figures: python -m bench serving
+--peer DIR.
 
-The peer is vLLM's CPU build with the same weights (`bench/systems/peer_vllm.py`). Both systems are up at the same time
-and run the same loads in turn. Without --peer the peer is transformers' own generate, for the loads that a static batch
-can represent. The last line is JSON. The member `ratios` contains our output tokens per second divided by the peer's.
+The peer is vLLM's CPU build with the same weights (`bench/systems/peer_vllm.py`). Both systems are up at the same time,
+and the same loads are sent to them in turn. Without --peer the peer is the method `generate` of transformers, but only
+for loads that a static batch can represent. The last line of the output is JSON. Its member `ratios` contains
+pagewire's output tokens per second divided by the peer's.
 """
 
 import argparse
@@ -121,7 +123,7 @@ def compare_with_transformers(report: Report, loads: list[Load], directory: Path
     if not loads:
         return
     from bench.systems.peer_transformers import (
-        Transformers,  # imported late, because torch's memory and threads would affect the other runs
+        Transformers,  # imported late, because torch's memory and threads would affect the measurements of pagewire
     )
 
     transformers = Transformers(directory)
@@ -137,7 +139,7 @@ def main() -> None:
         report = run(arguments)
     except (BenchError, ServerError, StartError, TraceError, ValueError, OSError) as error:
         sys.exit(f"bench serving: {error}")
-    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # one of the systems failed under load
+    except (grpc.RpcError, aiohttp.ClientError, psutil.Error) as error:  # pagewire or vLLM failed under load
         sys.exit(f"bench serving: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

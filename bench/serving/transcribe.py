@@ -1,13 +1,14 @@
-"""Compares Transcribe with faster-whisper and transformers, in turn: seconds of work for a second of sound.
+"""Compares the speed of pagewire's Transcribe call with faster-whisper and transformers, in turn.
 
     python -m bench transcribe MODEL SOUND [--rounds 3] [--streams 1,4] [--dtype float32] [--peers FOLDER]
 
-MODEL is a Whisper model's folder; SOUND is a file. The program prints real-time factors: seconds of work for a second
-of sound. Smaller is better. Every system decodes greedily, with timestamps, in English, while the other systems are
-idle. With several streams, Transcribe receives one call per stream at the same time. The sounds of the calls differ in
-their first samples. The peers support one sound at a time and receive the sounds one after the other. If faster-whisper
-and ctranslate2 are not installed, `--peers` is a folder that contains them: `pip install --target FOLDER
-faster-whisper`. The model is converted once, into its folder `ct2`.
+MODEL is the folder of a Whisper model, and SOUND is a sound file. The benchmark prints real-time factors: the seconds
+that a system takes for a second of sound. A smaller real-time factor is better. Every system decodes greedily, with
+timestamps, in English, while the other systems are idle. With several streams, as many Transcribe calls run at the same
+time. The sounds of these calls differ in their first samples. faster-whisper and transformers transcribe one sound at a
+time, and receive the sounds one after the other. If faster-whisper and ctranslate2 are not installed, install them to a
+folder for `--peers`: `pip install --target FOLDER faster-whisper`. For faster-whisper, the model is converted once,
+into the subfolder `ct2` of MODEL.
 """
 
 import argparse
@@ -30,9 +31,7 @@ Samples = Any
 
 
 def variants(samples: Samples, count: int) -> list[Samples]:
-    """Sounds with the same content that miss every cache, because each sound begins slightly later than the previous
-    sound.
-    """
+    """Copies of the sound that no cache contains, because each copy begins slightly later than the previous copy."""
     return [np.roll(samples, 160 * number) for number in range(count)]
 
 
@@ -71,7 +70,7 @@ def transformers_peer(model: str, dtype: str) -> Callable[[Samples], str]:
 
 def faster_whisper_peer(model: str, dtype: str, folder: Path | None) -> Callable[[Samples], str]:
     if folder is not None:
-        sys.path.append(str(folder))  # the folder comes after the paths of this project's own packages
+        sys.path.append(str(folder))  # appended, so that packages which are already installed take precedence
     import ctranslate2
     from faster_whisper import WhisperModel
 
@@ -111,7 +110,7 @@ def measure(arguments: argparse.Namespace, target: str) -> None:
             for name, transcribe in systems.items():
                 began = time.perf_counter()
                 texts = transcribe(sounds)
-                if number:  # the first round is a warm-up
+                if number:  # the first round is a warm-up and does not count
                     found[name].append((time.perf_counter() - began) / (seconds * count))
                 elif count == 1:
                     write(f"{name}: {texts[0].strip()}\n")

@@ -1,1 +1,1 @@
-"""The systems under load: pagewire's services and their peers."""
+"""The systems that benchmarks start and measure: pagewire's services and their peers."""

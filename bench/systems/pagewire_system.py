@@ -1,4 +1,4 @@
-"""Pagewire's two services, with a client over gRPC."""
+"""Starts pagewire's scheduler and a worker, and sends loads to them over gRPC."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -15,10 +15,10 @@ from pagewire_common.connection.channel import open_channel
 
 
 class Pagewire:
-    """A scheduler and a worker with the weights of `model`, which is a folder or a GGUF file.
+    """A running scheduler and a running worker. `model` is the folder or the GGUF file with the model's weights.
 
-    `cache_gib` is the memory for keys and values in GiB; by default the worker chooses the size. `flags` are further
-    flags of the worker. Raises ServerError if the services do not start.
+    `cache_gib` is the memory for keys and values in GiB; by default the worker chooses the size. `flags` are additional
+    command-line flags of the worker. Raises ServerError if a service does not start.
     """
 
     name = "pagewire"
@@ -47,7 +47,7 @@ class Pagewire:
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Stream]:
         async with Client(self._server.target) as client:
-            await client.get_model()  # opens the connection before the measurement
+            await client.get_model()  # opens the gRPC connection before the measurement
 
             async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
                 sampling = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
@@ -58,7 +58,7 @@ class Pagewire:
             yield stream
 
     async def step_split(self) -> StepSplit:
-        """The times of the worker's steps so far, by phase."""
+        """The total time of each phase of the worker's steps since the scheduler started."""
         async with open_channel(self._server.admin_target, None) as channel:
             response = await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())
         (worker,) = response.state.workers

@@ -1,4 +1,6 @@
-"""The peer that is always available: transformers' own generate, in static batches in one process, without a server."""
+"""The peer that is always installed: the method `generate` of transformers, in static batches in one process, without a
+server.
+"""
 
 import time
 from pathlib import Path
@@ -17,8 +19,8 @@ class Transformers:
 
     @torch.inference_mode()
     def output_tokens_per_second(self, load: Load) -> float:
-        """Output tokens per second of one batch with `concurrency` prompts of equal length. The model generates a few
-        tokens before the measurement to warm up.
+        """Output tokens per second of one static batch with the load's `concurrency` prompts of equal length. To warm
+        up, the model generates a few tokens before the measurement.
         """
         prompts = torch.tensor(load.prompts(self._model.config.vocab_size, 0)[: load.concurrency])
         output_tokens = load.arrivals[0].output_tokens

@@ -1,8 +1,8 @@
-"""vLLM with the same weights, with a client over its OpenAI-compatible HTTP API.
+"""Starts vLLM's server with the same weights as pagewire, and sends loads to its OpenAI-compatible HTTP API.
 
-vLLM runs with the defaults of `vllm serve`, and with settings from the environment, for example
-VLLM_CPU_OMP_THREADS_BIND. vLLM's CPU build is started from a folder with `venv/` and `model/`. `venv/` is a virtual
-environment that can run vLLM. `model/` contains the weights as a Hugging Face directory.
+vLLM runs with the defaults of `vllm serve`, and with settings from environment variables, for example
+VLLM_CPU_OMP_THREADS_BIND. vLLM's CPU build is started from a folder with `venv/`, a virtual environment that can run
+vLLM, and `model/`, a Hugging Face directory with the model's weights.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ MODEL = "default"
 
 
 class Vllm:
-    """A server in its own process group. Raises BenchError if the server does not start."""
+    """A running vLLM server in a separate process group. Raises BenchError if the server does not start."""
 
     name = "vLLM"
 
@@ -44,15 +44,15 @@ class Vllm:
         context: int = CONTEXT,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`program` is the command that starts `vllm`. `environment` contains variables that are added to this
-        process's variables.
+        """`program` is the command that starts `vllm`. `environment` contains environment variables for vLLM, in
+        addition to those of this process.
         """
         began = time.perf_counter()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
         self.environment |= environment or {}
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # the file is open as long as the process
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # the log file stays open as long as the server runs
         command: list[str | Path] = [
             *program, "serve", model, "--served-model-name", MODEL, "--dtype", "bfloat16",
             "--max-model-len", str(context), "--host", "127.0.0.1", "--port", str(port), *flags,
@@ -64,7 +64,7 @@ class Vllm:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | self.environment | {"HF_HUB_OFFLINE": "1"},
-                # Ctrl-C reaches only the benchmark, and the benchmark then ends the whole process group
+                # Ctrl-C ends only the benchmark, which then ends vLLM's process group
                 start_new_session=True,
             )
         except OSError as error:
@@ -116,14 +116,14 @@ class Vllm:
             yield stream
 
     def stop(self) -> None:
-        """Send SIGTERM to the server, which ends its children. Afterwards send SIGKILL to the processes that are left
-        in the group.
+        """Send SIGTERM to the server, which ends its child processes, and then send SIGKILL to all processes that are
+        left in the server's process group.
         """
         try:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
-        finally:  # runs also after a second Ctrl-C
+        finally:  # also runs if Ctrl-C interrupts the wait for vLLM's end
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -137,13 +137,15 @@ class Vllm:
 
 
 def vllm_on_cpu(folder: Path, cache_gib: int, *flags: str) -> Vllm:
-    """vLLM's CPU build with the folder's own model, and `cache_gib` of memory for keys and values."""
+    """Start vLLM's CPU build from a folder with `venv/` and `model/`, with `cache_gib` GiB of memory for keys and
+    values.
+    """
     program, environment = cpu_build(folder, cache_gib)
     return Vllm(program, folder / "model", *flags, environment=environment)
 
 
 def cpu_build(folder: Path, cache_gib: int) -> tuple[list[Path], dict[str, str]]:
-    """The program of the folder's virtual environment, and its environment variables."""
+    """The command that starts vLLM in the folder's virtual environment, and the environment variables for vLLM."""
     return [folder / "venv" / "bin" / "vllm"], {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
 
 
@@ -155,12 +157,12 @@ def _request(prompt: Sequence[int], output_tokens: int) -> dict[str, Any]:
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
-        "return_token_ids": True,  # without this field, an event does not contain its number of tokens
+        "return_token_ids": True,  # only with this field, an event contains the number of its tokens
     }
 
 
 def tokens_of(line: bytes) -> int:
-    """The number of tokens in a line of the event stream. Raises BenchError if the event is an error."""
+    """The number of tokens in one line of vLLM's event stream. Raises BenchError if the line reports an error."""
     data = line.removeprefix(b"data:").strip()
     if not data or data == b"[DONE]":
         return 0

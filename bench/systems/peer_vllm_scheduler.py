@@ -1,13 +1,13 @@
-"""The cost of vLLM's own scheduler. `bench scheduler` runs this file with a Python that can import vllm.
+"""Measures the CPU time of vLLM's scheduler. `bench scheduler` runs this file with a Python that can import vllm.
 
-The argument is the JSON of `bench.planning.scheduler.Load`. The program prints vLLM's version. Afterwards the program
-reads lines from stdin. Each line contains a number of running sequences. For each line the program prints the
-microseconds of a step, measured over one round.
+The program's argument is a `bench.planning.scheduler.Load` as JSON. The program first prints vLLM's version. The
+program then reads lines from stdin, each with a number of running sequences. For each line the program prints the mean
+microseconds of a step with this number of sequences.
 
-The V1 scheduler is built as in vLLM's engine core, with prefix caching on and statistics off. The scheduler's model has
-one layer. The model's weights are never loaded. Asynchronous scheduling is off: as in pagewire's measurement, every
-step's answer arrives before the next step. Both schedulers search their outputs for stop tokens, and both receive
-prepared answers.
+vLLM's V1 scheduler is constructed as in vLLM's engine core, with prefix caching on and statistics off. The scheduler's
+model has one layer, and its weights are never loaded. Asynchronous scheduling is off, because in the measurement of
+pagewire's scheduler, too, every step's answer arrives before the next step is planned. vLLM's and pagewire's schedulers
+both search outputs for stop tokens, and both receive answers that were prepared before the measurement.
 """
 
 import gc
@@ -45,7 +45,7 @@ STOP_TOKEN, TOKEN = 2, 7
 
 
 def make_scheduler(load: dict[str, Any], num_seqs: int) -> Any:
-    """A scheduler with `num_seqs` running sequences that have computed their prompts."""
+    """A vLLM scheduler with `num_seqs` running sequences whose prompts have been computed."""
     num_blocks = num_seqs * load["num_blocks_each"]
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(MODEL))
@@ -102,7 +102,7 @@ def us_per_step(load: dict[str, Any], scheduler: Any, answer: Any) -> float:
 
 def main() -> None:
     load = json.loads(sys.argv[1])
-    enable_envs_cache()  # vLLM's engine core calls it too
+    enable_envs_cache()  # as vLLM's engine core does
     sys.stdout.write(f"{vllm.__version__}\n")
     sys.stdout.flush()
     size = 0
@@ -114,7 +114,7 @@ def main() -> None:
             answer = answer_of(output, [[TOKEN]] * size)
             scheduler.update_from_output(output, answer)
             gc.collect()
-            gc.freeze()  # vLLM's engine core calls it too
+            gc.freeze()  # as vLLM's engine core does
         sys.stdout.write(f"{us_per_step(load, scheduler, answer)}\n")
         sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""The memory and the CPU time of a system's processes and all their descendants."""
+"""Measures the memory and the CPU time of a system's processes and all their descendants."""
 
 import signal
 import sys
@@ -8,7 +8,7 @@ import psutil
 
 
 def end_on_signals() -> None:
-    """Exit on SIGTERM and SIGHUP in the same way as on Ctrl-C, so that child processes are stopped."""
+    """Make SIGTERM and SIGHUP end the benchmark as Ctrl-C does, so that its child processes are stopped."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
 
@@ -20,7 +20,9 @@ def _family(pids: Sequence[int]) -> Iterator[psutil.Process]:
 
 
 def memory_mib(pids: Sequence[int]) -> float:
-    """Resident memory in MiB. A page that several processes share counts once, if the system reports shared pages."""
+    """Resident memory of the processes and their descendants in MiB. A memory page that several processes share counts
+    once, if the operating system reports shared pages.
+    """
     infos = [process.memory_full_info() for process in _family(pids)]
     return sum(getattr(info, "pss", info.rss) for info in infos) / 2**20
 
