@@ -97,7 +97,7 @@ class Report:
         return table
 
     def sentences(self) -> list[str]:
-        """Sentences with the figures that are not in any table."""
+        """Sentences that state the measured values that no table shows."""
         lines = [f"{name} was ready after {seconds:.1f} s." for name, seconds in self.start_seconds.items()]
         measurement = self.measurements.get(TARGET_LOAD)
         if measurement and (split := measurement.split):

@@ -18,9 +18,10 @@ conversations. In the third load, four branches of a conversation send each turn
 with pagewire's balancer and with the placement policy "first come", under which the worker that plans first takes all
 requests for which it has room.
 
-A third table shows the gain of limiting the tokens of one long prompt in a step. One worker receives the trace's
-requests of up to 512 prompt tokens. Every 400 seconds the worker also receives several long prompts, which together
-fill a hundred steps. The table lists the TTFT of the short requests that arrived while a long prompt was in flight.
+A third table shows how latency improves if a step computes only a limited number of tokens of each long prompt. One
+worker receives the trace's requests of up to 512 prompt tokens. Every 400 seconds the worker also receives several long
+prompts, which together fill a hundred steps. The table lists the TTFT of the short requests that arrived while a long
+prompt was in flight.
 
 One simulation runs on each core at a time, so the real time of a simulation also depends on the other simulations. The
 last line of the output is JSON.

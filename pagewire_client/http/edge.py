@@ -152,7 +152,7 @@ class Edge:
         # If the gateway exports spans, its span is a child of the client's span.
         trace = [(name, value) for name, value in context.invocation_metadata() if name in _TRACE] or trace
         async with self._scheduler.channel() as channel:
-            send: Any = channel.unary_stream(method)  # all forwarded methods have one request message
+            send: Any = channel.unary_stream(method)  # no method streams requests
             call = send(unread.put_into(first), metadata=(*(key_metadata(key) or ()), *trace, *unread.metadata()))
             try:
                 async for message in call:

@@ -19,9 +19,9 @@ the next step, so planning requires only the number of tokens. Blocks that are f
 reused at once, because their next sequence writes to them in a later step. If a sequence turns out to have stopped,
 only its slots in the steps in flight are wasted.
 
-If the worker proposes drafts, a step has room for drafts after a sequence's next token, as far as the step's budget has
-tokens left. The worker proposes and verifies the drafts. The worker's answer reports how many drafts of each sequence
-were accepted. Until a step is answered, later plans assume that all drafts of this step are accepted.
+If the worker proposes drafts, the scheduler reserves draft tokens after each sequence's next token, until the step's
+token budget is used up. The worker proposes and verifies the drafts. The worker's answer reports how many drafts of
+each sequence were accepted. Until a step is answered, later plans assume that all drafts of this step are accepted.
 
 `planning/step.py` explains the contents of a step, and how its bytes are counted. `planning/steady_plan.py` explains
 steps that repeat the step before. `planning/shared_prefixes.py` explains requests that wait for a prefix which other

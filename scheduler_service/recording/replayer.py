@@ -1,4 +1,4 @@
-"""Runs the core again from a recording and compares all its decisions.
+"""Replays a recording through the core, and compares each decision of the core with the recorded decision.
 
 A plan is compared as the bytes that its worker received, so even a different block number is found. The replay yields
 the recording's events one by one. Perfetto traces and cost models are computed from these events.

@@ -83,7 +83,8 @@ class PoolingType(enum.Enum):
     SCORE = enum.auto()
     """The text's scores, which the model's classifier computes."""
     ALIGNMENT = enum.auto()
-    """The times at which the last tokens of a transcript are spoken, as numbers of encoder tokens."""
+    """When each of the newest transcript tokens is spoken. A time is counted in encoder tokens from the audio's start.
+    """
 
 
 @dataclass(frozen=True)

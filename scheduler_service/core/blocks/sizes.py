@@ -9,9 +9,9 @@ from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 class TableSizes:
     """The sizes of one worker's block tables.
 
-    `num_blocks` is the number of blocks in the pool; if it is 0, no keys and values are stored. A table has room for
-    `num_lookahead_slots` tokens after the tokens that its sequence computes next. With a `sliding_window`, a sequence
-    frees blocks behind the window, and holds at most `max_blocks_per_sequence` blocks.
+    `num_blocks` is the number of blocks in the pool; if it is 0, no keys and values are stored. The block
+    table of a sequence covers the tokens of the next step and `num_lookahead_slots` further tokens. With a
+    `sliding_window`, a sequence frees blocks behind the window, and holds at most `max_blocks_per_sequence` blocks.
     """
 
     block_size: int

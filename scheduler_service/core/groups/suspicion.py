@@ -44,8 +44,8 @@ class Suspicion:
         """Whether the request must be scheduled alone.
 
         After the second loss, the request must run alone for one token. After each further loss, the request must run
-        alone for CLEARING_TOKENS tokens. A request that kills workers with its second or a later token therefore runs
-        alone after enough losses.
+        alone for CLEARING_TOKENS tokens. Some requests crash a worker only after their first token. After
+        enough lost workers, such a request runs alone too.
         """
         if self.num_losses <= 2:
             return self.num_losses == 2 and not self.num_clean_tokens

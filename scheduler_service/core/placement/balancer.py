@@ -7,9 +7,9 @@ room now can be better, so one of the workers that ask always takes the group.
 
 A group is left to a better worker for a limited time only, because the work of workers changes. The time limit is the
 time that the better worker would have saved, counted from when the group was first left. With this time limit, a group
-waits at most twice as long as necessary. A group is no longer left to a better worker after MAX_OVERTAKES later groups
-were taken before it. A group that was left for its maximum time or overtaken MAX_OVERTAKES times is taken by the first
-worker that asks.
+waits at most twice as long as necessary. Once MAX_OVERTAKES groups that arrived later have been taken first, no worker
+leaves the group to a better worker. A group that was left for its maximum time or overtaken MAX_OVERTAKES times is
+taken by the first worker that asks.
 
 A worker passes over a group if the worker has no free slot for the group's adapter. A group without a slot is overtaken
 at most MAX_OVERTAKES times. A worker also passes over a group whose adapter it does not hold. The worker fetches this
@@ -208,7 +208,9 @@ class Balancer:
         return members
 
     def _others(self, member: Member, group: SequenceGroup, now: float, lightest: list[Member]) -> list[Offer]:
-        """The offers of the `lightest` workers, and of other workers that hold the longest prefix or the adapter."""
+        """The offers of the `lightest` workers, and of the workers besides `member` with the longest prefix or the
+        adapter.
+        """
         holders = self._holders(member, group)
         if group.adapter_id:
             holders += self._adapter_holders(member, group)

@@ -69,8 +69,8 @@ class ChunkSizes:
         return chunks
 
     def _due(self, group: SequenceGroup) -> list[Sequence]:
-        """The group's live sequences that a step may schedule. With separate phases, only sequences with several
-        uncomputed tokens are returned, so that no sequence decodes in a step of prompts."""
+        """The group's live sequences that a step may schedule. If prefill and decode have separate steps, a
+        prefill step gets only sequences with several uncomputed tokens, so that no sequence decodes in it."""
         live = group.live
         if not self._is_separate or len(live) == 1:
             return live

@@ -68,7 +68,8 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
         entries = answer.prompt_logprobs.get(sequence.id, [])
         if sampling.prompt_logprobs is not None:
             # For each token that a step computes, the worker reports the log-probability of the next token if that is a
-            # prompt token. For a sequence that has ended, the number of these entries is not checked.
+            # prompt token. If the sequence has ended, the number of reported log-probabilities is not
+            # checked.
             first = sequence.num_stored_tokens + 1
             due = max(0, min(first + num_tokens, sequence.num_prompt_tokens) - first)
             if len(entries) > num_tokens or (len(entries) != due and not sequence.status.is_finished):

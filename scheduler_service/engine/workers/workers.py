@@ -19,8 +19,8 @@ from scheduler_service.engine.workers.worker import Worker
 
 
 class Outage:
-    """Whether an outage lasts now. `set` begins or ends the outage. At the start of the server an outage lasts until
-    the first worker accepts requests.
+    """Tells whether an outage lasts at this moment. `set` begins or ends the outage. At the start of the server an
+    outage lasts until the first worker accepts requests.
     """
 
     def __init__(self, patience: float) -> None:

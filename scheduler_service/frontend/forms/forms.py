@@ -22,8 +22,8 @@ MAX_CHOICES = 1024
 MAX_KEPT_BYTES = 4 << 20
 """Largest number of bytes of cached grammars and cached error messages together."""
 REFUSAL_SECONDS = 60.0
-"""Seconds for which the refusal of a form is cached. The same form may compile later, because compile time depends on
-the machine's load.
+"""Seconds for which the refusal of a form is cached. A form that ran out of compile time may succeed at a later try,
+because compile time depends on the machine's load.
 """
 MAX_REASON = 500
 """Largest number of characters of an error message about a form."""

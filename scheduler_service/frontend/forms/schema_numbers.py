@@ -6,9 +6,10 @@ that is an integer: for a number above 0 and at most 0.01, llguidance also allow
 bounds of a range are rounded inward to numbers that llguidance handles correctly.
 
 Some numbers cannot be rounded and raise `NumberError`: values of `const` and `enum` that are not exactly a double, and
-bounds whose rounding would exclude too many integers of the range. For schemas that raise `NumberError`,
-schema_grammar.py writes a grammar. Each object in the schema is rewritten independently of the others. llguidance may
-later merge the bounds of several objects, which is correct, because the intersection of two correct ranges is correct.
+bounds whose rounding would exclude too many integers of the range. If rewriting a schema raises
+`NumberError`, schema_grammar.py writes a grammar instead. Each object in the schema is rewritten independently of the
+others. llguidance may later merge the bounds of several objects, which is correct, because the intersection of two
+correct ranges is correct.
 """
 
 import math

@@ -77,7 +77,7 @@ class _Closer:
         return found
 
     def _part(self, node: Any) -> Any:
-        """Close the inner values of a schema that describes a value together with other parts.
+        """Forbid undeclared keys in the objects inside a schema that is one of several schemas for the same value.
 
         The schema itself stays open.
         """

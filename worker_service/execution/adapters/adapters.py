@@ -65,7 +65,9 @@ class Adapters:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """For each projection that can have an adapter, its numbers of outputs and of inputs, summed over all ranks."""
+        """Numbers of outputs and inputs of each projection that can have an adapter, before the projection is split
+        over ranks.
+        """
         found = {}
         for name, place in self._places.items():
             cut = self.cuts.get(f"{name}.weight")

@@ -49,8 +49,8 @@ class EncoderDecoderConfig:
     head_dim: int
     max_model_len: int
     max_encoder_len: int
-    """Number of tokens that the encoder computes for an input. The number is a maximum for texts, and the same for all
-    sounds."""
+    """Number of tokens that the encoder computes for an input. For texts the number is a maximum. Every
+    audio input has exactly this number."""
     num_mel_bins: int = 0
     """Number of mel bins in an audio frame; 0 for a network whose inputs are texts."""
     median_filter_width: int = 1
