@@ -8,25 +8,73 @@ import sys
 from importlib import import_module
 
 BENCHES = {
-    "serving": ("bench.serving.serving", "rates, latencies and memory under seven loads, beside vLLM or transformers"),
-    "gateway": ("bench.serving.gateway", "the cost of HTTP, for completions and chats, beside gRPC and vLLM's server"),
-    "forms": ("bench.serving.forms", "the cost of a JSON schema, beside vLLM"),
-    "embeddings": ("bench.serving.embeddings", "texts per second of Embed, beside sentence-transformers"),
-    "transcribe": ("bench.serving.transcribe", "work per second of sound, beside faster-whisper and transformers"),
-    "fidelity": ("bench.model.fidelity", "difference of log-probabilities from float32, beside transformers and vLLM"),
-    "packed": ("bench.model.packed", "a GGUF file as stored, in 4 bits and in bfloat16, beside llama.cpp"),
-    "adapters": ("bench.model.adapters", "streams of 1, 4 and 16 adapters, beside the base model and vLLM's adapters"),
-    "trained_adapter": ("bench.model.trained_adapter", "whether adapters trained with PEFT give the trained answers"),
-    "speculation": ("bench.model.speculation", "tokens per second with and without drafts, beside vLLM's n-grams"),
-    "acceptance": ("bench.model.acceptance", "the acceptance rate of a draft model, by three rules"),
-    "trained_head": ("bench.model.trained_head", "trains an EAGLE-3 head, and measures its acceptance rate"),
-    "scheduler": ("bench.planning.scheduler", "the scheduler alone, beside vLLM's scheduler"),
-    "simulate": ("bench.planning.simulate", "policies and placement on whole traces, on a virtual clock"),
-    "fleet": ("bench.fleet.__main__", "failover, the workers that one scheduler feeds, and the cost of a fleet"),
-    "kernels_gpu": ("bench.kernels_gpu", "attention on a GPU, beside torch's and FlashInfer's"),
-    "steps_gpu": ("bench.steps_gpu", "decode steps on a GPU, beside the limit of its memory bandwidth"),
-    "serve_gpu": ("bench.gpu.serve_gpu", "serving on a GPU, beside vLLM"),
-    "pack": ("bench.gpu.pack", "measures nothing: packs vLLM for a GPU machine without a network"),
+    "serving": (
+        "bench.serving.serving",
+        "token rates, latencies and memory under seven loads, compared with vLLM or transformers",
+    ),
+    "gateway": (
+        "bench.serving.gateway",
+        "the cost of completions and chats over HTTP, compared with gRPC and with vLLM's server",
+    ),
+    "forms": ("bench.serving.forms", "the cost of sampling by a JSON schema, compared with vLLM"),
+    "embeddings": (
+        "bench.serving.embeddings",
+        "embedded texts per second of the Embed call, compared with sentence-transformers",
+    ),
+    "transcribe": (
+        "bench.serving.transcribe",
+        "seconds of transcription for a second of sound, compared with faster-whisper and transformers",
+    ),
+    "fidelity": (
+        "bench.model.fidelity",
+        "the error of log-probabilities against float32, compared with transformers in bfloat16 and vLLM",
+    ),
+    "packed": (
+        "bench.model.packed",
+        "token rates of a GGUF file with its stored weights, in 4 bits and in bfloat16, compared with llama.cpp",
+    ),
+    "adapters": (
+        "bench.model.adapters",
+        "token rates with 1, 4 and 16 adapters, compared with the base model and with adapters in vLLM",
+    ),
+    "trained_adapter": (
+        "bench.model.trained_adapter",
+        "whether an adapter that was trained with PEFT gives the trained answers",
+    ),
+    "speculation": (
+        "bench.model.speculation",
+        "tokens per second with and without drafts, compared with n-gram drafts in vLLM",
+    ),
+    "acceptance": (
+        "bench.model.acceptance",
+        "the acceptance rate of a draft model's drafts, under three acceptance rules",
+    ),
+    "trained_head": (
+        "bench.model.trained_head",
+        "trains an EAGLE-3 draft head, and measures the acceptance rate of its drafts",
+    ),
+    "scheduler": (
+        "bench.planning.scheduler",
+        "the CPU time of pagewire's scheduler for each step, compared with vLLM's scheduler",
+    ),
+    "simulate": (
+        "bench.planning.simulate",
+        "scheduling policies and placement, by simulating whole traces on a virtual clock",
+    ),
+    "fleet": (
+        "bench.fleet.__main__",
+        "pauses after a killed worker, the workers that one scheduler keeps busy, and the cost of one scheduler",
+    ),
+    "kernels_gpu": (
+        "bench.kernels_gpu",
+        "the speed of attention on a GPU, compared with torch's and FlashInfer's attention",
+    ),
+    "steps_gpu": (
+        "bench.steps_gpu",
+        "the time of decode steps on a GPU, compared with the limit of the GPU's memory bandwidth",
+    ),
+    "serve_gpu": ("bench.gpu.serve_gpu", "token rates and latencies of serving on a GPU, compared with vLLM"),
+    "pack": ("bench.gpu.pack", "packs vLLM for a GPU machine without a network; `pack` measures nothing"),
 }
 """The benchmarks by name: the module whose main() is called, and what the benchmark measures. bench/README.md has a
 table with more details.
