@@ -17,8 +17,9 @@ from pagewire_client.resumable import ResumableStream
 from pagewire_client.retry import Backoff
 
 PATIENCE_SECONDS = 390.0
-"""Seconds that a client tries again after its server was lost: nearly a whole round of `differential.py`. A request that
-waits in the queue receives nothing while one disturbance follows another, and a disturbance may last 60 s.
+"""Seconds that a client tries again after its server was lost: nearly a whole round of `differential.py`.
+
+A request that waits in the queue receives nothing while one disturbance follows another. A disturbance may last 60 s.
 """
 
 TOLERANCE = 1e-5

@@ -67,7 +67,7 @@ def sizes(one: InProcess) -> dict[str, int]:
         "calls beside Generate": engine.requests.admission._side_calls._num_calls,
         "requests of the front end": len(link.requests.by_call),
         "outputs of the front end": len(link.requests._by_output),
-        "answers that are awaited": len(link.connection._answers),
+        "answers that are awaited": len(link.connection._questions),
         "said and not sent": len(link.connection._events),
         "unread bytes": link.requests.unread.num_bytes,
         "front ends": len(connections),
