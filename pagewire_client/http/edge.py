@@ -60,8 +60,7 @@ OWN: dict[str, Callable[[Call], Awaitable[web.StreamResponse]]] = {
 _MODELS = re.compile(r"GET /v1/models(/.+)?")
 HELD_BYTES = 256 << 20
 """Maximum size in bytes of all requests and answers in flight. A sound counts up to three times, because memory holds
-up to three copies.
-"""
+up to three copies."""
 _SERVICE = "/vllm.grpc.engine.VllmEngine/"
 _OWN_METHODS = frozenset(
     f"{_SERVICE}{name}" for name in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer")
@@ -87,8 +86,7 @@ OPTIONS = (("grpc.max_receive_message_length", _LONGEST), ("grpc.max_send_messag
 @dataclass(slots=True)
 class _Request:
     """One request in flight: the client's key and trace. After the request's Generate call, the object also contains
-    the request's full id.
-    """
+    the request's full id."""
 
     key: str
     unread: Unread = _NOTHING
@@ -142,8 +140,7 @@ class Edge:
 
     async def _relay(self, method: str, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Forward a call of the gateway. The forwarded call has the API key of its HTTP request, or this process's own
-        key.
-        """
+        key."""
         first = await anext(messages, b"")
         if (found := self._owner_of(method, first)) is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is for the gateway's own calls")

@@ -207,9 +207,7 @@ class Scheduler:
 
     def finish_requests(self, request_ids: Iterable[str], status: SequenceStatus) -> list[SequenceGroup]:
         """End requests that are on this worker or wait. Unknown ids are skipped. Returns the groups that were found.
-
-        Raises TypeError for a single string, because its letters would be read as ids.
-        """
+        Raises TypeError for a single string, because its letters would be read as ids."""
         if isinstance(request_ids, str | bytes):
             raise TypeError(f"request_ids is {request_ids!r}; it must be a list of ids, of one if there is only one")
         ended: list[SequenceGroup] = []
@@ -226,12 +224,10 @@ class Scheduler:
         self._admission.set_admission(admits)
 
     def begin_fetch(self, wanted: Iterable[str], preloads: Iterable[str] = ()) -> AdapterFetch | None:
-        """Choose the adapter to fetch next for the worker; None if no adapter can be fetched now.
-
-        `wanted` contains adapter ids, for example the `lacking_adapters` of a step. The first adapter of `wanted` that
-        the worker does not hold is fetched. If the worker holds all of `wanted`, the first missing adapter of
-        `preloads` is fetched. No held adapter is dropped to make room for a preload.
-        """
+        """Choose the adapter to fetch next for the worker; None if no adapter can be fetched now. `wanted` contains
+        adapter ids, for example the `lacking_adapters` of a step. The first adapter of `wanted` that the worker does
+        not hold is fetched. If the worker holds all of `wanted`, the first missing adapter of `preloads` is fetched. No
+        held adapter is dropped to make room for a preload."""
         return self.adapters.begin_fetch(wanted, preloads)
 
     def end_fetch(self, seconds: float | None) -> None:
@@ -245,18 +241,14 @@ class Scheduler:
         self.adapters.hold(adapter_id)
 
     def drop_adapter(self, adapter_id: str) -> bool:
-        """Stop counting an adapter as held by the worker. Returns whether the worker held the adapter.
-
-        The worker forgets the adapter after all steps in flight are answered. Raises ValueError if a group on this
-        worker needs the adapter.
-        """
+        """Stop counting an adapter as held by the worker. Returns whether the worker held the adapter. The worker
+        forgets the adapter after all steps in flight are answered. Raises ValueError if a group on this worker needs
+        the adapter."""
         return self.adapters.drop(adapter_id)
 
     def reset_prefix_cache(self) -> int:
-        """Remove all computed blocks from the prefix cache. Requests in flight keep their blocks.
-
-        Returns the number of the worker's blocks that could be found before the reset.
-        """
+        """Remove all computed blocks from the prefix cache. Requests in flight keep their blocks. Returns the number of
+        the worker's blocks that could be found before the reset."""
         return self.blocks.cache.reset()
 
     def release_all(self, now: float = 0.0, *, blames: bool = True) -> list[SequenceGroup]:
@@ -330,10 +322,7 @@ class Scheduler:
 
     def has_adapter_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
         """Whether the worker holds the group's adapter, and can run it together with the adapters of the running
-        groups.
-
-        Groups in `without` do not count as running.
-        """
+        groups. Groups in `without` do not count as running."""
         return self.adapters.has_slot(group, without=without)
 
     def seconds_to_copy(self, group: SequenceGroup) -> float:

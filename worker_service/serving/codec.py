@@ -1,10 +1,7 @@
 """Converts protobuf messages of the scheduler to the worker's types, and the worker's answers to protobuf messages. No
-other file of the worker uses both kinds of types.
-
-Decoding a step checks every value against the worker's limits, without knowing the session's live sequences. The checks
-include the ranges of block numbers, token ids and parameters, and the equal length of columns. After these checks, all
-block numbers and token ids are safe as memory indices.
-"""
+other file of the worker uses both kinds of types. Decoding a step checks every value against the worker's limits,
+without knowing the session's live sequences. The checks include the ranges of block numbers, token ids and parameters,
+and the equal length of columns. After these checks, all block numbers and token ids are safe as memory indices."""
 
 from array import array
 from collections.abc import Collection, Sequence
@@ -39,9 +36,7 @@ _PREFIX = "POOLING_TYPE_"
 
 
 def _in_32_bits(value: float) -> float:
-    """Round a number to float32, because the device computes with float32. The result is infinite if the number is too
-    large.
-    """
+    """Round a number to float32, in which the device computes. A number that is too large becomes infinite."""
     return c_float(value).value
 
 
@@ -51,9 +46,8 @@ _BOUNDS = {
     else number.bounds._replace(low=_in_32_bits(number.bounds.low), high=_in_32_bits(number.bounds.high))
     for name, number in NUMBERS.items()
 }
-"""The bounds of each sampling parameter, rounded to float32. For example, a bound of 5e-324 becomes 0. A value outside
-the bounds would make logits infinite, and the step would fail.
-"""
+"""The bounds of each sampling parameter, rounded to float32. For example, 5e-324 becomes 0. A value outside the bounds
+would make logits infinite, and the step would fail."""
 
 
 def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> SchedulerOutput:
@@ -81,8 +75,7 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         )
     if 0 in num_scheduled_tokens:
         raise InvalidStepError("num_scheduled_tokens: an entry is 0")
-    # The limit in this check is the sum of the limits for encoder tokens and for other tokens. The session checks both
-    # limits separately, because only the session knows which sequences are encoder inputs.
+    # Only the session can check the two limits separately, because it knows which sequences are encoder inputs.
     most = limits.max_num_batched_tokens + limits.max_num_encoder_tokens
     if sum(num_scheduled_tokens) > most:
         raise InvalidStepError(f"num_scheduled_tokens: {sum(num_scheduled_tokens)} tokens; the limit is {most}")
@@ -151,10 +144,7 @@ def encode_worker_info(
     instance_id: str = "",
     adapters: Sequence[str] = (),
 ) -> GetWorkerInfoResponse:
-    """Encode the properties and limits of the worker, as the answer of GetWorkerInfo.
-
-    epoch: the epoch of the newest session. in_session: whether this session is still open.
-    """
+    """Encode GetWorkerInfo's answer. epoch: the newest session's epoch. in_session: whether this session is open."""
     return GetWorkerInfoResponse(
         protocol_version=PROTOCOL_VERSION,
         model_id=info.model_id,

@@ -45,9 +45,7 @@ class SequenceState:
     pooled: object = None
     """The partial result of pooling the prompt's hidden states. Only the package `execution` uses this field."""
     is_encoder: bool = False
-    """Whether the sequence is an encoder input. The blocks of an encoder input contain keys and values for cross
-    attention.
-    """
+    """Whether the sequence is an encoder input, whose blocks contain keys and values for cross attention."""
     features: bytes = b""
     """The audio features of an encoder input, see `NewSequence`."""
     encoder: "SequenceState | None" = None
@@ -70,18 +68,14 @@ class ScheduledChunk(NamedTuple):
     stop: int
     samples: bool
     """Whether the sequence gains a token after the chunk. A chunk after which the sequence gains a token ends with the
-    sequence's last token.
-    """
+    sequence's last token."""
     drafts: "array[int]" = array(TOKENS)
     """The draft tokens at the end of the chunk, after the sequence's last token. A token is sampled after each draft,
-    too. The session first fills the room that the scheduler gives for drafts with `PLACEHOLDER` tokens.
-    """
+    too. The session first fills the room that the scheduler gives for drafts with `PLACEHOLDER` tokens."""
 
     @property
     def chooses(self) -> bool:
-        """Whether a token is sampled after the chunk. A pooled sequence samples no token, and gains a placeholder
-        instead.
-        """
+        """Whether a token is sampled after the chunk. A pooled sequence gains a placeholder instead."""
         return self.samples and self.sequence.sampling.pooling is None
 
     @property
@@ -95,17 +89,13 @@ class ScheduledChunk(NamedTuple):
 
 NO_DRAFTS: "array[int]" = array(TOKENS)
 PLACEHOLDER = 0
-"""The token id that a sequence contains until its next token is known. If sampling fails, the sequence keeps the
-placeholder.
-"""
+"""The token id that a sequence contains until its next token is known, or for good if sampling fails."""
 
 
 class Session:
     """The live sequences of one session. For each step, the caller calls `apply`, launches the step, and calls
-    `advance`. When the sampled tokens are known, the caller calls `fill_in`.
-
-    If `follows_unseen` is true for the next step, `apply` may be called before the last step's tokens are filled in.
-    """
+    `advance`. When the sampled tokens are known, the caller calls `fill_in`. If `follows_unseen` is true for the next
+    step, `apply` may be called before the last step's tokens are filled in."""
 
     def __init__(self, epoch: int, limits: Limits) -> None:
         self.epoch = epoch
@@ -116,11 +106,9 @@ class Session:
 
     def apply(self, output: SchedulerOutput) -> list[ScheduledChunk]:
         """Apply a step's changes to the sequences. Returns the step's chunks, in the order of `output.sequence_ids`.
-
         Preempted sequences are removed before new sequences are added. Finished sequences are removed last, because a
         finished sequence may be the parent of a fork. Raises FencingError if the step is out of order, and
-        InvalidStepError if the step contradicts the session's state.
-        """
+        InvalidStepError if the step contradicts the session's state."""
         if output.epoch != self.epoch:
             raise FencingError(f"epoch {output.epoch} in the session of epoch {self.epoch}")
         if output.step_id != self._next_step_id:
@@ -138,15 +126,13 @@ class Session:
         return self._schedule(output)
 
     def follows_unseen(self, output: SchedulerOutput) -> bool:
-        """Whether a step can be launched early: before the host has read the tokens that the last step sampled.
-
-        A step that can be launched early has no drafts and no edited logits, because edits such as penalties may
-        require the values of earlier tokens. If a sequence sampled in the last step, the host does not know its last
-        token yet. The host knows all tokens of new sequences and of unfinished prompts.
+        """Whether a step can be launched early: before the host has read the tokens that the last step sampled. A step
+        that can be launched early has no drafts and no edited logits, because edits such as penalties may require the
+        values of earlier tokens. If a sequence sampled in the last step, the host does not know its last token yet. The
+        host knows all tokens of new sequences and of unfinished prompts.
 
         A step that can be launched early also reports no log-probabilities and no vectors. To read log-probabilities,
-        the host would wait for all launched work, and the tokens of every sequence would be delayed.
-        """
+        the host would wait for all launched work, and the tokens of every sequence would be delayed."""
         new = {one.sequence_id: one.sampling for one in output.new_sequences}
         if output.forks or output.num_draft_tokens or self._has_room or not new.keys().isdisjoint(self.sequences):
             return False
@@ -161,10 +147,8 @@ class Session:
 
     @staticmethod
     def advance(chunks: Iterable[ScheduledChunk]) -> None:
-        """Record that a step with these chunks has been launched. A sequence that samples gains a placeholder token.
-
-        A sequence with drafts is left unchanged, because the number of tokens that it gains is not known yet.
-        """
+        """Record that a step with these chunks has been launched. A sequence that samples gains a placeholder token. A
+        sequence with drafts is left unchanged, because the number of tokens that it gains is not known yet."""
         for sequence, _, stop, samples, drafts in chunks:
             if drafts:
                 continue
@@ -175,12 +159,9 @@ class Session:
 
     @staticmethod
     def fill_in(chunks: Iterable[ScheduledChunk], token_ids: Iterable[int], num_tokens: Iterable[int] = ()) -> None:
-        """Replace the placeholders in the sequences of a step by the sampled tokens, which are in the order of the
-        chunks.
-
-        num_tokens: the number of tokens that each chunk gained, 1 by default. A sequence that gained no token computes
-        its last token again in its next step.
-        """
+        """Replace the placeholders in a step's sequences by the sampled tokens, in the order of the chunks. num_tokens:
+        the number of tokens that each chunk gained, 1 by default. A sequence that gained no token computes its last
+        token again in its next step."""
         tokens, numbers = iter(token_ids), iter(num_tokens)
         for sequence, _, stop, samples, drafts in chunks:
             if not samples:
@@ -310,9 +291,7 @@ class Session:
         return chunks
 
     def _check_encoder(self, sequence: SequenceState, stop: int, samples: bool) -> None:
-        """Raise InvalidStepError if a step does not compute the whole encoder input, or if its audio features are
-        missing.
-        """
+        """Raise InvalidStepError if the encoder input is not computed whole, or if its audio features are missing."""
         where = f"sequence {sequence.sequence_id} is for an encoder"
         if samples or sequence.num_computed_tokens or stop != len(sequence.token_ids):
             raise InvalidStepError(f"{where} and is not computed whole")
@@ -320,10 +299,8 @@ class Session:
             raise InvalidStepError(f"{where} and came without features")
 
     def _check_encoders(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Raise InvalidStepError if the step has too many encoder tokens or too many other tokens.
-
-        The method also raises InvalidStepError if a sequence attends to an encoder input that is not computed.
-        """
+        """Raise InvalidStepError if the step has too many encoder tokens or too many other tokens, or if a sequence
+        attends to an encoder input that is not computed."""
         encoded = {chunk.sequence.sequence_id for chunk in chunks if chunk.sequence.is_encoder}
         num_encoder_tokens = sum(chunk.stop for chunk in chunks if chunk.sequence.is_encoder)
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks) - num_encoder_tokens
@@ -346,8 +323,7 @@ class Session:
 
     def _check_pooling(self, sequence: SequenceState, stop: int, drafts: "array[int]") -> None:
         """Raise InvalidStepError if the worker cannot pool the sequence, or if a pooled sequence would compute tokens
-        after its prompt.
-        """
+        after its prompt."""
         where = f"sequence {sequence.sequence_id}"
         pooling = sequence.sampling.pooling
         if pooling is not None:

@@ -56,11 +56,8 @@ class PanicError(RuntimeError):
 
 
 def without_panic(function: Callable[[], T]) -> T:
-    """Call a Rust function. Raises PanicError if the function panics.
-
-    The library's exception for a panic is not a subclass of `Exception`, so code that catches `Exception` would miss a
-    panic.
-    """
+    """Call a Rust function. Raises PanicError if the function panics. The library's exception for a panic is not a
+    subclass of `Exception`, so code that catches `Exception` would miss a panic."""
     try:
         return function()
     except BaseException as error:
@@ -118,10 +115,8 @@ class Tokenizer:
     async def encode(
         self, text: str, *, most: int = MAX_TOKENS, parse_special_tokens: bool = False, aside: bool = False
     ) -> list[int]:
-        """Token ids of a text, with the prefix (such as a beginning-of-sequence token) that the model expects.
-
-        Raises TooManyTokensError if the text clearly has more than `most` tokens.
-        """
+        """Token ids of a text, with the prefix (such as a beginning-of-sequence token) that the model expects. Raises
+        TooManyTokensError if the text clearly has more than `most` tokens."""
         tokenizer = self._parsing if parse_special_tokens else self._plain
         return await self._on_thread(lambda: _encode(tokenizer, text, most, add_special_tokens=True), aside=aside)
 
@@ -137,10 +132,8 @@ class Tokenizer:
     async def encode_chat(
         self, messages: Sequence[dict[str, str]], *, most: int = MAX_TOKENS, aside: bool = False
     ) -> list[int]:
-        """Token ids of a conversation up to the assistant's turn.
-
-        Raises TemplateError, TooManyTokensError or RequestError.
-        """
+        """Token ids of a conversation up to the assistant's turn. Raises TemplateError, TooManyTokensError or
+        RequestError."""
         assert self._chats is not None
         marks = ChatMarks(self._special, most)
         text = await self._chats.render(messages, marks, most, self.longest_token, aside=aside)
@@ -169,10 +162,8 @@ class Tokenizer:
         return await self._on_thread(decode, aside=True)
 
     async def decode_prefixes(self, token_ids: Sequence[int]) -> list[str]:
-        """Decode each prefix of the tokens, without special tokens.
-
-        The cost grows with the square of the number of tokens, so pass at most a few hundred tokens.
-        """
+        """Decode each prefix of the tokens, without special tokens. The cost grows with the square of the number of
+        tokens, so pass at most a few hundred tokens."""
 
         def decode() -> list[str]:
             prefixes = [list(token_ids[:stop]) for stop in range(1, len(token_ids) + 1)]
@@ -181,10 +172,8 @@ class Tokenizer:
         return await self._on_thread(decode, aside=True)
 
     async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token.
-
-        Each token is decoded behind another token, because the first token of a text could lose its leading space.
-        """
+        """The text of each token. Each token is decoded behind another token, because the first token of a text could
+        lose its leading space."""
 
         def decode() -> list[str]:
             alone = [[*self._anchor, token_id] for token_id in token_ids]

@@ -43,12 +43,10 @@ NO_ADAPTERS = AdapterRoom()
 _CACHE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
 _QUANTIZED_SHARE = 5 / 8
 """Maximum bytes of a weight that is quantised to 8 bits, as a share of its 16-bit size. At most two 16-bit scales are
-stored for each 16 numbers.
-"""
+stored for each 16 numbers."""
 _INT4_SHARE = 3 / 8
 """Maximum bytes of a weight that is quantised to 4 bits, as a share of its 16-bit size. At most two 16-bit scales are
-stored for each 32 numbers.
-"""
+stored for each 32 numbers."""
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
@@ -113,8 +111,7 @@ class Network:
     @property
     def max_model_len(self) -> int:
         """Maximum tokens of a sequence that the model's files allow. The files of a sentence-transformers model may
-        allow fewer tokens than config.json.
-        """
+        allow fewer tokens than config.json."""
         return min(self.config.max_model_len, self.sentences.max_length or self.config.max_model_len)
 
     @property
@@ -130,12 +127,9 @@ class Network:
 
     def check(self, room: AdapterRoom = NO_ADAPTERS) -> list[int]:
         """Check the weights without allocating memory for them. Returns the maximum bytes of each weight, and of the
-        adapters' slots.
+        adapters' slots. Raises StartError if the weights cannot be loaded.
 
-        Raises StartError if the weights cannot be loaded.
-
-        room: the limits of adapters, which determine the bytes of the adapters' slots.
-        """
+        room: the limits of adapters, which determine the bytes of the adapters' slots."""
         model = self._build(torch.device("meta"))
         blueprint = model.checkpoint_tensors()
         self.checkpoint.check(blueprint, self.cuts)
@@ -148,8 +142,7 @@ class Network:
 
     def _sizes(self, blueprint: Mapping[str, torch.Tensor]) -> list[int]:
         """The maximum bytes of each tensor after it is quantised and packed. If tensors are quantised while the model
-        is loaded, the result also contains the bytes of one layer's tensors before quantisation.
-        """
+        is loaded, the result also contains the bytes of one layer's tensors before quantisation."""
         stored, floats = self._quantized(), defaultdict[str, list[int]](list)
         share = _INT4_SHARE if self.quantization == "int4" else _QUANTIZED_SHARE
         block = None if self.checkpoint.packed is None else self.checkpoint.packed.config.block
@@ -180,11 +173,9 @@ class Network:
 
     def fingerprint(self) -> str:
         """A hash of the whole model, equal in all ranks. Several threads read the weight files, so that the files are
-        in the operating system's page cache when the weights are loaded.
-
-        The hash includes the quantisation scheme of the weights. One scheduler never uses workers with different
-        fingerprints, so workers with different quantisation never serve together.
-        """
+        in the operating system's page cache when the weights are loaded. The hash includes the quantisation scheme of
+        the weights. One scheduler never uses workers with different fingerprints, so workers with different
+        quantisation never serve together."""
         scheme: str = self.quantization
         if self.quantization != "none":
             head = head_quantization(self.device, self.dtype, self.quantization)
@@ -204,10 +195,7 @@ class Network:
 
     def load(self, room: AdapterRoom = NO_ADAPTERS) -> tuple[Any, Adapters]:
         """Load the network's weights and allocate the adapters' slots. The class of the returned network depends on
-        `config`.
-
-        Raises StartError if the weights cannot be loaded, and torch's errors if memory runs out.
-        """
+        `config`. Raises StartError if the weights cannot be loaded, and torch's errors if memory runs out."""
         quantized = self._quantized()
         with byte_progress("loading weights") as progress:
 
@@ -232,8 +220,7 @@ class Network:
     @property
     def _packs_stored(self) -> bool:
         """Whether the kernels multiply by the quantised weights as stored in the checkpoint. If the kernels do not
-        support the stored weights, the weights are converted to floating point.
-        """
+        support the stored weights, the weights are converted to floating point."""
         packed = self.checkpoint.packed
         if packed is None or not isinstance(self.config, DecoderConfig):
             return False
@@ -243,9 +230,7 @@ class Network:
 
     @property
     def _stacks_experts(self) -> bool:
-        """Whether the network has experts, and the kernels compute the products of all experts of a layer in one
-        launch.
-        """
+        """Whether the network has experts, whose products the kernels compute in one launch for each layer."""
         assert isinstance(self.config, DecoderConfig)
         return ops_for(self.device).GROUPED_PRODUCTS and any(layer.mixture for layer in self.config.layers)
 
@@ -307,8 +292,7 @@ class Network:
 
     def _check_quantization(self) -> None:
         """Raise StartError if the requested quantisation is not supported. Small weights are packed as a trial, before
-        the model's weights are loaded.
-        """
+        the model's weights are loaded."""
         if self.checkpoint.packed is not None:
             if self.quantization != "none":
                 raise StartError(
@@ -344,8 +328,7 @@ class Network:
 
 _TRANSPOSED = ("gpt2", "openai-gpt")
 """Model families whose weight matrices are stored transposed, as [inputs, outputs]. Checkpoints of these families are
-refused if they are stored quantised, because the groups of numbers with one scale lie along the wrong dimension.
-"""
+refused if they are stored quantised, because the groups of numbers with one scale lie along the wrong dimension."""
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], quantized: Quantized) -> dict[str, torch.Tensor]:

@@ -1,9 +1,7 @@
-"""Reads the config.json of the native model families as a `DecoderConfig`. One function reads each family, with the
-same default values as transformers.
+"""Reads the config.json of the native model families as a `DecoderConfig`, with the default values of transformers.
 
 A family's function raises ValueError if config.json has a setting that the native decoder does not support. If
-config.json has a key that the function does not read, the model is refused (see `config_keys`).
-"""
+config.json has a key that the function does not read, the model is refused (see `config_keys`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,15 +51,13 @@ def _mixtral(json: ReadKeys) -> DecoderConfig:
 
 
 def _qwen2(json: ReadKeys) -> DecoderConfig:
-    """Qwen2 is Llama with biases on the query, key and value projections. The layers from number `max_window_layers` on
-    may have a sliding window. (Yang et al., 2024.)"""
+    """Qwen2 is Llama with query, key and value biases, and optional windows in late layers. (Yang et al., 2024.)"""
     json.neutral(attention_bias=True)
     return _read(json, qkv_bias=True, num_kv_heads=32, windows=_qwen_windows(json))
 
 
 def _mimo(json: ReadKeys) -> DecoderConfig:
-    """MiMo is Qwen2 with an additional layer for multi-token prediction, which the draft method "mtp" uses. (Xiaomi
-    LLM-Core Team, 2025.)"""
+    """MiMo is Qwen2 with a layer for multi-token prediction, draft method "mtp". (Xiaomi LLM-Core Team, 2025.)"""
     json.without_effect("num_nextn_predict_layers")
     return _qwen2(json)
 
@@ -81,8 +77,7 @@ def _qwen3(json: ReadKeys) -> DecoderConfig:
 
 
 def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
-    """Qwen3-MoE is Qwen3 with mixtures of experts in all or most layers. If config.json states a sliding window, all
-    layers have this window. (Yang et al., 2025.)"""
+    """Qwen3-MoE is Qwen3 with experts in all or most layers, and an optional window in all. (Yang et al., 2025.)"""
     json.neutral(use_qk_norm=True)
     num_layers, interval = _num_layers(json), json.integer("decoder_sparse_step", 1)
     mixture = Mixture(
@@ -132,8 +127,7 @@ def _smollm3(json: ReadKeys) -> DecoderConfig:
 
 
 def _phi3(json: ReadKeys) -> DecoderConfig:
-    """Phi-3 is Llama with fused projections in the checkpoint. In some Phi-3 models, rotary embeddings apply only to a
-    part of each head. (Abdin et al., 2024.)"""
+    """Phi-3 is Llama with fused projections. Some models rotate only a part of each head. (Abdin et al., 2024.)"""
     num_layers = _num_layers(json)
     rope = read_rope(json, _head_dim(json), parts_of_heads=True, original=4096)
     return _read(
@@ -146,14 +140,12 @@ def _phi3(json: ReadKeys) -> DecoderConfig:
 
 
 def _gemma(json: ReadKeys) -> DecoderConfig:
-    """Gemma is Llama with scaled embeddings, larger attention heads, and norm weights from which 1 has been subtracted.
-    (Gemma Team, 2024.)"""
+    """Gemma is Llama with scaled embeddings, larger heads, and norm weights stored minus 1. (Gemma Team, 2024.)"""
     return _read_gemma(json, "hidden_act", num_kv_heads=16)
 
 
 def _gemma2(json: ReadKeys) -> DecoderConfig:
-    """Gemma 2 is Gemma with norms after both halves of a layer, soft caps, and a sliding window in every second layer.
-    (Gemma Team, 2024.)"""
+    """Gemma 2 is Gemma with post-norms, soft caps, and a sliding window in every second layer. (Gemma Team, 2024.)"""
     slides = [number % 2 == 0 for number in range(_num_layers(json))]
     window = json.integer("sliding_window", 4096, null=None)
     json.neutral(sliding_window_size=window)  # the first config.json files of Gemma 2 have both keys
@@ -206,8 +198,7 @@ FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = {
 
 
 def read_decoder(json: Mapping[str, Any]) -> DecoderConfig:
-    """Read the config.json of a native family. Raises a ValueError that names the key if config.json has an unsupported
-    key or value."""
+    """Read a native family's config.json. Raises a ValueError that names the key if a key or value is unsupported."""
     keys = ReadKeys(json)
     family = keys.choice("model_type", FAMILIES)
     check_generates(json)
@@ -235,8 +226,7 @@ def _read(
     attention_scale: float | None = None,
     **options: Any,
 ) -> DecoderConfig:
-    """Read the keys that all families have in common. num_kv_heads, head_dim, eps and tied_embeddings are the family's
-    default values."""
+    """Read the keys of all families. num_kv_heads, head_dim, eps and tied_embeddings are the family's defaults."""
     if activation is None:
         activation = json.choice("hidden_act", _ACTIVATIONS, "silu")
     num_heads, num_layers = _size(json, "num_attention_heads"), _num_layers(json)
@@ -293,8 +283,7 @@ def _read_gemma(json: ReadKeys, act_name: str = "hidden_activation", **options: 
 
 
 def _gemma3_rope(json: ReadKeys, kind: str, theta_name: str, theta: float) -> Rope:
-    """Read the rotary embedding of one kind of layer. Newer config.json files have parameters for each kind of layer.
-    In older files, only layers with full attention have scaled rotary embeddings."""
+    """Read the rotary embedding of a kind of layer. Older config.json files scale only layers with full attention."""
     older = json.group("rope_scaling") if kind == "full_attention" else ReadKeys({})
     newer = json.group("rope_parameters").group(kind)
     if older.plain and newer.plain:
@@ -305,8 +294,7 @@ def _gemma3_rope(json: ReadKeys, kind: str, theta_name: str, theta: float) -> Ro
 
 
 def _max_model_len(json: ReadKeys, ropes: Sequence[Rope | None]) -> int:
-    """The model's maximum sequence length, which is the minimum of all lengths that config.json states and that the
-    layers' rotary embeddings allow."""
+    """The maximum sequence length: the least that config.json states or the layers' rotary embeddings allow."""
     length = _size(json, "max_position_embeddings")
     lengths = [length if rope is None else rope.max_positions or length for rope in ropes]
     others = [other for name in _OTHER_LENGTHS if (other := json.integer(name, None, null=None)) is not None]
@@ -323,7 +311,6 @@ def _num_layers(json: ReadKeys) -> int:
 
 
 def _num_experts(json: ReadKeys, default: int) -> int:
-    """Read the number of experts, which is stated by the key num_experts or by the key num_local_experts."""
     names = ("num_experts", "num_local_experts")
     numbers = {_size(json, name) for name in names if name in json}
     if len(numbers) > 1:
@@ -352,8 +339,7 @@ def _qwen_windows(json: ReadKeys) -> list[int | None]:
 
 
 def _windows(json: ReadKeys, window: int | None, slides: Sequence[bool]) -> list[int | None]:
-    """Determine each layer's window. The key `layer_types` states which layers have a window. slides: for each layer,
-    whether the layer has a window if config.json has no `layer_types`."""
+    """Each layer's window. slides: whether each layer has a window if config.json has no `layer_types`."""
     types = json.choices("layer_types", _KINDS, len(slides))
     if types is not None:
         slides = [kind == "sliding_attention" for kind in types]
