@@ -88,7 +88,7 @@ class Ops(Protocol):
     """
 
     WIDE_PRODUCTS: bool
-    """Whether products with float32 results are as fast as products with results that are rounded to 16 bits."""
+    """Whether a product that returns float32 is as fast as a product that returns 16 bits."""
 
     GROUPED_PRODUCTS: bool
     """Whether `grouped_linear` is faster than a separate product with a packed weight for each expert."""

@@ -64,8 +64,9 @@ class Feeding:
 
     @property
     def is_fed(self) -> bool:
-        """Whether the workers are busy and their steps are full (nearly 256 sequences). A worker with half-empty steps
-        counts as half idle.
+        """Whether the workers are busy and compute full steps of nearly 256 sequences.
+
+        A worker whose steps are half empty counts as half idle.
         """
         return self.idle_percent < MAX_IDLE_PERCENT and self.sequences_a_step > 0.95 * MAX_NUM_SEQS
 

@@ -164,7 +164,7 @@ def version_of(wheel: Path) -> str:
 
 
 def _fits(version: str | None, asked: SpecifierSet) -> bool:
-    """Whether a version satisfies the requirement. An unknown version counts as satisfying the requirement."""
+    """Whether a version satisfies the requirement. An unknown version always does."""
     return version is None or asked.contains(version, prereleases=True)
 
 

@@ -2,9 +2,9 @@
 is JSON.
 
 Each system scores the same texts with teacher forcing. For each token of a text, a system gives the token's
-log-probability and the likeliest token at the same position. The exact scores are those of transformers in float32 with
-the same weights. For each system, three figures compare its scores with the exact scores: the mean difference of
-log-probabilities, how often the likeliest tokens are equal, and the increase of perplexity.
+log-probability and the likeliest token at the same position. transformers in float32, with the same weights,
+computes the exact scores. For each system, three figures compare its scores with the exact scores: the mean difference
+of log-probabilities, how often the likeliest tokens are equal, and the increase of perplexity.
 
 pagewire serves the model in bfloat16, with a bfloat16 and with an int8 cache. pagewire also serves quantised weights if
 the machine has kernels for quantised weights. The other systems are transformers in bfloat16 and, with --peer, vLLM.

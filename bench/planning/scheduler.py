@@ -158,9 +158,7 @@ def fastest(*measures: Callable[[], float]) -> list[float]:
 
 
 def us_per_seq_step(size: int, peer: Peer | None) -> list[float]:
-    """Microseconds per sequence and step of pagewire's scheduler, followed by those of vLLM's scheduler if `peer` is
-    given.
-    """
+    """Microseconds of a scheduler for each sequence of a step: pagewire's, then vLLM's if `peer` is given."""
     scheduler = make_scheduler(size)
     measures: list[Callable[[], float]] = [lambda: us_of_steps(scheduler, LOAD.num_steps)]
     if peer:

@@ -44,9 +44,7 @@ class Vllm:
         context: int = CONTEXT,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`program` is the command that starts `vllm`. `environment` contains environment variables for vLLM, in
-        addition to those of this process.
-        """
+        """`program` is the command that starts `vllm`. `environment` adds variables to this process's environment."""
         began = time.perf_counter()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"

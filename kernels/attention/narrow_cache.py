@@ -17,7 +17,7 @@ scaled."""
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether a cache of this type is an 8-bit cache, which stores a scale for each head."""
+    """Whether a cache of this type stores 8-bit values with a scale for each head."""
     return dtype in _LARGEST
 
 

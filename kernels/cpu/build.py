@@ -72,9 +72,10 @@ def build(names: Sequence[str]) -> None:
 
 
 def known_instruction_sets(names: Sequence[str]) -> list[str]:
-    """Returns those of the named instruction sets whose flags the compiler accepts. For each instruction set that is
-    skipped, a line is printed. If the compiler accepts the flags of none, all names are returned, because the compiler
-    has another fault, which the build will report."""
+    """The named instruction sets whose flags the compiler accepts. Prints a line for each set that is left out.
+
+    If the compiler accepts no set, returns all names: the compiler has another fault, which the build will report.
+    """
     compiler = _compiler()
     compile_nothing = [compiler, "-E", "-x", "c++", os.devnull]
     codes = {

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import CHUNKS, EDGES, NAN, make_case, ops
-from triton_helpers import DEVICE, DTYPES, HALF, INTERPRETED, quiet_interpreter, randn
+from prefix_in_flight import check_prefix_in_flight
+from triton_helpers import DEVICE, DTYPES, HALF, INTERPRETED, quiet_interpreter, randn, strict
 
-from kernels import reference
+from kernels import reference, triton
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,3 +162,8 @@ def test_a_layer_attends_from_its_fused_projection() -> None:
         for backend, cache in ((ops, case.layer_cache), (reference, case.layer_cache.clone()))
     )
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "int8"])
+def test_rows_attend_to_what_other_rows_of_the_step_store(narrow: bool) -> None:
+    check_prefix_in_flight(strict(triton), torch.float32, DEVICE, narrow=narrow, rtol=1e-4, atol=1e-4)

@@ -64,5 +64,7 @@ def test_products_on_a_gpu(
         assert found.dtype is (torch.float32 if wide else dtype)
         tolerance = 1e-4 if found.dtype is torch.float32 else torch.finfo(dtype).eps
         expected = exactly(x.cpu(), weight, None if added is None else added.cpu())
-        # The tensor cores of an H100 keep 14 bits of a sum of e4m3 products.
-        assert ((found.cpu().double() - expected).abs() <= tolerance * expected.abs() + 2**-12 * magnitudes).all()
+        # Hopper's tensor cores keep about 14 bits of a sum of e4m3 products (DeepSeek-V3's technical report, 2024).
+        # Other shapes are multiplied in 16 bits, with sums in float32.
+        slack = 1e-3 if outputs % 16 or inputs % 16 else 2**-12 * magnitudes
+        assert ((found.cpu().double() - expected).abs() <= tolerance * expected.abs() + slack).all()

@@ -17,6 +17,8 @@ from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import Scheduler, SchedulerOutput, SequenceStatus, WorkerScheduler
 from scheduler_service.engine.workers.worker import Worker
 
+log = structlog.get_logger()
+
 
 class Outage:
     """Tells whether an outage lasts at this moment. `set` begins or ends the outage. At the start of the server an
@@ -66,8 +68,6 @@ class Outage:
             return False
         return True
 
-
-log = structlog.get_logger()
 
 MAX_WORKERS = 3
 """Maximum number of workers whose reasons an error lists."""

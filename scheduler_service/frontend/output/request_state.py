@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1 import scheduler_output_pb2 as wire
@@ -14,6 +13,7 @@ from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.frontend.output.output_failure import failure
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_memory import STRING_BYTES, UnreadOutput
+from scheduler_service.frontend.output.request_trace import RequestTrace
 from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
 from scheduler_service.frontend.output.token_times import TokenTimes
 from scheduler_service.frontend.output.turns import Turns
@@ -67,16 +67,6 @@ def _decode_logprobs(columns: wire.SampleLogprobs) -> list[TokenLogprobs]:
     ]
 
 
-class Trace(Protocol):
-    """The events of a request that are recorded as trace spans."""
-
-    def stands(self, standing: Standing) -> None: ...
-
-    def gained_token(self, now: float) -> None: ...
-
-    def end(self, at: float) -> None: ...
-
-
 class RequestState:
     """A request in flight: the text so far, the client's stream, and the request's state in the engine."""
 
@@ -96,7 +86,7 @@ class RequestState:
         """Whether and where the request runs, and its counts of preemptions and tokens, from the engine's latest
         message.
         """
-        self.trace: Trace | None = None
+        self.trace: RequestTrace | None = None
         self.counts = counts
         self._num_hypothesis_tokens: list[int] | None = None
         resumption, num_sequences = request.resumption, request.sampling.n
